@@ -1,0 +1,489 @@
+"""Every setting of a run: nested frozen dataclasses, read from a TOML recipe and `--section.key=value` overrides.
+
+In: a recipe path and override strings. Out: a `Config`, or a `ConfigError` of one line that names the key and the
+remedy. Invariant: files and overrides go through the same check, an unknown key is an error, and the string under a
+field is its help text, so `gspo train --help` and `docs/settings.md` cannot drift from the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str = ""
+    """Directory, hub name or `.gguf` file of the model to train."""
+    build: Literal["", "tiny_moe", "tiny_dense"] = ""
+    """Build a small model from scratch instead of loading one: for the demo, for tests, for trying a task."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights. Log-probabilities are float32 either way."""
+    device: str = "auto"
+    """`auto` takes the GPU if there is one."""
+    threads: int = 0
+    """CPU threads; 0 chooses (one for tiny models, which run many times faster that way)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models you trust like your own code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStartConfig:
+    steps: int = 0
+    """At most this many supervised steps on the task's own demonstrations before RL; 0: none."""
+    batch: int = 64
+    """Demonstrations per step."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW."""
+    stop_accuracy: float = 0.3
+    """Stop as soon as sampled accuracy on fresh problems reaches this: enough to learn from, room to climb."""
+    check_every: int = 10
+    """Steps between accuracy checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: str = ""
+    """Training problems: a .jsonl, .json, .csv or .parquet file (also .gz of the first three)."""
+    hub: str = ""
+    """Or a data set by hub name, through `datasets`."""
+    hub_config: str = ""
+    """Configuration of the hub data set, for example `main`."""
+    split: str = "train"
+    """Split of the hub data set."""
+    task: str = ""
+    """Or a generated task: `addition`, `sorting`, `countdown`, or `reasoning_gym:NAME`."""
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the generated task, for example `digits = 3`."""
+    task_size: int = 20000
+    """How many training problems to generate."""
+    prompt_field: str = "prompt"
+    """Field with the problem: text or chat messages."""
+    answer_field: str = "answer"
+    """Field with the expected answer; rewards receive it as `answer`. Empty: the data has none."""
+    answer_after: str = ""
+    """Keep only what follows the last occurrence of this mark in the answer field (`####` for GSM8K)."""
+    instruction: str = ""
+    """Text put after each problem, for example how to state the answer."""
+    system: str = ""
+    """System message put before each problem (needs a chat template)."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Wrap text prompts as a user message in the tokenizer's chat template; auto: if it has one."""
+    held_out: int = 256
+    """Problems set aside for evaluation: taken from the training data by seed, unless `held_out_path` is given."""
+    held_out_path: str = ""
+    """A file of held-out problems, with the same fields."""
+    max_prompt_tokens: int = 1024
+    """A longer prompt is a bad row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a bad row does: stop before anything expensive starts, or be left out and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    engine: str = "local"
+    """Sampling engine: the name of a file in `gspo/rollout/engines`."""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the engine; see its file."""
+    prompts: int = 32
+    """Prompts per step."""
+    replies: int = 8
+    """Replies per prompt (G)."""
+    max_tokens: int = 256
+    """Token limit of a reply."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner's log-probabilities use it too."""
+    top_p: float = 1.0
+    """Nucleus sampling. Below 1 the sampler's distribution is not the learner's: expect a mismatch."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0: all. The same caution."""
+    refill_budget: int = 3
+    """With `keep = "mixed"`: sample at most this many batches of prompts per step to replace uniform groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    functions: tuple[str, ...] = ()
+    """Reward functions: names of files in `gspo/reward/rewards`, or `file.py:function`."""
+    weights: tuple[float, ...] = ()
+    """One weight per function; empty: all 1."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword options per function: `options.exact_answer = {marker = "####"}`."""
+    correct_above: float = 0.5
+    """A reply counts as correct when the first function gives more than this."""
+    timeout_s: float = 10.0
+    """Deadline of one call; the worker is killed when it passes."""
+    workers: int = 2
+    """Worker processes."""
+    max_unscored_fraction: float = 0.5
+    """Stop the run, with a checkpoint, when more than this share of a step's replies cannot be scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    name: str = "gspo"
+    """A row of `gspo objectives`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The row's settings, written beside the name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists them)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    mini_batches: int = 4
+    """Optimiser steps per rollout batch."""
+    micro_batch_tokens: int = 16384
+    """Tokens (padding included) per forward and backward. Changes memory and speed, never the gradient."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_updates: int = 0
+    """Optimiser steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after warm-up, over all steps of the run."""
+    final_fraction: float = 0.1
+    """Share of the peak rate at the end of a linear or cosine schedule."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    max_skipped: int = 5
+    """Stop after this many optimiser steps in a row with a non-finite loss or gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every: int = 10
+    """Steps between evaluations on held-out problems (also before the first and after the last step); 0: never."""
+    samples: int = 1
+    """Sampled replies per held-out problem."""
+    greedy: bool = True
+    """Also measure greedy accuracy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 20
+    """Steps between checkpoints; the last step and a stop always write one."""
+    keep: int = 2
+    """How many of the newest to keep; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    rollouts: bool = True
+    """Write every reply with its tokens and log-probabilities to `rollouts/`."""
+    sinks: tuple[str, ...] = ()
+    """Also send metrics to: `tensorboard`, `wandb`, `trackio`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    name: str = "run"
+    """Name of the run; part of its directory's name."""
+    run_dir: str = ""
+    """Directory of the run; empty: `runs/NAME-DATE-TIME`."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, a built model's weights."""
+    steps: int = 100
+    """Training steps (rollout batches)."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe and apply `a.b=c` overrides (a leading `--` is allowed)."""
+    path = find_recipe(path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
+    config = from_tree(tree, where=str(path))
+    if overrides:
+        for key, value in map(_split_override, overrides):
+            _set(tree, key, value)
+        config = from_tree(tree, where="command line")
+    check(config)
+    return config
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A recipe by path, or by the bare name of one that is shipped (`demo`)."""
+    given = Path(path)
+    shipped = recipe_dir() / (given.name if given.suffix == ".toml" else f"{given.name}.toml")
+    if given.is_file():
+        return given
+    if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in recipe_dir().glob("*.toml")))
+    raise ConfigError(f"{given}: no such recipe; give the path of a .toml file or one of the shipped names: {names}")
+
+
+def recipe_dir() -> Path:
+    """Shipped recipes: inside the installed package, or beside it in a checkout."""
+    installed = Path(__file__).parent / "recipes"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
+    """Build a `Config` from nested tables, naming `where` and the key in every error."""
+    return _build(Config, tree, where=where, prefix="")
+
+
+def check(config: Config) -> None:
+    """Refuse values that cannot work, before anything is loaded."""
+    _check_ranges(config)
+    sources = [n for n in ("path", "hub", "task") if getattr(config.data, n)]
+    if len(sources) != 1:
+        raise ConfigError(
+            f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
+        )
+    if bool(config.model.path) == bool(config.model.build):
+        raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
+    if config.cold_start.steps and not config.data.task:
+        raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
+    if not config.reward.functions and not config.data.task:
+        raise ConfigError('reward.functions: name at least one, for example ["math_answer"] or ["my.py:score"]')
+    weights, functions = config.reward.weights, config.reward.functions
+    if weights and len(weights) != len(functions):
+        raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions; give one for each")
+    if weights and not any(weights):
+        raise ConfigError("reward.weights: all are 0, so every reply would score 0; give one a weight")
+    for key in config.reward.options:
+        if key not in functions:
+            raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
+    known = {"tensorboard", "wandb", "trackio"}
+    for sink in config.log.sinks:
+        if sink not in known:
+            raise ConfigError(f"log.sinks: unknown sink {sink!r}; known: {', '.join(sorted(known))}")
+
+
+def _check_ranges(config: Config) -> None:
+    at_least = {
+        "steps": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
+        "data.held_out": 0, "data.task_size": 1, "data.max_prompt_tokens": 1, "rollout.prompts": 1,
+        "rollout.replies": 1, "rollout.max_tokens": 1, "rollout.top_k": 0, "rollout.refill_budget": 1,
+        "reward.workers": 1, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,
+        "learner.learning_rate": 0, "learner.weight_decay": 0, "learner.max_skipped": 1, "eval.every": 0,
+        "eval.samples": 1, "checkpoint.every": 1, "checkpoint.keep": 0, "cold_start.learning_rate": 0,
+    }  # fmt: skip
+    for key, least in at_least.items():
+        if not get(config, key) >= least:
+            raise ConfigError(f"{key}: must be at least {least}, not {get(config, key)}")
+    between = {
+        "rollout.top_p": 1.0, "learner.final_fraction": 1.0, "reward.max_unscored_fraction": 1.0,
+        "cold_start.stop_accuracy": 1.0, "learner.beta1": 1.0, "learner.beta2": 1.0,
+    }  # fmt: skip
+    for key, most in between.items():
+        if not 0 <= get(config, key) <= most:
+            raise ConfigError(f"{key}: must be between 0 and {most:g}, not {get(config, key)}")
+    for key in ("rollout.temperature", "learner.max_grad_norm", "reward.timeout_s", "rollout.top_p"):
+        if not 0 < get(config, key) < float("inf"):
+            raise ConfigError(f"{key}: must be a positive number, not {get(config, key)}")
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; `from_tree` reads it back to an equal `Config`."""
+    lines: list[str] = []
+    _write_table(config, (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def help_texts() -> Iterator[tuple[str, str, Any, str]]:
+    """Every setting as (dotted key, type, default, help), in the order of this file."""
+    yield from _help(Config, "")
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for key, value in tree.items():
+        if cls is ObjectiveConfig and key != "name":
+            settings.update(value if key == "settings" and isinstance(value, Mapping) else {key: value})
+        elif key not in names:
+            raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {_example(hints[key], prefix + key)}")
+            values[key] = _build(hints[key], value, where=where, prefix=f"{prefix}{key}.")
+        else:
+            values[key] = _convert(value, hints[key], where=where, key=prefix + key)
+    if settings:
+        values["settings"] = settings
+    return cls(**values)
+
+
+def _example(cls: type, key: str) -> str:
+    return f"{key}.{dataclasses.fields(cls)[0].name}"
+
+
+def _did_you_mean(key: str, prefix: str, names: Sequence[str]) -> str:
+    everywhere = [k for k, *_ in help_texts()]
+    elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
+    close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
+    close = close or difflib.get_close_matches(prefix + key, everywhere, n=1)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; known here: {', '.join(names)}"
+
+
+def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in args:
+            return value
+        raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, args))}, not {value!r}")
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_convert(v, args[0], where=where, key=key) for v in items)
+    if origin in (types.UnionType, typing.Union):
+        raise AssertionError(f"unsupported setting type {hint}")
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    if getattr(origin, "__name__", "") == "Mapping" and isinstance(value, Mapping):
+        return dict(value)
+    wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a table")
+    raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, sign, raw = text.removeprefix("--").partition("=")
+    if not sign or not key:
+        raise ConfigError(f"command line: {text!r} is not an override; write --section.key=value")
+    return key.replace("-", "_"), _parse(raw, key.replace("-", "_"))
+
+
+def _parse(raw: str, key: str) -> Any:
+    hint = _hint_of(key)
+    if hint is str or typing.get_origin(hint) is Literal:
+        return raw
+    try:
+        return tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        return [part.strip() for part in raw.split(",")] if typing.get_origin(hint) is tuple else raw
+
+
+def _hint_of(key: str) -> Any:
+    cls: Any = Config
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(cls):
+            return None
+        cls = typing.get_type_hints(cls).get(part)
+    return cls
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"command line: {key}: {part} is not a section")
+        tree = child
+    tree[last] = value
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
+    items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, ObjectiveConfig):
+        items = {"name": value.name, **value.settings}
+    sections = {k: v for k, v in items.items() if dataclasses.is_dataclass(v)}
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in items.items() if k not in sections]
+    for key, section in sections.items():
+        _write_table(section, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    raise ConfigError(f"cannot write {value!r} to a config file")
+
+
+# ------------------------------------------------------------------------------------------------- help
+
+
+def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _help(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
+        else:
+            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            yield prefix + f.name, _type_name(hints[f.name]), default, docs.get(f.name, "")
+
+
+def _type_name(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(f'"{a}"' for a in args)
+    if origin is tuple:
+        return f"list of {args[0].__name__}"
+    return "table" if origin else hint.__name__
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field_node, doc in zip(body.body, body.body[1:], strict=False):
+        named = isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name)
+        if named and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            docs[field_node.target.id] = inspect.cleandoc(doc.value.value)  # type: ignore[union-attr]
+    return docs

@@ -1,0 +1,1 @@
+"""Generated tasks with verifiers, one file each, found by name."""

@@ -1,0 +1,27 @@
+"""Errors a user can meet, by kind. Each message names the place and the remedy; the command line prints it in one line."""
+
+from __future__ import annotations
+
+
+class GspoError(Exception):
+    """Base of every error that is the user's to mend, not a bug."""
+
+
+class ConfigError(GspoError, ValueError):
+    """A setting is unknown, malformed, missing, or has no effect where it was set."""
+
+
+class DataError(GspoError, ValueError):
+    """A data file or one of its rows cannot be used."""
+
+
+class RewardError(GspoError, RuntimeError):
+    """A reward cannot be loaded, or too many replies could not be scored."""
+
+
+class CheckpointError(GspoError, RuntimeError):
+    """No checkpoint to resume from, or one that is not whole."""
+
+
+class NumericalError(GspoError, RuntimeError):
+    """Loss or gradient stayed non-finite."""

@@ -1,0 +1,73 @@
+"""What a sampling engine is, and how one is found by its name.
+
+In: prompts and a `Sampling`. Out: for each prompt, its replies in sample order. Invariant: a reply depends on the
+weights, the prompt, the sampling settings and its own random stream `(seed, stream, prompt id, sample)`, never on which
+other replies happened to be in the batch or in which order they finished.
+
+An engine is one file in `engines/` with a function `build(context, **options) -> Engine`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gspo.errors import ConfigError
+from gspo.types import Completion, Prompt, Sampling
+
+
+class Engine(Protocol):
+    """Draws replies from the current policy."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int
+    ) -> list[list[Completion]]:
+        """`samples` replies for each prompt. `stream` names the occasion (`train/12`, `eval/20`), so that meeting a
+        prompt again draws anew; `version` is stamped on every reply."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds; calling it twice is fine."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What an engine may be built from: the learner's own model and tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    """Token ids that end a reply."""
+
+
+def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:
+    """The engine in `engines/NAME.py`."""
+    if name not in engine_names():
+        raise ConfigError(f"rollout.engine: no engine {name!r}; there are: {', '.join(engine_names())}")
+    build: Callable[..., Engine] = importlib.import_module(f"gspo.rollout.engines.{name}").build
+    known = [p for p in inspect.signature(build).parameters if p != "context"]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"rollout.engine_options.{option}: engine {name!r} has no such option; it has: {', '.join(known) or 'none'}"
+            )
+    return build(context, **options)
+
+
+def engine_names() -> list[str]:
+    """Every engine there is, by file name."""
+    from gspo.rollout import engines
+
+    return sorted(m.name for m in pkgutil.iter_modules(engines.__path__))
+
+
+def stream_key(seed: int, stream: str, prompt_id: str, sample: int) -> int:
+    """A 63-bit key of a reply's own random stream."""
+    text = f"{seed}\x1f{stream}\x1f{prompt_id}\x1f{sample}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,120 @@
+"""The values that travel between the stages of a training step.
+
+Shape legend, used as a suffix on every tensor and list: `P` prompts, `G` replies of one prompt, `B` sequences
+(= prompts x replies), `N` packed reply tokens, `T` padded width, `V` vocabulary: `reward_G`, `advantage_B`, `logp_N`.
+
+Four policies, four names: `logp` (being learned), `logp_old` (learner's weights and forward at the start of the batch),
+`logp_sampler` (what the engine sampled with), `logp_ref` (frozen reference). Log-probabilities are float32, always.
+
+Invariant: everything here is frozen, and nothing here imports torch, so that readers of a run directory stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Messages = list[dict[str, Any]]
+"""A chat: `[{"role": "user", "content": "..."}, ...]`."""
+
+
+class StopReason(StrEnum):
+    """Why a reply ended."""
+
+    EOS = "eos"
+    """The model ended it; the end token is part of the reply and is trained on."""
+    LENGTH = "length"
+    """It was cut at the token limit."""
+
+
+class Status(StrEnum):
+    """What became of a reply's reward."""
+
+    SCORED = "scored"
+    UNSCORED = "unscored"
+    """A reward raised, hung or returned nonsense. Neither right nor wrong: kept out of every mean and denominator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem, ready to sample from."""
+
+    id: str
+    """Stable identity within the data set (`train/17`); random streams are keyed by it."""
+    content: str | Messages
+    """What the data file said: text, or chat messages. Rewards see this."""
+    text: str
+    """What the model sees, after the chat template."""
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How replies are drawn. `temperature = 0` is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled reply."""
+
+    prompt_id: str
+    sample: int
+    """Which of the prompt's replies this is: 0 .. G-1."""
+    token_ids: tuple[int, ...]
+    """Generated tokens, the end token included when the stop reason is EOS."""
+    text: str
+    """Decoded without special tokens."""
+    logp_sampler: tuple[float, ...]
+    """Log-probability of each token under the distribution it was actually drawn from."""
+    stop: StopReason
+    version: int
+    """Optimiser updates the sampling policy had seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A reply's reward: a number, or the reason why there is none."""
+
+    status: Status
+    reward: float | None = None
+    """Weighted sum of the parts, before shaping. None when unscored."""
+    correct: bool | None = None
+    """Decides mixed groups and accuracy. None when unscored."""
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Each reward function's own value; None where it abstained or failed."""
+    failure: str | None = None
+    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `nonsense: ...`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt with its replies and their scores."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    scores: Sequence[Score]
+
+    def __post_init__(self) -> None:
+        assert len(self.completions) == len(self.scores)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the scored replies hold both right and wrong ones: 0 < #correct < #scored."""
+        correct = [score.correct for score in self.scores if score.status is Status.SCORED]
+        return 0 < sum(bool(c) for c in correct) < len(correct)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all scored replies have the same reward, so that the group teaches nothing."""
+        rewards = [score.reward for score in self.scores if score.reward is not None]
+        return not rewards or max(rewards) - min(rewards) <= 1e-9 * max(1.0, max(map(abs, rewards)))
