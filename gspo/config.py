@@ -343,7 +343,9 @@ def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> An
             raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
         elif dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {_example(hints[key], prefix + key)}")
+                raise ConfigError(
+                    f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {_example(hints[key], prefix + key)}"
+                )
             values[key] = _build(hints[key], value, where=where, prefix=f"{prefix}{key}.")
         else:
             values[key] = _convert(value, hints[key], where=where, key=prefix + key)
@@ -465,7 +467,7 @@ def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _help(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
         else:
-            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            default = getattr(cls(), f.name)
             yield prefix + f.name, _type_name(hints[f.name]), default, docs.get(f.name, "")
 
 
@@ -482,8 +484,7 @@ def _field_docs(cls: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
-    for field_node, doc in zip(body.body, body.body[1:], strict=False):
-        named = isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name)
-        if named and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[field_node.target.id] = inspect.cleandoc(doc.value.value)  # type: ignore[union-attr]
+    for node, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(doc, ast.Expr):
+            docs[node.target.id] = inspect.cleandoc(ast.literal_eval(doc.value))
     return docs

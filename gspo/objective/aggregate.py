@@ -1,0 +1,45 @@
+"""Stage 7: the weight of each token in the loss, fixed for a whole optimiser step before micro-batches are cut.
+
+In: the lengths of all sequences of the step, over all micro-batches and ranks. Out: `weight_B`, the weight of every token
+of a sequence. Invariant: the loss of any micro-batch is `(weight_N * loss_N).sum()`, so cutting, packing, ordering or
+spreading the step over ranks cannot change the objective. Sequences without tokens count nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def sequence_mean(length_B: Tensor) -> Tensor:
+    """1/B sum_i 1/|y_i| sum_t: every reply weighs the same."""
+    return 1.0 / (_present(length_B) * length_B.clamp(min=1))
+
+
+def token_mean(length_B: Tensor) -> Tensor:
+    """1/(sum_i |y_i|) sum_i sum_t: every token weighs the same."""
+    return (1.0 / length_B.sum().clamp(min=1)).expand_as(length_B)
+
+
+def sequence_sum(length_B: Tensor) -> Tensor:
+    """1/B sum_i sum_t: a reply weighs as much as it is long."""
+    return (1.0 / _present(length_B)).expand_as(length_B)
+
+
+@dataclass(frozen=True)
+class ConstantLength:
+    """1/(B L) sum_i sum_t with a constant L = `max_length`, so that no reply's weight depends on its length."""
+
+    max_length: int = 3000
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"max_length: must be a positive number of tokens, not {self.max_length}")
+
+    def __call__(self, length_B: Tensor) -> Tensor:
+        return sequence_sum(length_B) / self.max_length
+
+
+def _present(length_B: Tensor) -> Tensor:
+    return (length_B > 0).sum().clamp(min=1).to(length_B.dtype)
