@@ -224,13 +224,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
-    config = from_tree(tree, where=str(path))
-    if overrides:
-        for key, value in map(_split_override, overrides):
-            _set(tree, key, value)
-        config = from_tree(tree, where="command line")
+    config = override(tree, overrides, where=str(path))
     check(config)
     return config
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
+    """A `Config` from tables with overrides put in; an error says which of the two it came from."""
+    config = from_tree(tree, where=where)
+    if not overrides:
+        return config
+    for key, value in map(_split_override, overrides):
+        _set(tree, key, value)
+    return from_tree(tree, where="command line")
 
 
 def find_recipe(path: str | Path) -> Path:

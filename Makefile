@@ -1,0 +1,39 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.11 to 3.13: environment, install, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_WAIT_POLICY ?= passive
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow lint docs bench-rollout clean
+
+demo: $(READY)
+	$(BIN)/gspo demo $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+bench-rollout: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollout_cpu.py
+
+# Versions that were tested together; an open range would also fetch gigabytes of GPU packages for torch.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "gspo needs Python 3.11 to 3.13; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

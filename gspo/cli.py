@@ -1,0 +1,214 @@
+"""The `gspo` command: one thin function per sub-command.
+
+Any setting can be given as `--section.key=value`; errors that are the user's to mend are printed as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+# Idle OpenMP threads must sleep, not spin: on small models spinning is many times slower. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from gspo import __version__, config
+from gspo.errors import ConfigError, GspoError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; the exit code is 0, 1 for an error, 2 for a misuse, 128 + signal when stopped by one."""
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    stray = [o for o in overrides if not o.startswith("--")]
+    if stray:
+        parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value")
+    warnings.showwarning = _show_warning
+    try:
+        return int(options.run(options, overrides))
+    except GspoError as error:
+        print(f"gspo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gspo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Train by a recipe, or continue a run."""
+    if options.resume:
+        return _resume(options, overrides)
+    if not options.recipe:
+        raise ConfigError("train: name a recipe (a .toml file), or --resume RUN")
+    return _train(options.recipe, options, overrides)
+
+
+def demo(options: argparse.Namespace, overrides: list[str]) -> int:
+    """The built-in example: a small mixture-of-experts model learns addition."""
+    return _train("demo", options, overrides)
+
+
+def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure a model on problems."""
+    _quiet_libraries()
+    from gspo.evaluate import evaluate_model
+
+    ks = _ks(options.k)
+    return evaluate_model(
+        options.model, data=options.data, recipe=options.recipe, ks=ks, samples=options.samples or max(ks), limit=options.limit,
+        greedy=options.greedy, json_path=options.json, replies_path=options.replies, seed=options.seed, overrides=overrides,
+    )  # fmt: skip
+
+
+def objectives(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the table of objectives."""
+    _no_overrides(overrides)
+    from gspo.objective import describe
+
+    print(json.dumps(describe.as_data(), indent=2) if options.json else describe.as_text())
+    return 0
+
+
+def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
+    common = {"run_dir": options.run_dir, "seed": options.seed, "steps": options.steps}
+    overrides = [f"{key}={value}" for key, value in common.items() if value is not None] + overrides
+    settings = config.load(recipe, overrides)
+    _quiet_libraries()
+    from gspo.observe.progress import make_display
+    from gspo.train import train as run
+
+    return _report(run(settings, make_display()))
+
+
+def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.recipe or options.run_dir or options.seed is not None or overrides:
+        raise ConfigError(
+            "train --resume: a run continues with its own settings (RUN/config.toml); only --steps may be given"
+        )
+    _quiet_libraries()
+    from gspo.observe.progress import make_display
+    from gspo.train import resume
+
+    return _report(resume(options.resume, make_display(), steps=options.steps))
+
+
+def _report(outcome: object) -> int:
+    from gspo.train import Outcome
+
+    assert isinstance(outcome, Outcome)
+    print()
+    if outcome.stopped_by is not None:
+        where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
+        print(f"Stopped {where}. Continue with:  gspo train --resume {outcome.run}")
+    else:
+        print(f"Finished {outcome.step} steps in {outcome.seconds / 60:.1f} minutes.")
+    if outcome.before and outcome.after and outcome.step:
+        gain = 100 * (outcome.after.value - outcome.before.value)
+        print("Held-out accuracy, sampled, with 95 % intervals:")
+        print(f"  before  {outcome.before}")
+        print(f"  after   {outcome.after}   ({gain:+.1f} points)")
+        if outcome.greedy:
+            print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.picture:
+        print(f"Picture:        {outcome.picture}")
+    print(f"Run directory:  {outcome.run}")
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gspo", description="Critic-free reinforcement learning of language models.")
+    parser.add_argument("--version", action="version", version=f"gspo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.set_defaults(run=run)
+        return sub
+
+    epilog = "settings, given as --section.key=value:\n" + _settings_help()
+    sub = command("train", train, "Train by a recipe, or continue a run.", epilog)
+    sub.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
+    sub.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
+    _common(sub)
+    _common(command("demo", demo, "A small mixture-of-experts model learns addition on this machine, offline.", "Any setting of 'gspo train --help' can be overridden."))  # fmt: skip
+    sub = command("eval", evaluate, "pass@k and avg@k with 95 % intervals.", "Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer")  # fmt: skip
+    sub.add_argument("model", help="model directory, hub name, .gguf file, or a run directory (its newest checkpoint)")
+    sub.add_argument("--data", help="problems: a data file, or a generated task by name")
+    sub.add_argument(
+        "--recipe",
+        help="take data, reward and sampling settings from this recipe (a run: its own), and its held-out problems",
+    )
+    sub.add_argument("--k", default="1", help="comma-separated, for example 1,8")
+    sub.add_argument("--samples", type=int, help="replies per problem (default: the largest k)")
+    sub.add_argument("--limit", type=int, help="use at most this many problems")
+    sub.add_argument("--greedy", action="store_true", help="also measure greedy accuracy")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--json", metavar="FILE", help="write the numbers to this file")
+    sub.add_argument("--replies", metavar="FILE", help="write every reply to this file (JSONL)")
+    sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
+    sub.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--run-dir", help="directory of the run (default: runs/NAME-DATE-TIME)")
+    sub.add_argument("--seed", type=int, help="seed of everything random")
+    sub.add_argument("--steps", type=int, help="training steps")
+
+
+def _settings_help() -> str:
+    lines = []
+    for key, kind, default, text in config.help_texts():
+        shown = json.dumps(default) if isinstance(default, str | bool | int | float) else str(default or "none")
+        lines.append(f"  {key} ({kind}, default {shown})\n      {text}")
+    return "\n".join(lines).replace("%", "%%")
+
+
+def _ks(text: str) -> list[int]:
+    try:
+        ks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        ks = []
+    if not ks or ks[0] < 1:
+        raise ConfigError(f"--k: {text!r} is not a list of positive numbers; write for example --k 1,8")
+    return ks
+
+
+def _no_overrides(overrides: list[str]) -> None:
+    if overrides:
+        raise ConfigError(f"unknown option {overrides[0]}")
+
+
+def _quiet_libraries() -> None:
+    """Errors and warnings of transformers still show; its progress bars and notes do not."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Problems to train on and problems held out, from files, the hub or a generated task, ready to sample from.
+
+In: the data settings, a tokenizer and the run's seed. Out: `Problems`, and `PromptOrder`, the order to visit them in.
+Invariants: the same settings, data and seed give the same problems; no prompt is both trained on and held out; a bad row
+is named by file and line before anything expensive starts; the position in the order is one integer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.config import DataConfig
+from gspo.data.chat import render_all, uses_template
+from gspo.data.sources import Row, read_file, read_hub
+from gspo.data.task import Problem, Task, build_task
+from gspo.errors import ConfigError, DataError
+from gspo.types import Messages, Prompt
+
+_BAD_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    skipped: int = 0
+    """Bad rows left out."""
+    overlapping: int = 0
+    """Training rows dropped because the same prompt is held out."""
+
+
+class PromptOrder:
+    """Endless seeded order over `count` prompts: every epoch is its own permutation, so a position says it all."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        assert count > 0
+        self.count, self.seed = count, seed
+        self._epoch, self._permutation = -1, [0]
+
+    def take(self, cursor: int, n: int) -> list[int]:
+        """Indices of the `n` prompts from position `cursor` on; the next cursor is `cursor + n`."""
+        assert cursor >= 0
+        assert n >= 0
+        taken: list[int] = []
+        while len(taken) < n:
+            epoch, start = divmod(cursor + len(taken), self.count)
+            taken += self._order(epoch)[start : start + n - len(taken)]
+        return taken
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:  # a memory of the latest epoch only: the result does not depend on it
+            self._permutation = list(range(self.count))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._permutation)
+            self._epoch = epoch
+        return self._permutation
+
+
+def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
+    """All problems of a run."""
+    _check_settings(config, tokenizer)
+    if config.task:
+        return _generated(config, tokenizer, seed)
+    rows = read_file(config.path) if config.path else read_hub(config.hub, config=config.hub_config, split=config.split)
+    name = config.path or f"data.hub={config.hub}"
+    train, skipped = _prompts(_parse_all(rows, config), config, tokenizer, name=name, prefix="train")
+    if config.held_out_path:
+        rows = read_file(config.held_out_path)
+        candidates = _parse_all(rows, config)
+        held_out, more = _prompts(candidates, config, tokenizer, name=config.held_out_path, prefix="held_out")
+        held_out = _shuffled(held_out, seed)[: config.held_out]
+        return _apart(train, held_out, skipped + more, name=name)
+    if config.held_out >= len(train):
+        raise DataError(
+            f"{name}: data.held_out={config.held_out} leaves nothing to train on, there are {len(train)} usable rows; "
+            "lower data.held_out or give held-out problems in data.held_out_path"
+        )
+    return _apart(train, _shuffled(train, seed)[: config.held_out], skipped, name=name)
+
+
+def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
+    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the `content` of the
+    held-out prompts. Show a problem to the model as `render(shown(problem.prompt, config), ...)`, as in training."""
+    task = build_task(config.task, config.task_options)
+    if not task.has_demonstrations:
+        raise ConfigError(f"cold_start.steps: data.task={config.task} has no demonstrations; set cold_start.steps=0")
+    return _demonstrations(task, config.task, seed, frozenset(exclude))
+
+
+def shown(content: str | Messages, config: DataConfig) -> str | Messages:
+    """A problem as it is put to the model: with the instruction after it and the system message before it."""
+    if config.instruction:
+        content = _instructed(content, config.instruction)
+    if not config.system:
+        return content
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if messages[0]["role"] == "system":
+        raise DataError("begins with a system message already; leave data.system empty")
+    return [{"role": "system", "content": config.system}, *messages]
+
+
+def _instructed(content: str | Messages, instruction: str) -> str | Messages:
+    if isinstance(content, str):
+        return f"{content}\n{instruction}"
+    last = max((i for i, message in enumerate(content) if message["role"] == "user"), default=None)
+    if last is None:
+        raise DataError("no user message to put data.instruction after; leave data.instruction empty")
+    message = {**content[last], "content": f"{content[last]['content']}\n{instruction}"}
+    return [*content[:last], message, *content[last + 1 :]]
+
+
+def _check_settings(config: DataConfig, tokenizer: Any) -> None:
+    if config.task and config.held_out_path:
+        raise ConfigError("data.held_out_path: has no effect with data.task, which makes its own held-out problems")
+    if config.answer_after and (config.task or not config.answer_field):
+        cause = "data.task" if config.task else "an empty data.answer_field"
+        raise ConfigError(f"data.answer_after: has no effect with {cause}; leave it empty")
+    if config.held_out_path and not config.held_out:
+        raise ConfigError("data.held_out_path: has no effect with data.held_out=0; raise data.held_out")
+    if config.prompt_field == config.answer_field:
+        raise ConfigError(f"data.answer_field: {config.answer_field!r} is data.prompt_field too; set one of them")
+    if config.system and not uses_template(tokenizer, chat=config.chat):
+        cause = "data.chat=no turns it off" if config.chat == "no" else "the tokenizer has none"
+        raise ConfigError(f"data.system: needs a chat template, but {cause}; leave data.system empty")
+
+
+# ------------------------------------------------------------------------------------------------- rows to prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A row on its way to a prompt. With a fault it goes no further, but keeps its place."""
+
+    index: int
+    where: str
+    content: str | Messages = ""
+    shown: str | Messages = ""
+    columns: Mapping[str, Any]
+    fault: str = ""
+
+
+class _BadRow(Exception):
+    """Carries `field 'x': what; remedy`."""
+
+
+def _parse_all(rows: Sequence[Row], config: DataConfig) -> list[_Candidate]:
+    return [_parse(row, config) for row in rows]
+
+
+def _parse(row: Row, config: DataConfig) -> _Candidate:
+    try:
+        if row.fault:
+            raise _BadRow(row.fault)
+        content = _content(row.fields, config.prompt_field)
+        columns = {k: v for k, v in row.fields.items() if k not in (config.prompt_field, config.answer_field)}
+        if config.answer_field:
+            columns["answer"] = _answer(row.fields, config)
+        return _candidate(row.index, row.where, content, columns, config)
+    except _BadRow as error:
+        return _Candidate(index=row.index, where=row.where, columns={}, fault=str(error))
+
+
+def _candidate(
+    index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: DataConfig
+) -> _Candidate:
+    try:
+        seen = shown(content, config)
+    except DataError as error:
+        raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
+    return _Candidate(index=index, where=where, content=content, shown=seen, columns=columns)
+
+
+def _content(fields: Mapping[str, Any], name: str) -> str | Messages:
+    if name not in fields:
+        raise _BadRow(f"field {name!r}: missing, the row has: {_names(fields)}; set data.prompt_field to the right one")
+    content = fields[name]
+    texts = [content] if isinstance(content, str) else _message_texts(content, name)
+    if not any(text.strip() for text in texts):
+        raise _BadRow(f"field {name!r}: empty; write the problem there or remove the row")
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _BadRow(
+            f"field {name!r}: half of a surrogate pair, which is no character; mend its \\u escapes"
+        ) from None
+    return content
+
+
+def _message_texts(content: Any, name: str) -> list[str]:
+    expected = "a list of {role, content} messages with text in both"
+    if not isinstance(content, list):
+        kind = "null" if content is None else f"{type(content).__name__} {content!r:.40}"
+        raise _BadRow(f"field {name!r}: must be text or {expected}, not {kind}; mend it or set data.prompt_field")
+    for number, message in enumerate(content, start=1):
+        roles = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(part, str) for part in roles):
+            raise _BadRow(f"field {name!r}: message {number} is wrong, it must be {expected}; mend it")
+    if content and content[-1]["role"] == "assistant":
+        raise _BadRow(f"field {name!r}: ends with a reply of the assistant; leave out what the model is to write")
+    return [message["content"] for message in content]
+
+
+def _answer(fields: Mapping[str, Any], config: DataConfig) -> Any:
+    name, mark = config.answer_field, config.answer_after
+    answer = fields.get(name)
+    if answer is None:
+        state = "null" if name in fields else f"missing, the row has: {_names(fields)}"
+        raise _BadRow(f"field {name!r}: {state}; set data.answer_field to the right one, or to '' if there is none")
+    if mark:
+        if not isinstance(answer, str) or mark not in answer:
+            raise _BadRow(f"field {name!r}: has no {mark!r} in it; mend it or set data.answer_after")
+        answer = answer.rpartition(mark)[2].strip()
+    if isinstance(answer, str) and not answer.strip():
+        raise _BadRow(f"field {name!r}: empty{f' after {mark!r}' if mark else ''}; write the answer or remove the row")
+    return answer
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    return ", ".join(fields) or "no fields"
+
+
+def _prompts(
+    candidates: Sequence[_Candidate], config: DataConfig, tokenizer: Any, *, name: str, prefix: str
+) -> tuple[list[Prompt], int]:
+    """Prompts of the good rows, and how many were bad; an error if bad rows are not to be skipped."""
+    usable = [c for c in candidates if not c.fault]
+    rendered = iter(render_all([c.shown for c in usable], tokenizer, chat=config.chat))
+    prompts: list[Prompt] = []
+    faults: list[str] = []
+    for c in candidates:
+        outcome = c.fault or _prompt(c, next(rendered), config, prefix)
+        if isinstance(outcome, Prompt):
+            prompts.append(outcome)
+        else:
+            faults.append(f"{c.where}: {outcome}")
+    if faults and config.on_bad_row == "error":
+        raise DataError(_bad_rows(faults))
+    if not prompts:
+        raise DataError(f"{name}: no usable row, all {len(faults)} are bad; the first: {faults[0]}")
+    return prompts, len(faults)
+
+
+def _prompt(
+    c: _Candidate, rendered: tuple[str, tuple[int, ...]] | DataError, config: DataConfig, prefix: str
+) -> Prompt | str:
+    field = f"field {config.prompt_field!r}"
+    if isinstance(rendered, DataError):
+        return f"{field}: {rendered}; mend the messages or change data.system or data.chat"
+    text, token_ids = rendered
+    if not token_ids:
+        return f"{field}: the tokenizer makes no tokens of it; use another tokenizer or remove the row"
+    if len(token_ids) > config.max_prompt_tokens:
+        return (
+            f"{field}: {len(token_ids)} tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}; "
+            "raise that or shorten the prompt"
+        )
+    id_ = f"{prefix}/{c.index}"
+    return Prompt(id=id_, content=c.content, text=text, token_ids=token_ids, columns=c.columns)
+
+
+def _bad_rows(faults: list[str]) -> str:
+    shown_faults = faults[:_BAD_ROWS_SHOWN]
+    more = len(faults) - len(shown_faults)
+    remedy = "set data.on_bad_row=skip to leave them out"
+    last = f"and {more} more bad rows; {remedy}" if more else remedy
+    return "\n".join([f"{len(faults)} bad row{'s' if len(faults) > 1 else ''}:", *shown_faults, last])
+
+
+# ------------------------------------------------------------------------------------------------- held out
+
+
+def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """A seeded shuffle; taking more from its front keeps what fewer would have taken."""
+    order = list(prompts)
+    random.Random(f"{seed}/held_out").shuffle(order)
+    return order
+
+
+def _apart(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: str) -> Problems:
+    """Take the held-out prompts, and every other row with the same prompt, out of the training rows."""
+    ids, texts = {p.id for p in held_out}, {p.text for p in held_out}
+    remaining = [p for p in train if p.id not in ids]
+    kept = [p for p in remaining if p.text not in texts]
+    if not kept:
+        raise DataError(f"{name}: every training prompt is also held out; lower data.held_out or use other files")
+    return Problems(train=kept, held_out=held_out, skipped=skipped, overlapping=len(remaining) - len(kept))
+
+
+# ------------------------------------------------------------------------------------------------- generated
+
+
+def _generated(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
+    task = build_task(config.task, config.task_options)
+    _check_enough(task, config)
+    # Held-out problems come first and from their own stream, so that they do not change with data.task_size.
+    seen: set[str] = set()
+    sizes = {"held_out": config.held_out, "train": config.task_size}
+    prompts: dict[str, list[Prompt]] = {"held_out": []}
+    skipped = 0
+    for prefix, size in sizes.items():
+        if size:
+            rng = random.Random(f"{seed}/task/{prefix}")
+            problems = _distinct(task, rng, size, seen, config)
+            prompts[prefix], bad = _from_task(problems, config, tokenizer, prefix)
+            skipped += bad
+    return Problems(train=prompts["train"], held_out=prompts["held_out"], skipped=skipped)
+
+
+def _check_enough(task: Task, config: DataConfig) -> None:
+    if task.unique_problems is not None and config.task_size + config.held_out > task.unique_problems:
+        raise DataError(_too_few(config, f"at most {task.unique_problems}"))
+
+
+def _distinct(task: Task, rng: random.Random, size: int, seen: set[str], config: DataConfig) -> list[Problem]:
+    """`size` problems with prompts not in `seen`, which grows by them."""
+    problems: list[Problem] = []
+    misses = 0
+    while len(problems) < size:
+        problem = task.generate(rng)
+        if problem.prompt not in seen:
+            seen.add(problem.prompt)
+            problems.append(problem)
+            misses = 0
+        else:
+            misses += 1
+        # Even the very last unseen problem of an evenly drawn task turns up within this many draws (all but e^-20).
+        if misses > 1000 + 20 * len(seen):
+            raise DataError(_too_few(config, f"hardly more than {len(seen)}"))
+    return problems
+
+
+def _too_few(config: DataConfig, limit: str) -> str:
+    options = ", ".join(f"{k}={v}" for k, v in config.task_options.items())
+    return (
+        f"data.task={config.task}{f' with {options}' if options else ''} has {limit} different problems, but "
+        f"data.task_size={config.task_size} and data.held_out={config.held_out} ask for more; lower them, "
+        "or change data.task_options"
+    )
+
+
+def _from_task(
+    problems: Sequence[Problem], config: DataConfig, tokenizer: Any, prefix: str
+) -> tuple[list[Prompt], int]:
+    candidates = [
+        _candidate(i, f"{config.task}: row {i + 1}", p.prompt, {**p.columns, "answer": p.answer}, config)
+        for i, p in enumerate(problems)
+    ]
+    return _prompts(candidates, config, tokenizer, name=f"data.task={config.task}", prefix=prefix)
+
+
+def _demonstrations(task: Task, name: str, seed: int, exclude: frozenset[str]) -> Iterator[Problem]:
+    rng = random.Random(f"{seed}/task/demonstrations")
+    misses = 0
+    while misses <= 1000 + 20 * len(exclude):
+        problem = task.generate(rng)
+        if problem.prompt in exclude:
+            misses += 1
+            continue
+        misses = 0
+        yield problem
+    raise DataError(
+        f"data.task={name}: every problem is held out, none is left for demonstrations; lower data.held_out"
+    )

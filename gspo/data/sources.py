@@ -1,0 +1,217 @@
+"""Rows of a data file or hub data set, each with the place it came from.
+
+In: a path (.jsonl, .json, .csv, .parquet, and .gz of the first three) or a hub name. Out: every row in order, as plain
+JSON values. Invariant: a row that cannot be read is still a row, with the reason in `fault`, so that row numbers never
+shift; only a file that cannot be read at all raises.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import datetime
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import DataError
+
+_LARGEST_CELL = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    index: int
+    """0-based number of the row in its source."""
+    where: str
+    """`FILE:LINE`, or `FILE: row N` where lines mean nothing; both count from 1."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+    """Why the row cannot be used; empty if it can."""
+
+
+def read_file(path: str) -> list[Row]:
+    """Every row of a data file."""
+    file = Path(path).expanduser()
+    reader = _reader(file)
+    if file.is_dir():
+        raise DataError(f"{path}: is a directory; give one data file")
+    if not file.is_file():
+        raise DataError(f"{path}: no such file (looked in {file.absolute().parent})")
+    try:
+        rows = list(reader(file))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return rows
+
+
+def read_hub(name: str, *, config: str, split: str) -> list[Row]:
+    """Every row of a split of a hub data set."""
+    import datasets
+
+    try:
+        rows = list(datasets.load_dataset(name, config or None, split=split))
+    except Exception as error:  # `datasets` raises dozens of kinds: network, names, formats
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise DataError(
+            f"data.hub={name}: {reason}; check data.hub, data.hub_config and data.split={split}, "
+            "or give a downloaded file as data.path"
+        ) from None
+    found = [_row(i, f"{name}: row {i + 1}", value) for i, value in enumerate(rows)]
+    if not found:
+        raise DataError(f"data.hub={name}: split {split} has no rows")
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The same value in JSON's types. Decimals become text, which keeps every digit; bytes become text or base64."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes | bytearray):
+        return _text_or_base64(bytes(value))
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
+        return plain(value.tolist())
+    return str(value)
+
+
+# ------------------------------------------------------------------------------------------------- formats
+
+
+def _reader(file: Path) -> Callable[[Path], Iterator[Row]]:
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    name = file.name.lower()
+    for suffix, reader in readers.items():
+        if name.endswith(suffix) or (suffix != ".parquet" and name.endswith(f"{suffix}.gz")):
+            return reader
+    raise DataError(f"{file}: unknown kind of file; known: {', '.join(readers)} and .gz of the first three")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    index = 0
+    # Split at \n only: JSON text may hold other characters that Python counts as line breaks.
+    for line, raw in enumerate(_bytes(file).split(b"\n"), start=1):
+        if raw.strip():
+            yield _json_row(index, f"{file}:{line}", raw)
+            index += 1
+
+
+def _json_row(index: int, where: str, raw: bytes) -> Row:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Row(index=index, where=where, fault=f"not UTF-8 text (byte {error.start + 1} of the line)")
+    except (ValueError, RecursionError) as error:
+        return Row(index=index, where=where, fault=f"invalid JSON: {error}")
+    return _row(index, where, value)
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    text = _text(file)
+    try:
+        value = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        hint = "; one object per line? Then name it .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(f"{file}:{error.lineno}: invalid JSON: {error.msg}{hint}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: invalid JSON: {error}") from None
+    if isinstance(value, dict):
+        lists = [v for v in value.values() if isinstance(v, list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        raise DataError(f"{file}: must hold a list of objects, or an object with exactly one list in it")
+    for index, item in enumerate(value):
+        yield _row(index, f"{file}: row {index + 1}", item)
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    # Strict: otherwise a quote that is never closed silently swallows the rest of the file.
+    reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+    header, index = None, 0
+    limit = csv.field_size_limit(_LARGEST_CELL)
+    line = 1
+    try:
+        for cells in reader:
+            if header is None:
+                header = _csv_header(file, cells) if cells else None
+            elif cells:
+                yield _csv_row(index, f"{file}:{line}", header, cells)
+                index += 1
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{file}:{line}: invalid CSV: {error}; check the quotes of the row that starts here") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_header(file: Path, cells: list[str]) -> list[str]:
+    repeated = sorted({name for name in cells if cells.count(name) > 1})
+    if repeated:
+        raise DataError(f"{file}:1: the header names {', '.join(map(repr, repeated))} more than once; rename one")
+    return cells
+
+
+def _csv_row(index: int, where: str, header: list[str], cells: list[str]) -> Row:
+    if len(cells) != len(header):
+        fault = f"has {len(cells)} cells, but the header has {len(header)}; put cells that hold commas in quotes"
+        return Row(index=index, where=where, fault=fault)
+    return Row(index=index, where=where, fields=dict(zip(header, cells, strict=True)))
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        values = pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
+    for index, value in enumerate(values):
+        yield _row(index, f"{file}: row {index + 1}", value)
+
+
+# ------------------------------------------------------------------------------------------------- pieces
+
+
+def _row(index: int, where: str, value: Any) -> Row:
+    if not isinstance(value, Mapping):
+        kind = {list: "a list", str: "text", type(None): "null"}.get(type(value), "a plain value")
+        return Row(index=index, where=where, fault=f"the row is {kind}, not an object with fields")
+    return Row(index=index, where=where, fields=plain(value))
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.name.lower().endswith(".gz") else file.read_bytes()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: not a whole gzip file: {error}") from None
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _text(file: Path) -> str:
+    try:
+        return _bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}:{line}: not UTF-8 text; save the file as UTF-8") from None
+
+
+def _text_or_base64(value: bytes) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return base64.b64encode(value).decode("ascii")

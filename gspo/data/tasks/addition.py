@@ -1,0 +1,46 @@
+"""Add two numbers, with the working shown column by column from the right.
+
+Prompt `437+385`, demonstration `7+5=12;3+8+1=12;4+3+1=8|822`: a carry is shown as `+1` only when there is one, and the
+answer follows `|`. A reply is right iff it holds exactly one `|` and what follows it is the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from gspo.data.task import Problem, check_whole
+
+
+def build(digits: int = 3) -> Addition:
+    """Both numbers have exactly `digits` digits."""
+    check_whole("digits", digits, least=1, most=100)
+    return Addition(digits)
+
+
+class Addition:
+    alphabet = "".join(sorted("0123456789+=;|"))
+    has_demonstrations = True
+
+    def __init__(self, digits: int) -> None:
+        self.low = 10 ** (digits - 1) if digits > 1 else 0
+        self.high = 10**digits - 1
+        self.unique_problems: int | None = (self.high - self.low + 1) ** 2
+
+    def generate(self, rng: random.Random) -> Problem:
+        a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
+        return Problem(prompt=f"{a}+{b}", answer=str(a + b), demonstration=f"{_working(a, b)}|{a + b}")
+
+    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
+        _, mark, answer = reply.partition("|")
+        return float(bool(mark) and answer.strip() == columns["answer"])
+
+
+def _working(a: int, b: int) -> str:
+    columns, carry = [], 0
+    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        carry = total // 10
+    return ";".join(columns)

@@ -1,0 +1,209 @@
+"""Held-out problems to pass@k and avg@k with intervals, by the same rollout and reward code as training.
+
+In: prompts and an engine. Out: an `Evaluation`. Invariant: a reply that could not be scored is neither right nor wrong;
+it is left out, and a problem without any scored reply is left out and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo import config as settings
+from gspo.config import Config
+from gspo.errors import ConfigError
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engine import Engine, EngineContext, build_engine
+from gspo.types import Completion, Prompt, Sampling, Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A share with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Replies and scores of a set of problems."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Sequence[Completion]]
+    scores: Sequence[Sequence[Score]]
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """(correct, scored) of each problem that has a scored reply."""
+        verdicts = [[s.correct for s in scores if s.correct is not None] for scores in self.scores]
+        return [(sum(map(bool, v)), len(v)) for v in verdicts if v]
+
+    @property
+    def unscored(self) -> int:
+        """Replies without a verdict."""
+        return sum(s.correct is None for scores in self.scores for s in scores)
+
+    def avg_at(self, k: int) -> Estimate:
+        """Mean correctness of k replies per problem."""
+        return _interval([correct / scored for correct, scored in self._with_at_least(k)])
+
+    def pass_at(self, k: int) -> Estimate:
+        """Chance that at least one of k replies is correct, by the unbiased estimator 1 - C(n-c, k) / C(n, k)."""
+        return _interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in self._with_at_least(k)])
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Mean correctness over all scored replies of a problem, then over problems."""
+        return self.avg_at(1)
+
+    def _with_at_least(self, k: int) -> list[tuple[int, int]]:
+        return [(c, n) for c, n in self.counts if n >= k]
+
+
+def evaluate(
+    engine: Engine, rewards: RewardPool, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int = 0
+) -> Evaluation:  # fmt: skip
+    """Sample `samples` replies for each prompt and score them."""
+    completions = engine.generate(
+        prompts, samples=samples, sampling=sampling, seed=seed, stream=stream, version=version
+    )
+    scores = rewards.score(list(zip(prompts, completions, strict=True)))
+    return Evaluation(prompts=prompts, completions=completions, scores=scores)
+
+
+def _interval(values: Sequence[float]) -> Estimate:
+    """Wilson's interval over problems. Values within a problem vary less than a coin of the same mean, so it is not too
+    narrow, and it keeps a width at 0 % and 100 %, where a normal or bootstrap interval has none."""
+    n = len(values)
+    if not n:
+        return Estimate(value=math.nan, low=math.nan, high=math.nan)
+    p, z = sum(values) / n, 1.959964
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return Estimate(value=p, low=max(0.0, min(p, centre - half)), high=min(1.0, max(p, centre + half)))
+
+
+# ------------------------------------------------------------------------------------------------- gspo eval
+
+
+def evaluate_model(
+    model: str, *, data: str | None, recipe: str | None, ks: Sequence[int], samples: int, limit: int | None, greedy: bool,
+    json_path: str | None, replies_path: str | None, seed: int, overrides: Sequence[str],
+) -> int:  # fmt: skip
+    """Measure a model as `gspo eval` does: print the numbers, write what was asked for."""
+    if samples < max(ks):
+        raise ConfigError(
+            f"--samples: {samples} replies per problem cannot tell pass@{max(ks)}; give at least {max(ks)}"
+        )
+    config = _eval_config(model, data, recipe, seed, overrides)
+    with ExitStack() as stack:
+        prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
+        r = config.rollout
+        sampling = Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
+        done = evaluate(engine, rewards, prompts, samples=samples, sampling=sampling, seed=seed, stream="eval")
+        numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks if k > 1}
+        if greedy:
+            cold = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            numbers["greedy"] = evaluate(
+                engine, rewards, prompts, samples=1, sampling=cold, seed=seed, stream="eval"
+            ).accuracy
+    _print_numbers(config, done, numbers, samples)
+    if json_path:
+        _write_numbers(Path(json_path), config, done, numbers, samples)
+    if replies_path:
+        _write_replies(Path(replies_path), done)
+    return 0
+
+
+def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
+    """Settings of the recipe (or of the run that the model comes from), with model and data put in."""
+    from gspo.policy.checkpoint import newest
+
+    run = Path(model)
+    if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
+        recipe = recipe or str(run / "config.toml")
+        model = str(newest(run / "checkpoints")[0])
+    if not recipe and not data:
+        raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
+    tree: dict[str, Any] = tomllib.loads(settings.find_recipe(recipe).read_text(encoding="utf-8")) if recipe else {}
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path")} | {"path": model}
+    tree["cold_start"] = {}
+    if data:
+        known = {k: v for k, v in tree.get("data", {}).items() if k not in ("path", "hub", "task", "held_out_path")}
+        tree["data"] = known | {"path" if Path(data).suffix else "task": data, "held_out": 0}
+    tree["seed"] = seed if data else tree.get("seed", seed)
+    config = settings.override(tree, overrides, where=recipe or "eval")
+    settings.check(config)
+    return config
+
+
+def _eval_parts(
+    config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
+) -> tuple[Sequence[Prompt], Engine, RewardPool]:
+    from gspo.data.problems import load_problems
+    from gspo.policy.model import load_policy
+
+    task = (config.data.task, config.data.task_options) if config.data.task else None
+    rewards = RewardPool(config.reward, task)
+    stack.callback(rewards.close)
+    policy = load_policy(config.model, seed=config.seed)
+    data = config.data
+    if not held_out and data.task:
+        data = dataclasses.replace(data, task_size=limit or 1000)
+    problems = load_problems(data, policy.tokenizer, config.seed)
+    prompts = problems.held_out if held_out else problems.train
+    if not prompts:
+        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
+    context = EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids)
+    engine = build_engine(config.rollout.engine, context, config.rollout.engine_options)
+    stack.callback(engine.close)
+    return prompts[:limit], engine, rewards
+
+
+def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+    print(
+        f"{config.model.path}: {len(done.prompts)} problems, {samples} replies each at temperature {config.rollout.temperature:g}"
+    )
+    for name, estimate in numbers.items():
+        print(f"  {name:<8} {estimate}")
+    if done.unscored:
+        print(f"  {done.unscored} replies could not be scored and are left out")
+
+
+def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+    values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
+    record = {
+        "model": config.model.path,
+        "problems": len(done.prompts),
+        "samples": samples,
+        "unscored": done.unscored,
+        **values,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_replies(path: Path, done: Evaluation) -> None:
+    with path.open("w", encoding="utf-8") as out:
+        for prompt, completions, scores in zip(done.prompts, done.completions, done.scores, strict=True):
+            for c, s in zip(completions, scores, strict=True):
+                record = {
+                    "prompt_id": prompt.id,
+                    "sample": c.sample,
+                    "prompt": prompt.text,
+                    "text": c.text,
+                    "stop": c.stop,
+                }
+                record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": s.failure}
+                out.write(json.dumps(record) + "\n")

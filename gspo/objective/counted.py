@@ -1,0 +1,69 @@
+"""Which replies are learned from, and their shaped reward.
+
+In: scored groups. Out: the replies that count. Invariant: an unscored reply, a cut reply under `overlong_filter`, an
+empty reply, and one left alone in its group are out of every mean, std and denominator; nothing becomes a 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspo.objective.advantage import batch_whitened
+from gspo.objective.objective import Objective
+from gspo.objective.penalty import soft_overlong
+from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A reply that is learned from."""
+
+    group: int
+    sample: int
+    """Its place within the group."""
+    prompt: Prompt
+    completion: Completion
+    score: Score
+    reward: float
+    """After shaping."""
+
+
+def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[Counted]:
+    """The replies to learn from, group by group."""
+    kept: list[Counted] = []
+    for number, group in enumerate(groups):
+        members = [
+            Counted(
+                group=number,
+                sample=i,
+                prompt=group.prompt,
+                completion=c,
+                score=s,
+                reward=shaped(s, c, objective, max_tokens=max_tokens),
+            )
+            for i, (c, s) in enumerate(zip(group.completions, group.scores, strict=True))
+            if left_out(c, s, objective) is None
+        ]
+        if len(members) > 1 or objective.advantage is batch_whitened:
+            kept += members
+    return kept
+
+
+def left_out(completion: Completion, score: Score, objective: Objective) -> str | None:
+    """Why a reply does not count, or None if it does."""
+    if score.status is Status.UNSCORED:
+        return "unscored"
+    if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
+        return "overlong"
+    return None if completion.token_ids else "empty"
+
+
+def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
+    """The reward with the length penalty, where the objective has one."""
+    assert score.reward is not None
+    if objective.shape != "soft_overlong":
+        return score.reward
+    limit = objective.overlong_limit or max_tokens
+    cache = objective.overlong_cache or max(1, limit // 5)
+    return score.reward + soft_overlong(len(completion.token_ids), limit, cache)

@@ -1,0 +1,149 @@
+"""The numbers of a step. Every name is defined in `docs/metrics.md`.
+
+In: what a step collected and learned. Out: flat dictionaries ready to be written. Invariant: nothing here depends on the
+clock, and unscored replies are counted but are in no mean.
+"""
+
+from __future__ import annotations
+
+import statistics as st
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gspo.objective.counted import Counted, left_out
+from gspo.objective.loss import statistics
+from gspo.objective.objective import Objective
+from gspo.step import Collected, Learned
+from gspo.types import Completion, Group, Score, Status, StopReason
+
+NAN = float("nan")
+
+
+def step_metrics(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, Any]:
+    """Everything about a step but its times and evaluation."""
+    return _sampled(collected) | (_learned(objective, learned) if learned else {"tokens/trained": 0})
+
+
+def _sampled(collected: Collected) -> dict[str, Any]:
+    groups = collected.gathered.sampled
+    replies = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
+    rewards = [s.reward for _, s in replies if s.reward is not None]
+    lengths = [len(c.token_ids) for c, _ in replies]
+    correct = [s.correct for _, s in replies if s.correct is not None]
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/std": st.pstdev(rewards) if rewards else NAN,
+        "reward/correct_fraction": _mean(correct),
+        **_parts(replies),
+        "groups/sampled": len(groups),
+        "groups/uniform_fraction": _mean([g.uniform for g in groups]),
+        "groups/discarded": len(collected.gathered.discarded),
+        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in replies),
+        "length/mean": _mean(lengths),
+        "length/max": max(lengths, default=0),
+        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
+        "tokens/generated": sum(lengths),
+    }
+
+
+def _parts(replies: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
+    names = sorted({name for _, s in replies for name in s.parts})
+    if len(names) < 2:
+        return {}
+    values = {name: [v for _, s in replies if (v := s.parts.get(name)) is not None] for name in names}
+    return {f"reward/part/{name}": _mean(v) for name, v in values.items()}
+
+
+def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
+    stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
+    applied = [u for u in learned.updates if u.applied]
+    metrics = {
+        "loss/policy": _mean([float(x.policy) for x in learned.losses]),
+        "loss/kl": _mean([float(x.kl) for x in learned.losses]),
+        "loss/entropy": _mean([float(x.entropy) for x in learned.losses]),
+        "grad/norm": _mean([u.grad_norm for u in learned.updates]),
+        "grad/skipped": len(learned.updates) - len(applied),
+        "learning_rate": learned.updates[-1].learning_rate,
+        "clip/fraction_tokens": stats["clip_fraction_tokens"],
+        "clip/fraction_sequences": stats["clip_fraction_sequences"],
+        "ratio/mean": stats["ratio_mean"],
+        "ratio/max": stats["ratio_max"],
+        "ratio/token_log_std": stats["ratio_token_log_std"],
+        "ratio/sequence_log_std": stats["ratio_sequence_log_std"],
+        "kl/old_new": stats["kl_old_new"],
+        "mismatch/k3": stats["mismatch_k3"],
+        "entropy/mean": float(learned.entropy_N.mean()),
+        "advantage/std": float(learned.advantage_B.std(correction=0)),
+        "tokens/trained": len(learned.ratio_N),
+    }
+    return metrics | ({"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {})
+
+
+def rollout_records(objective: Objective, collected: Collected, learned: Learned | None) -> Iterator[dict[str, Any]]:
+    """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies."""
+    found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
+    numbers = _by_sequence(learned) if learned else []
+    kept = collected.gathered.groups
+    for number, group in enumerate(collected.gathered.sampled):
+        for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
+            record = _reply(group, c, s)
+            at = found.get((number, sample))
+            if at is None or learned is None:
+                reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "uniform group")
+                yield record | {"trained": False, "left_out": reason}
+            else:
+                yield record | {"trained": True, **_learning(learned.counted[at], float(learned.advantage_B[at]), numbers[at])}  # fmt: skip
+
+
+def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]:
+    return {
+        "prompt_id": completion.prompt_id,
+        "sample": completion.sample,
+        "prompt": group.prompt.text,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "stop": completion.stop,
+        "version": completion.version,
+        "status": score.status,
+        "reward": score.reward,
+        "correct": score.correct,
+        "parts": dict(score.parts),
+        "failure": score.failure,
+        "logp_sampler": _rounded(completion.logp_sampler),
+    }
+
+
+def _learning(counted: Counted, advantage: float, numbers: dict[str, Any]) -> dict[str, Any]:
+    return {"shaped_reward": counted.reward, "advantage": advantage, **numbers}
+
+
+def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
+    """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
+    tokens = learned.tokens
+    ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
+    old, new, clipped = tokens.logp_old_N.tolist(), tokens.logp_N.tolist(), learned.clipped_N.tolist()
+    records, start = [], 0
+    for ratio, length in zip(ratio_B, tokens.sequences.length_B.long().tolist(), strict=True):
+        end = start + length
+        flags = [int(c) for c in clipped[start:end]]
+        records.append(
+            {
+                "sequence_ratio": ratio,
+                "clipped_fraction": sum(flags) / length,
+                "clipped_tokens": flags,
+                "logp_old": _rounded(old[start:end]),
+                "logp_new": _rounded(new[start:end]),
+            }
+        )
+        start = end
+    return records
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Seven digits: what float32 holds."""
+    return [round(v, 7) for v in values]
+
+
+def _mean(values: Sequence[float | bool | None]) -> float:
+    present = [float(v) for v in values if v is not None]
+    return sum(present) / len(present) if present else NAN

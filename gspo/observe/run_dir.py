@@ -1,0 +1,179 @@
+"""The run directory: the one place where a run writes, and all that anything else reads of it.
+
+    config.toml            resolved, complete
+    environment.json       versions, device, commit
+    metrics.jsonl          one object per step; deterministic, byte-identical after a resume
+    timings.jsonl          one object per step; everything that depends on the clock
+    rollouts/000012.jsonl  every reply of the step
+    events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
+    checkpoints/000020/    see policy/checkpoint.py
+
+Invariant: lines are whole or absent to a reader; a resume cuts metrics and timings back to the checkpoint's offsets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Config, from_tree, to_toml
+from gspo.errors import ConfigError
+
+
+class RunDir:
+    """Owns a run directory while a trainer works in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock = _lock(path)
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """A new directory; one that already holds a run is refused, so that nothing is overwritten."""
+        path = Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+        if (path / "config.toml").exists():
+            raise ConfigError(f"{path}: already holds a run; continue it with 'gspo train --resume {path}', or choose another --run-dir")  # fmt: skip
+        try:
+            (path / "rollouts").mkdir(parents=True, exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot make the run directory: {error.strerror}; choose another --run-dir"
+            ) from None
+        run = cls(path)
+        (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (path / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> tuple[RunDir, Config]:
+        """An existing run and its config."""
+        file = Path(path) / "config.toml"
+        if not file.is_file():
+            raise ConfigError(
+                f"{path}: not a run directory (no config.toml); give the directory that 'gspo train' made"
+            )
+        config = from_tree(tomllib.loads(file.read_text(encoding="utf-8")), where=str(file))
+        return cls(Path(path)), config
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Append a step's metrics."""
+        self._append("metrics.jsonl", values)
+
+    def timings(self, values: Mapping[str, Any]) -> None:
+        """Append a step's durations."""
+        self._append("timings.jsonl", values)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Append something that happened."""
+        self._append("events.jsonl", {"time": datetime.now().isoformat(timespec="seconds"), "event": kind, **values})
+
+    def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write every reply of a step."""
+        file = self.path / "rollouts" / f"{step:06d}.jsonl"
+        partial = file.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8") as out:
+            out.writelines(_line(record) for record in records)
+        partial.rename(file)
+
+    def offsets(self) -> dict[str, int]:
+        """How long the step files are now; part of a checkpoint."""
+        return {name: (self.path / name).stat().st_size for name in ("metrics.jsonl", "timings.jsonl") if (self.path / name).exists()}  # fmt: skip
+
+    def rewind(self, step: int, offsets: Mapping[str, int]) -> None:
+        """Forget everything after a checkpoint."""
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            if (self.path / name).exists():
+                os.truncate(self.path / name, offsets.get(name, 0))
+        for file in (self.path / "rollouts").glob("*.jsonl"):
+            if int(file.stem) > step:
+                file.unlink()
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        self._lock.close()
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as out:
+            out.write(_line(values))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a torn last line is passed over."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps({k: _plain(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what could not be measured is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _lock(path: Path) -> Any:
+    try:
+        handle = (path / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another --run-dir") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise ConfigError(f"{path}: another trainer is working in this run directory; stop it first") from None
+    return handle
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    packages = ("gspo", "torch", "transformers", "tokenizers", "safetensors", "datasets", "math-verify", "numpy")
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "packages": found,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the code in use, if it runs from a checkout."""
+    try:
+        here = Path(__file__).parent
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

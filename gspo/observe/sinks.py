@@ -1,0 +1,115 @@
+"""Metrics to TensorBoard, Weights & Biases or trackio, beside the run directory.
+
+In: a step's numbers. Out: nothing that training depends on. Invariant: a sink that cannot be started is an error before
+anything expensive; one that fails later is switched off with a message, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gspo.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Something that takes numbers."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take a step's numbers."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class TensorBoardSink:
+    """Event files in `RUN/tensorboard`."""
+
+    def __init__(self, name: str, run: Path, settings: Mapping[str, Any]) -> None:
+        del name, settings
+        module = _import("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(run / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ModuleSink:
+    """A module with the interface of Weights & Biases; trackio has the same."""
+
+    module = "wandb"
+
+    def __init__(self, name: str, run: Path, settings: Mapping[str, Any]) -> None:
+        self._module = _import(self.module, self.module)
+        options = {"dir": str(run)} if self.module == "wandb" else {}
+        self._module.init(project="gspo", name=f"{name}-{run.name}", config=dict(settings), **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class TrackioSink(ModuleSink):
+    """trackio keeps its own local database."""
+
+    module = "trackio"
+
+
+SINKS: dict[str, Callable[[str, Path, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": ModuleSink,
+    "trackio": TrackioSink,
+}
+
+
+class Sinks:
+    """All sinks of a run."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        name: str,
+        run: Path,
+        settings: Mapping[str, Any],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._open: dict[str, Sink] = {sink: SINKS[sink](name, run, settings) for sink in names}
+        self._complain = complain
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send the numbers among the values everywhere."""
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and k != "step"}
+        for name in list(self._open):
+            self._try(name, lambda sink: sink.log(step, numbers))
+
+    def close(self) -> None:
+        """Close every sink."""
+        for name in list(self._open):
+            self._try(name, lambda sink: sink.close())
+        self._open.clear()
+
+    def _try(self, name: str, action: Callable[[Sink], None]) -> None:
+        try:
+            action(self._open[name])
+        except Exception as error:
+            del self._open[name]
+            self._complain(f"log sink {name} failed and is switched off for this run: {error}")
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"log.sinks: {package} is not installed; run: pip install 'gspo[{package}]'") from None

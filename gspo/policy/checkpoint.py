@@ -1,0 +1,128 @@
+"""Checkpoints: a model directory that transformers loads as it is, plus the trainer's state, without pickle.
+
+    000020/
+      config.json, model.safetensors, tokenizer files   Hugging Face layout
+      trainer.safetensors                               optimiser moments (and float32 masters) by parameter name
+      trainer.json                                      step, data cursor, counters, file offsets
+      manifest.json                                     size and SHA-256 of every other file
+
+Invariant: a checkpoint is written to `.tmp-*`, flushed to disk and renamed into place, so a directory without that prefix
+is whole. Loading checks it against its manifest; a damaged one is named and passed over, never loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from gspo.errors import CheckpointError
+from gspo.policy.model import Policy
+from gspo.policy.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where a run stands after a step; with weights and moments, all that a resume needs."""
+
+    step: int = 0
+    cursor: int = 0
+    """Prompts drawn so far; the data order is a function of it."""
+    updates: int = 0
+    """Optimiser steps applied; the policy's version."""
+    skipped_in_row: int = 0
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    """Lengths of metrics and timings when this was saved."""
+
+
+def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
+    """Write `folder/STEP`, then delete all but the newest `keep` (0: none are deleted)."""
+    target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    save_model(policy, partial)
+    save_file(optimizer.state(), partial / "trainer.safetensors")
+    (partial / "trainer.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+    files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
+    (partial / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
+    for path in partial.iterdir():
+        _flush(path)
+    _flush(partial)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    _flush(folder)
+    _retire(folder, keep)
+    return target
+
+
+def save_model(policy: Policy, folder: Path) -> None:
+    """Weights, config and tokenizer in Hugging Face layout."""
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def newest(folder: Path) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+    complaints: list[str] = []
+    for path in sorted((p for p in folder.glob("[0-9]*") if p.is_dir()), reverse=True):
+        complaint = damage(path)
+        if complaint is None:
+            return path, complaints
+        complaints.append(complaint)
+    found = "; ".join(complaints) or "the folder is empty"
+    raise CheckpointError(f"{folder}: no whole checkpoint to resume from: {found}; start a new run")
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        files = json.loads((path / "manifest.json").read_text())
+        for name, entry in files.items():
+            if (path / name).stat().st_size != entry["size"]:
+                return f"{path / name}: {(path / name).stat().st_size} bytes instead of {entry['size']}"
+            if _digest(path / name) != entry["sha256"]:
+                return f"{path / name}: contents differ from the manifest"
+    except FileNotFoundError as error:
+        return f"{error.filename}: missing"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{path}: unreadable manifest ({type(error).__name__})"
+    return None
+
+
+def read_state(path: Path) -> TrainerState:
+    """The trainer's state of a whole checkpoint."""
+    return TrainerState(**json.loads((path / "trainer.json").read_text()))
+
+
+def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
+    """Load the optimiser's moments of a whole checkpoint."""
+    try:
+        optimizer.load(load_file(path / "trainer.safetensors"), updates)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path / 'trainer.safetensors'}: {error}") from error
+
+
+def _retire(folder: Path, keep: int) -> None:
+    for path in sorted(folder.glob("[0-9]*"))[: -keep or None] if keep else []:
+        shutil.rmtree(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""A short supervised start on a task's own demonstrations, so that sampling finds something to reward.
+
+In: a policy and an endless stream of (prompt ids, reply ids). Out: the same policy, able to solve some problems.
+Invariant: it stops on *sampled accuracy on fresh problems*, not after a fixed number of steps: accuracy moves fast here,
+and a start that is too weak or too strong leaves nothing to learn or nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from gspo.config import ColdStartConfig
+from gspo.policy.batch import Row, make_plan
+from gspo.policy.logprobs import reply_logprobs
+from gspo.policy.model import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """How the start ended."""
+
+    steps: int
+    accuracy: float
+    """Sampled accuracy at the last check."""
+
+
+def cold_start(
+    policy: Policy,
+    config: ColdStartConfig,
+    demonstrations: Iterator[Row],
+    accuracy: Callable[[int], float],
+    report: Callable[[int, float, float], None],
+    stop: Callable[[], bool],
+) -> ColdStart:
+    """Fine-tune until `accuracy(step)` reaches the target, the steps run out, or `stop()` says so.
+
+    `report(step, loss, accuracy)` is called at every check."""
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
+    reached = 0.0
+    step = 0
+    for step in range(1, config.steps + 1):
+        loss = _step(policy, optimizer, list(islice(demonstrations, config.batch)))
+        if step % config.check_every == 0:
+            reached = accuracy(step)
+            report(step, loss, reached)
+            if reached >= config.stop_accuracy or stop():
+                break
+    return ColdStart(steps=step, accuracy=reached)
+
+
+def _step(policy: Policy, optimizer: torch.optim.Optimizer, rows: list[Row]) -> float:
+    plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
+    total = 0.0
+    for micro in plan.steps[0]:
+        logp_N, _ = reply_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
+        loss = -logp_N.sum() / plan.tokens
+        loss.backward()
+        total += float(loss.detach())
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total

@@ -1,0 +1,45 @@
+"""Log-probabilities of reply tokens under a model, by the learner's forward.
+
+In: a micro-batch. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the sampling temperature,
+because the policy is the distribution that was sampled from; the end token counts, padding and prompt do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.policy.batch import MicroBatch, Plan
+
+
+def reply_logprobs(
+    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
+    # Outputs before the first position that predicts a reply token are never read, so the head skips them.
+    first = int(batch.position_N.min())
+    kept = batch.input_ids.shape[1] - first
+    logits = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=kept).logits
+    logits_NV = logits[batch.row_N, batch.position_N - first].float() / temperature
+    normaliser_N = torch.logsumexp(logits_NV, dim=-1)
+    logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normaliser_N
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        scores_NV = logits_NV if entropy_gradient else logits_NV.detach()
+        probability_NV = torch.softmax(scores_NV, dim=-1)
+        entropy_N = torch.logsumexp(scores_NV, dim=-1) - (probability_NV * scores_NV).sum(-1)
+    return logp_N, entropy_N
+
+
+@torch.no_grad()
+def planned_logprobs(
+    model: Any, plan: Plan, temperature: float, device: torch.device, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient."""
+    logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
+    for micro_batches in plan.steps if step is None else plan.steps[step : step + 1]:
+        for cpu_batch in micro_batches:
+            batch = cpu_batch.to(device)
+            logp_N[batch.at_N], entropy_N[batch.at_N] = reply_logprobs(model, batch, temperature)
+    return logp_N, entropy_N

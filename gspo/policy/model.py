@@ -1,0 +1,175 @@
+"""The model and its tokenizer: loaded, or built small from a config.
+
+In: `ModelConfig`. Out: a `Policy`. Invariant: no dropout and no other noise in any forward, so that the learner's
+probabilities are the sampler's; no code from the model's repository unless it was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo.config import ModelConfig
+from gspo.errors import ConfigError
+
+TINY_PARAMETERS = 5_000_000
+"""Below this, threads cost more than they give."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A causal language model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a reply: the model's own list and the tokenizer's."""
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = configured if isinstance(configured, list | tuple) else [configured]
+        return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the right of shorter rows; never seen by a real token."""
+        return next(i for i in (self.tokenizer.pad_token_id, *self.stop_ids, 0) if i is not None)
+
+
+def load_policy(config: ModelConfig, *, seed: int, alphabet: str = "") -> Policy:
+    """The model of the config; `alphabet` holds the characters a built model's tokenizer must know."""
+    device = _device(config.device)
+    model, tokenizer = _build(config, seed, alphabet) if config.build else _load(config)
+    model = model.to(device)
+    _settle(model, config)
+    _choose_threads(model, config, device)
+    policy = Policy(model=model, tokenizer=tokenizer, device=device)
+    if not policy.stop_ids:
+        raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip
+    return policy
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"model.device: {name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device: {name} was asked for, but this machine has no usable GPU; use auto or cpu")
+    return device
+
+
+def _load(config: ModelConfig) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, options = config.path, {}
+    if path.endswith(".gguf"):
+        from transformers import GgufConfig
+
+        if not Path(path).is_file():
+            raise ConfigError(f"model.path: {path}: no such file")
+        path, options = os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
+        load_options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
+    else:
+        _check_local(path)
+        load_options = {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+            **options,
+            **load_options,
+        )
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"model.path: cannot load {config.path!r}: {reason}") from error
+    return model, tokenizer
+
+
+def _check_local(path: str) -> None:
+    """A path that looks local must exist: the hub's error for it would mislead."""
+    local = Path(path)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if not local.expanduser().is_dir():
+            raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
+    if local.is_dir() and not (local / "config.json").is_file():
+        hint = "; a run keeps its models in checkpoints/" if (local / "checkpoints").is_dir() else ""
+        raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")
+
+
+def _build(config: ModelConfig, seed: int, alphabet: str) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+        "initializer_range": 0.05, "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+    }  # fmt: skip
+    kind = "qwen3"
+    if config.build == "tiny_moe":
+        kind = "qwen3_moe"
+        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype)
+        )
+    return model, tokenizer
+
+
+def char_tokenizer(alphabet: str) -> Any:
+    """One token per character, with a small chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<end>", "<user>", "<assistant>", "<unknown>"]
+    vocabulary = {symbol: i for i, symbol in enumerate(special + sorted(set(alphabet)))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ '<end>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>",
+        additional_special_tokens=["<user>", "<assistant>"], chat_template=template,
+        clean_up_tokenization_spaces=False, model_max_length=4096,
+    )  # fmt: skip
+
+
+def _settle(model: Any, config: ModelConfig) -> None:
+    """No dropout anywhere; checkpointed layers only recompute in train mode, which is otherwise left off."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "router_jitter_noise", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.eval()
+    if config.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+
+
+def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    elif device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS:
+        torch.set_num_threads(1)

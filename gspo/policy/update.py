@@ -1,0 +1,112 @@
+"""Stage 8: one optimiser step over a planned batch.
+
+In: a `Batch` (plan and packed tokens) and which of its optimiser steps. Out: the loss and what the optimiser did; the
+batch remembers what the learning forwards found.
+Invariant: token weights, and tokens singled out, are fixed over the whole optimiser step before its first micro-batch
+runs; losses of micro-batches add up. So cutting differently changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.objective.loss import Loss, loss_of, select
+from gspo.objective.objective import Objective
+from gspo.objective.sequences import Sequences, Tokens
+from gspo.objective.trust_region import CovarianceRegion
+from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.logprobs import planned_logprobs, reply_logprobs
+from gspo.policy.model import Policy
+from gspo.policy.optimizer import Optimizer, Update
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """A rollout batch in learning."""
+
+    plan: Plan
+    tokens: Tokens
+    """All its reply tokens; sequence i is row i of the plan."""
+    temperature: float
+    logp_N: Tensor = field(init=False)
+    """The learning policy's log-probabilities at the moment each token was used."""
+    ratio_N: Tensor = field(init=False)
+    clipped_N: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logp_N = self.tokens.logp_old_N.clone()
+        self.ratio_N = torch.ones_like(self.logp_N)
+        self.clipped_N = torch.zeros_like(self.logp_N, dtype=torch.bool)
+
+
+def update(
+    policy: Policy, optimizer: Optimizer, objective: Objective, batch: Batch, index: int, *, seed: int
+) -> tuple[Loss, Update]:
+    """Run optimiser step `index` of the plan: add the micro-batches' gradients up, then update once."""
+    micro_batches = batch.plan.steps[index]
+    weight_N = step_weights(objective, batch.plan, micro_batches).to(policy.device)
+    selected_N = _select(policy, objective, batch, index, seed)
+    losses = []
+    for cpu_batch in micro_batches:
+        micro = cpu_batch.to(policy.device)
+        logp_N, entropy_N = reply_logprobs(
+            policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
+        )
+        tokens = _learning(batch.tokens, micro, logp_N, entropy_N, selected_N)
+        loss = loss_of(objective, tokens, weight_N[micro.at_N])
+        loss.total.backward()
+        batch.logp_N[micro.at_N] = logp_N.detach()
+        batch.ratio_N[micro.at_N] = loss.surrogate.ratio_N
+        batch.clipped_N[micro.at_N] = loss.surrogate.clipped_N
+        losses.append(loss)
+    total = _sum(losses)
+    return total, optimizer.step(loss_finite=math.isfinite(float(total.total)))
+
+
+def step_weights(objective: Objective, plan: Plan, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """The weight of each packed token in this optimiser step; 0 for tokens of the others."""
+    rows = [row for micro in micro_batches for row in micro.rows]
+    weight_B = torch.zeros(len(plan.rows), dtype=torch.float64)
+    weight_B[rows] = objective.aggregate(plan.lengths(rows))
+    return weight_B[plan.sequence_N].float()
+
+
+def _select(policy: Policy, objective: Objective, batch: Batch, index: int, seed: int) -> Tensor | None:
+    """Objectives that single tokens out by the step's statistics need a forward over all of the step first."""
+    if not isinstance(objective.trust_region, CovarianceRegion):
+        return None
+    at_N = torch.cat([micro.at_N for micro in batch.plan.steps[index]]).sort().values.to(policy.device)
+    logp_N, _ = planned_logprobs(policy.model, batch.plan, batch.temperature, policy.device, step=index)
+    chosen = select(objective, replace(_take(batch.tokens, at_N), logp_N=logp_N[at_N]), seed)
+    assert chosen is not None
+    return torch.zeros_like(batch.clipped_N).index_put((at_N,), chosen)
+
+
+def _learning(
+    tokens: Tokens, micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor, selected_N: Tensor | None
+) -> Tokens:
+    return replace(
+        _take(tokens, micro.at_N),
+        logp_N=logp_N,
+        entropy_N=entropy_N,
+        selected_N=None if selected_N is None else selected_N[micro.at_N],
+        sequences=Sequences(micro.row_N, len(micro.rows)),
+    )
+
+
+def _take(tokens: Tokens, at_N: Tensor) -> Tokens:
+    values: dict[str, Any] = {k: v[at_N] for k, v in vars(tokens).items() if isinstance(v, Tensor)}
+    return replace(tokens, **values, sequences=Sequences(tokens.sequences.index_N[at_N], tokens.sequences.count))
+
+
+def _sum(losses: Sequence[Loss]) -> Loss:
+    parts = {
+        k: torch.stack([getattr(x, k).detach() for x in losses]).sum() for k in ("total", "policy", "kl", "entropy")
+    }
+    return Loss(**parts, surrogate=losses[-1].surrogate)

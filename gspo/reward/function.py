@@ -1,0 +1,348 @@
+"""Reward functions: found by name in the trainer, loaded and called in a worker.
+
+In: the names and options of `RewardConfig`. Out: a `Source` per function (plain text and values, so that it travels as
+JSON), and in the worker a `RewardFunction` that turns one prompt's replies into one result per reply.
+
+A reward function has the signature that users of TRL know, and is called with keywords:
+
+    fn(prompts, completions, **columns) -> list[float | None]
+
+One entry per reply everywhere; `columns` are the row's fields as lists, and `completion_ids`. A chat prompt gives
+`completions = [[{"role": "assistant", "content": text}], ...]` and lists of messages as prompts; a text prompt gives
+strings. `None` abstains. An exception object in the list fails that reply alone, without a second call for the others.
+
+Invariant: user code is imported by `load` only, which runs in a worker; the text of a user's file is read once, when the
+run starts, so that an edit during the run cannot change the reward under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import difflib
+import importlib
+import importlib.abc
+import importlib.util
+import inspect
+import math
+import numbers
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gspo.errors import ConfigError, GspoError, RewardError
+from gspo.reward import rewards
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What every function may receive beside the row's columns."""
+
+Result = dict[str, Any]
+"""`{"value": number or None}`, or `{"failure": "kind: why"}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a reward function comes from."""
+
+    spec: str
+    """As written in `reward.functions`; names the function in errors."""
+    name: str
+    """Short name, unique among the run's functions; names its part of the reward."""
+    file: str
+    """The user's file; empty for a built-in."""
+    text: str
+    """Contents of the user's file."""
+    function: str
+    options: Mapping[str, Any]
+
+
+# ------------------------------------------------------------------------------------------- in the trainer
+
+
+def find_sources(
+    functions: Sequence[str], options: Mapping[str, Any], task: tuple[str, Mapping[str, Any]] | None
+) -> list[Source]:
+    """Locate every function without importing it."""
+    functions = tuple(functions) or (("task_answer",) if task else ())
+    if not functions:
+        raise ConfigError('reward.functions: name at least one, for example ["math_answer"] or ["my.py:score"]')
+    for spec in functions:
+        if functions.count(spec) > 1:
+            raise ConfigError(f"reward.functions: {spec} is named twice; name it once and set its weight")
+    for key, value in options.items():
+        if key not in functions:
+            raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"reward.options.{key}: must be a table of options, not {value!r}")
+    given = {spec: dict(options.get(spec, {})) for spec in functions}
+    if task and "task_answer" in given:
+        given["task_answer"] = {"task": task[0], "task_options": dict(task[1]), **given["task_answer"]}
+    if "task_answer" in given and "task" not in given["task_answer"]:
+        raise ConfigError("reward.functions: task_answer needs a generated task; set data.task or use another reward")
+    short = [spec.rpartition(":")[2] for spec in functions]
+    names = [name if short.count(name) == 1 else spec for name, spec in zip(short, functions, strict=True)]
+    return [_find(spec, name, given[spec]) for spec, name in zip(functions, names, strict=True)]
+
+
+def built_in_names() -> list[str]:
+    """Names of the files in `gspo/reward/rewards`."""
+    return sorted(module.name for module in pkgutil.iter_modules(rewards.__path__))
+
+
+def _find(spec: str, name: str, options: Mapping[str, Any]) -> Source:
+    file, colon, function = spec.rpartition(":")
+    if colon:
+        return _find_file(spec, file, name, function, options)
+    if spec.endswith(".py"):
+        raise ConfigError(f"reward.functions: {spec}: say which function of the file, for example {spec}:score")
+    if spec not in built_in_names():
+        close = difflib.get_close_matches(spec, built_in_names(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(built_in_names())}, or write file.py:name"
+        raise ConfigError(f"reward.functions: no built-in reward {spec!r}; {hint}")
+    return Source(spec=spec, name=name, file="", text="", function="score", options=options)
+
+
+def _find_file(spec: str, file: str, name: str, function: str, options: Mapping[str, Any]) -> Source:
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ConfigError(f"reward.functions: {spec!r}: write a built-in name or file.py:function")
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"reward.functions: {spec}: no file {path}; give its path from the current directory")
+    try:
+        text = importlib.util.decode_source(path.read_bytes())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise RewardError(
+            f"reward.functions: {spec}: cannot read {path}: {one_line(error)}; save it as UTF-8"
+        ) from None
+    return Source(spec=spec, name=name, file=str(path), text=text, function=function, options=options)
+
+
+# ------------------------------------------------------------------------------------------- in a worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """A loaded function, ready to be called."""
+
+    name: str
+    call: Callable[..., Any]
+    takes: frozenset[str] | None
+    """The keywords it names; None when it takes any."""
+    needs: frozenset[str]
+    """The keywords without a default."""
+    settings: frozenset[str]
+    """Keywords of a built-in that are options: a column of that name stays away from them."""
+    options: Mapping[str, Any]
+
+    def __call__(
+        self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
+    ) -> list[Result] | str:
+        """One result per reply, or in one line why the call as a whole failed."""
+        missing = self.needs - set(row) - set(RESERVED) - set(self.options)
+        if missing:
+            return f"raised: {self.name}: needs {_listed(missing)}, but the data's columns are {_listed(row)}"
+        try:
+            values = self.call(**self._arguments(prompt, texts, ids, row))
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            return self._results(values, len(texts))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing the function does ends the run
+            return self._failure(error)
+
+    def _failure(self, error: BaseException) -> str:
+        return f"{'timeout' if isinstance(error, TimeoutError) else 'raised'}: {self.name}: {describe(error)}"
+
+    def _arguments(
+        self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        chat = not isinstance(prompt, str)
+        columns = {key: value for key, value in row.items() if key not in self.settings}
+        arguments: dict[str, Any] = {key: [copy.deepcopy(value) for _ in texts] for key, value in columns.items()}
+        arguments["prompts"] = [copy.deepcopy(prompt) for _ in texts]
+        arguments["completions"] = [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+        arguments["completion_ids"] = [list(i) for i in ids]
+        arguments.update(copy.deepcopy(dict(self.options)))
+        return arguments if self.takes is None else {k: v for k, v in arguments.items() if k in self.takes}
+
+    def _results(self, values: Any, count: int) -> list[Result] | str:
+        if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
+            return f"nonsense: {self.name}: returned {_shown(values)} instead of a list"
+        items = list(islice(values, count + 1))
+        if len(items) != count:
+            most = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
+            return f"nonsense: {self.name}: returned {most} values for {count} {'reply' if count == 1 else 'replies'}"
+        return [self._result(item) for item in items]
+
+    def _result(self, value: Any) -> Result:
+        if isinstance(value, BaseException):
+            return {"failure": self._failure(value)}
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()  # numpy and torch scalars
+        if value is None:
+            return {"value": None}
+        if not isinstance(value, numbers.Real):
+            return {"failure": f"nonsense: {self.name}: returned {_shown(value)}, not a number"}
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
+        return {"value": number}
+
+
+def load(source: Source) -> RewardFunction:
+    """Import a function and check that it can be called with its options."""
+    module = _import(source)
+    call = getattr(module, source.function, None)
+    if call is None:
+        raise ConfigError(f"reward.functions: {source.spec}: {source.file} has no {source.function}; {_has(module)}")
+    if not callable(call):
+        raise RewardError(
+            f"reward.functions: {source.spec}: {source.function} is not a function; name one; {_has(module)}"
+        )
+    parameters = _parameters(source, call)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    _check_options(source, named, open_ended)
+    if not source.file and hasattr(module, "check"):
+        _check_values(source, module)
+    return RewardFunction(
+        name=source.name,
+        call=call,
+        takes=None if open_ended else frozenset(named),
+        needs=frozenset(name for name, p in named.items() if p.default is p.empty),
+        settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
+        options=source.options,
+    )
+
+
+def _import(source: Source) -> ModuleType:
+    try:
+        if not source.file:
+            return importlib.import_module(f"{rewards.__name__}.{source.spec}")
+        return _import_text(source.file, source.text)
+    except BaseException as error:  # a module may call sys.exit at import
+        raise RewardError(
+            f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: {describe(error)}; "
+            "mend it so that Python can import it on its own"
+        ) from None
+
+
+class _Text(importlib.abc.ExecutionLoader):
+    """Imports a module from text that was read earlier."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text = file, text
+
+    def get_filename(self, fullname: str) -> str:
+        return self.file
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+
+def _import_text(file: str, text: str) -> ModuleType:
+    name = "reward_file_" + "".join(c if c.isalnum() else "_" for c in file)
+    if name in sys.modules:
+        return sys.modules[name]
+    _make_importable(os.path.dirname(file), os.getcwd())
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Text(file, text))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before running it: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _make_importable(*folders: str) -> None:
+    """After the standard library, so that a user's `random.py` hides nothing; before installed packages."""
+    at = next((i for i, p in enumerate(sys.path) if p.endswith(("site-packages", "dist-packages"))), len(sys.path))
+    sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+
+
+def _parameters(source: Source, call: Callable[..., Any]) -> list[inspect.Parameter]:
+    remedy = "; write it as def " + f"{source.function}(prompts, completions, **columns)"
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        raise RewardError(f"reward.functions: {source.spec}: its signature cannot be read{remedy}") from None
+    by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_keyword |= {"completions" for p in parameters if p.kind is p.VAR_KEYWORD}
+    only_by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if "completions" not in by_keyword or only_by_place:
+        raise RewardError(f"reward.functions: {source.spec}: cannot be called with (prompts, completions){remedy}")
+    return parameters
+
+
+def _check_options(source: Source, named: Mapping[str, inspect.Parameter], open_ended: bool) -> None:
+    allowed = [n for n, p in named.items() if source.file or p.kind is p.KEYWORD_ONLY]
+    allowed = [n for n in allowed if n not in RESERVED]
+    for key in source.options:
+        if key in RESERVED or (key not in allowed and not (source.file and open_ended)):
+            close = difflib.get_close_matches(key, allowed, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"its options: {', '.join(allowed) or 'none'}"
+            raise ConfigError(f"reward.options.{source.spec}: unknown option {key!r}; {hint}")
+    for name, parameter in named.items():
+        must = not source.file and parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if must and name not in source.options:
+            raise ConfigError(
+                f"reward.options.{source.spec}: {name} is required; set reward.options.{source.spec}.{name}"
+            )
+
+
+def _check_values(source: Source, module: ModuleType) -> None:
+    try:
+        module.check(**source.options)
+    except GspoError:
+        raise
+    except Exception as error:
+        raise RewardError(f"reward.options.{source.spec}: {describe(error)}; change the options") from None
+
+
+# ------------------------------------------------------------------------------------------- words
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Text fit for one line of a log: no control characters, no lone surrogates, not long."""
+    try:
+        line = " ".join(str(text)[: 4 * limit].split())
+    except BaseException:  # a hostile __str__
+        line = f"unprintable {type(text).__name__}"
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type, message and place, in one line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and f.filename != __file__]
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    message = one_line(error)
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{one_line(repr(value), 60)} ({type(value).__name__})"
+    except BaseException:  # a hostile __repr__
+        return f"an unprintable {type(value).__name__}"
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _has(module: ModuleType) -> str:
+    own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+    return f"its functions: {', '.join(own[:10]) or 'none'}"

@@ -1,0 +1,259 @@
+"""One worker process, seen from the trainer.
+
+In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: every wait has a deadline
+on a monotonic clock, a worker that failed is killed with its whole process group and reaped, and what it prints is
+drained and forgotten except for a short tail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import gspo
+from gspo.errors import ConfigError, RewardError
+from gspo.reward.function import Source, one_line
+
+START_LIMIT_S = 120.0
+"""For importing the functions: a user's file may import torch."""
+ANSWER_LIMIT = 16 * 2**20
+"""Bytes of one answer."""
+_TAIL = 2000
+_SLICE_S = 0.1
+
+
+class WorkerHung(Exception):
+    """The deadline passed."""
+
+
+class WorkerDied(Exception):
+    """The process ended in the middle of a call."""
+
+
+class Cancelled(Exception):
+    """The pool is closing."""
+
+
+class WorkerProcess:
+    """Owns a process and its three pipes. Belongs to one thread: the kernel kills the process when that thread ends."""
+
+    def __init__(self, sources: Sequence[Source], cancelled: Callable[[], bool]) -> None:
+        self._load = {"load": [asdict(source) for source in sources]}
+        self._cancelled = cancelled
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._tail = b""
+        self._calls = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the live process, if there is one."""
+        process = self._process
+        return process.pid if process and _exit_code(process) is None else None
+
+    def start(self) -> None:
+        """Start the process if it is not there; `prepare` waits for it."""
+        if self.pid is not None:
+            return
+        self.kill()  # reap one that ended on its own
+        try:
+            self._process = _popen()
+        except OSError as error:
+            raise RewardError(f"reward.workers: cannot start a worker process: {error}; use fewer") from None
+
+    def prepare(self) -> None:
+        """Start the process if needed and wait until it has loaded the functions."""
+        self.start()
+        if self._ready:
+            return
+        try:
+            answer = self._load_functions()
+        except WorkerHung:
+            self.kill()
+            raise RewardError(
+                f"reward.functions: importing {self._names()} took more than {START_LIMIT_S:g} s; import less"
+            ) from None
+        except WorkerDied as error:
+            self.kill()
+            raise RewardError(
+                f"reward.functions: the process that imports {self._names()} ended: {error}; mend the file"
+            ) from None
+        if "error" in answer:
+            self.kill()
+            raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
+        self._ready = True
+
+    def _load_functions(self) -> dict[str, Any]:
+        try:
+            return self._exchange(self._load, START_LIMIT_S)
+        except WorkerDied:  # once more: someone may have killed it, for want of memory for example
+            self.kill()
+            self.start()
+            return self._exchange(self._load, START_LIMIT_S)
+
+    def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer to one call; after `WorkerHung` or `WorkerDied` the process is gone."""
+        self._calls += 1
+        try:
+            answer = self._exchange({"id": self._calls, **request}, timeout_s)
+            if answer.get("id") != self._calls:
+                raise WorkerDied("its answer was not to this call")
+            return answer
+        except (WorkerHung, WorkerDied):
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the process and its children, reap it, close its pipes. Harmless when there is none."""
+        process, self._process, self._ready, self._tail = self._process, None, False, b""
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the number may be someone else's
+        for pipe in _pipes(process):
+            pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+
+    def _exchange(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Write a line and read a line, draining what the functions print meanwhile."""
+        process = self._process
+        assert process
+        pending = memoryview(json.dumps(request).encode() + b"\n")
+        deadline = time.monotonic() + timeout_s
+        into, out, noise = (pipe.fileno() for pipe in _pipes(process))
+        poller, line = select.poll(), bytearray()
+        for descriptor, event in ((into, select.POLLOUT), (out, select.POLLIN), (noise, select.POLLIN)):
+            poller.register(descriptor, event)
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if self._cancelled():
+                raise Cancelled
+            if left <= 0:
+                raise WorkerHung
+            ready = [descriptor for descriptor, _ in poller.poll(1000 * min(left, _SLICE_S) + 1)]
+            if not ready and _exit_code(process) is not None:  # a grandchild may hold the pipes open
+                raise WorkerDied(self._last_words())
+            if into in ready and not (pending := self._send(into, pending)):
+                poller.unregister(into)
+            if noise in ready and not self._drain(noise):
+                poller.unregister(noise)
+            if out in ready:
+                line += self._receive(out)
+            if len(line) > ANSWER_LIMIT:
+                raise WorkerDied(f"its answer was longer than {ANSWER_LIMIT} bytes")
+        return _decoded(bytes(line))
+
+    def _send(self, descriptor: int, pending: memoryview) -> memoryview:
+        try:
+            return pending[os.write(descriptor, pending[: 2**16]) :]
+        except BlockingIOError:
+            return pending
+        except OSError:
+            raise WorkerDied(self._last_words()) from None
+
+    def _receive(self, descriptor: int) -> bytes:
+        try:
+            data = os.read(descriptor, 2**16)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise WorkerDied(self._last_words())
+        return data
+
+    def _drain(self, descriptor: int) -> bool:
+        """Whether there can be more."""
+        try:
+            data = os.read(descriptor, 2**16)
+        except BlockingIOError:
+            return True
+        self._tail = (self._tail + data)[-_TAIL:]
+        return bool(data)
+
+    def _last_words(self) -> str:
+        process = self._process
+        assert process
+        noise = _pipes(process)[2].fileno()
+        for _ in range(1000):  # not for ever: its children may go on printing
+            before = self._tail
+            if not self._drain(noise) or self._tail is before:
+                break
+        words = one_line(self._tail.decode(errors="replace"))
+        return _ending(process) + (f"; it printed: {words}" if words else "")
+
+    def _names(self) -> str:
+        return ", ".join(source["spec"] for source in self._load["load"])
+
+
+def _popen() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "gspo.reward.worker"],  # -P: a json.py in the current directory is not ours
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env=_environment(),
+        start_new_session=True,  # Ctrl-C in the terminal is the trainer's; and one kill reaches its children
+    )
+    for pipe in _pipes(process):
+        os.set_blocking(pipe.fileno(), False)
+    return process
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    """Requests, answers, and what the functions print."""
+    return process.stdin, process.stdout, process.stderr  # type: ignore[return-value]  # all three are piped
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise WorkerDied("its answer was not JSON")
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    """The trainer's own, and where to find this package if it is not installed."""
+    environment = dict(os.environ)
+    home = Path(gspo.__file__).resolve().parent.parent
+    if home.name not in ("site-packages", "dist-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
+    return environment
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """As `Popen.poll`, but without reaping: until the group is killed, the process must keep its number."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # another thread has just reaped it
+        return process.poll() or 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    until = time.monotonic() + 1.0  # the pipes close a moment before the process ends
+    while (code := _exit_code(process)) is None and time.monotonic() < until:
+        time.sleep(0.005)
+    if code is None:
+        return "it closed its pipes"
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,231 @@
+"""Stage 3: replies in, scores out.
+
+In: prompts with their replies. Out: a `Score` per reply, in the same order. Invariant: a reward function that raises,
+hangs, dies or returns nonsense leaves exactly the replies it failed on UNSCORED, with the reason; it never turns them
+into a 0, never changes another reply's score, and never takes the run down. Functions run in worker processes only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from gspo.config import RewardConfig
+from gspo.errors import ConfigError, GspoError, RewardError
+from gspo.reward.batch import BATCH_BUDGET, Batch, Groups, Job, Part
+from gspo.reward.function import Source, find_sources, one_line
+from gspo.reward.process import Cancelled, WorkerDied, WorkerHung, WorkerProcess
+from gspo.types import Score, Status
+
+
+class RewardPool:
+    """Owns the worker processes. Construction fails, in one line, when a function cannot be loaded."""
+
+    def __init__(self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None) -> None:
+        self._config = config
+        self._sources: list[Source] = find_sources(config.functions, config.options, task)
+        self._weights = _checked_weights(config.weights, self._sources)
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._workers = [WorkerProcess(self._sources, lambda: self._closing) for _ in range(config.workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker, number > 0), name=f"reward-{number}", daemon=True)
+            for number, worker in enumerate(self._workers)
+        ]
+        try:
+            self._threads[0].start()
+            self._load_once()
+            for thread in self._threads[1:]:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions' short names, in order: the keys of `Score.parts`."""
+        return tuple(source.name for source in self._sources)
+
+    def pids(self) -> list[int]:
+        """The live worker processes."""
+        return [pid for worker in self._workers if (pid := worker.pid) is not None]
+
+    def score(self, groups: Groups) -> list[list[Score]]:
+        """Score every reply of every group."""
+        batch = self._batch(groups)
+        self._run(batch, batch.jobs())
+        return [
+            [self._combine(batch.parts(g, i)) for i in range(len(completions))]
+            for g, (_, completions) in enumerate(groups)
+        ]
+
+    def close(self) -> None:
+        """End the workers. May be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout=30)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------- the caller's thread
+
+    def _batch(self, groups: Groups) -> Batch:
+        return Batch(groups, functions=len(self._sources), timeout_s=self._config.timeout_s, workers=len(self._workers))
+
+    def _load_once(self) -> None:
+        batch = self._batch(())
+        batch.done.clear()
+        self._run(batch, [Job(batch=batch)])
+
+    def _run(self, batch: Batch, jobs: Sequence[Job]) -> None:
+        if self._closing:
+            raise RewardError("the reward pool is closed; build a new one")
+        self._add(jobs)
+        try:
+            while not batch.done.wait(timeout=1.0):
+                if not any(thread.is_alive() for thread in self._threads):
+                    raise RewardError("the reward pool was closed while it was scoring")
+        finally:
+            batch.done.set()  # after Ctrl-C: what has not begun never begins, what has begun ends by its deadline
+        if batch.error is not None:
+            raise batch.error
+
+    def _add(self, jobs: Sequence[Job]) -> None:
+        with self._changed:
+            self._jobs.extend(jobs)
+            self._changed.notify_all()
+
+    # --------------------------------------------------------------------------------------- a worker's thread
+
+    def _serve(self, worker: WorkerProcess, warm: bool) -> None:
+        """Do one job after the other. The thread lives as long as the pool, and the process not longer than it."""
+        try:
+            if warm:
+                self._warm(worker)
+            while (job := self._take()) is not None:
+                if self._do(worker, job):
+                    self._warm(worker)
+        finally:
+            worker.kill()
+
+    def _take(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._jobs)
+            return None if self._closing else self._jobs.popleft()
+
+    def _warm(self, worker: WorkerProcess) -> None:
+        """Load the functions while there is nothing to do. An error comes back with the next job."""
+        try:
+            worker.prepare()
+        except (GspoError, OSError, Cancelled):
+            worker.kill()
+
+    def _do(self, worker: WorkerProcess, job: Job) -> bool:
+        """Whether it could be done; if not, nobody waits for it any more."""
+        try:
+            if not job.batch.done.is_set():
+                worker.prepare()
+                self._call(worker, job)
+            return True
+        except Cancelled:
+            job.batch.give_up(RewardError("the reward pool was closed while it was scoring"))
+        except BaseException as error:  # whatever it is, the caller must hear of it rather than wait
+            job.batch.give_up(error)
+        return False
+
+    def _call(self, worker: WorkerProcess, job: Job) -> None:
+        if not job.replies:
+            job.batch.done.set()
+        elif job.again and job.batch.exhausted(job):
+            self._fail(job, f"timeout: {self._name(job)}: not tried alone: {self._used_up()}")
+        else:
+            self._settle(worker, job)
+
+    def _settle(self, worker: WorkerProcess, job: Job) -> None:
+        began = time.monotonic()
+        try:
+            answer = worker.call(_request(job), self._config.timeout_s)
+        except WorkerHung:
+            reason = f"timeout: {self._name(job)}: no result after {self._config.timeout_s:g} s"
+            self._replace(worker, job, reason, began, guilty=len(job.replies) == 1)
+        except WorkerDied as error:
+            # Killed from outside, perhaps: even a single reply gets a second try.
+            reason = f"died: {self._name(job)}: {one_line(error)}"
+            self._replace(worker, job, reason, began, guilty=job.again)
+        else:
+            if "results" in answer:
+                job.batch.record(job, [Part(**result) for result in answer["results"]])
+            elif len(job.replies) > 1:
+                self._add(job.alone())
+            else:
+                self._fail(job, answer["failure"])
+
+    def _replace(self, worker: WorkerProcess, job: Job, reason: str, began: float, *, guilty: bool) -> None:
+        """After a hang or a death: a fresh process first, so that the pool is whole when the batch is done."""
+        if job.again:
+            job.batch.charge(job, time.monotonic() - began)
+        worker.start()
+        if guilty:
+            self._fail(job, reason)
+        else:
+            self._add(job.alone())
+
+    def _fail(self, job: Job, reason: str) -> None:
+        job.batch.record(job, [Part(failure=reason)] * len(job.replies))
+
+    def _name(self, job: Job) -> str:
+        return self._sources[job.function].name
+
+    def _used_up(self) -> str:
+        return f"hangs used up the batch's {BATCH_BUDGET * self._config.timeout_s:g} s for second tries"
+
+    # --------------------------------------------------------------------------------------- parts to a score
+
+    def _combine(self, parts: Sequence[Part]) -> Score:
+        named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
+        failure = next((part.failure for part in parts if part.failure), None)
+        terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
+        if failure is None and not terms:
+            failure = "nonsense: every reward abstained"
+        if failure is None and not math.isfinite(sum(terms)):
+            failure = "nonsense: the weighted sum is not finite"
+        if failure is not None:
+            return Score(status=Status.UNSCORED, parts=named, failure=failure)
+        first = parts[0].value
+        correct = None if first is None else first > self._config.correct_above
+        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named)
+
+
+def _request(job: Job) -> dict[str, Any]:
+    request = job.request()
+    for name, value in request["columns"].items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            prompt, shown = job.batch.groups[job.group][0].id, one_line(repr(value), 80)
+            raise RewardError(f"prompt {prompt}: column {name} must hold JSON values, not {shown}") from None
+    return request
+
+
+def _checked_weights(weights: Sequence[float], sources: Sequence[Source]) -> tuple[float, ...]:
+    if not weights:
+        return (1.0,) * len(sources)
+    if len(weights) != len(sources):
+        raise ConfigError(f"reward.weights: {len(weights)} weights for {len(sources)} functions; give one for each")
+    if not all(map(math.isfinite, weights)):
+        raise ConfigError(f"reward.weights: {list(weights)}: must be finite numbers")
+    return tuple(weights)

@@ -1,0 +1,78 @@
+"""A reward worker: the process in which reward functions run (`python -m gspo.reward.worker`).
+
+In: JSON lines on stdin: first the functions to load, then one call at a time. Out: one JSON line per line, on the pipe
+that was stdout when the process began. Invariant: functions run on the main thread (math-verify's alarms need it), one
+at a time, and can neither read the requests nor write into the answers by printing: their stdin is /dev/null, and their
+output goes to stderr, of which the trainer keeps a short tail. The process ends with its trainer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from gspo.errors import ConfigError, GspoError
+from gspo.reward.function import RewardFunction, Source, load
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    _die_with_parent()
+    requests, answers = _claim_pipes()
+    me = os.getpid()
+    functions: list[RewardFunction] = []
+    for line in requests:
+        answer = _answer(json.loads(line), functions)
+        if os.getpid() != me:
+            os._exit(0)  # a function forked, and this is the child: only the worker itself may answer
+        _write(answers, json.dumps(answer, allow_nan=False).encode() + b"\n")
+    os._exit(0)  # without waiting for threads that functions may have left behind
+
+
+def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
+    if "load" in request:
+        return _load(request["load"], functions)
+    results = functions[request["function"]](
+        request["prompt"], request["completions"], request["completion_ids"], request["columns"]
+    )
+    key = "failure" if isinstance(results, str) else "results"
+    return {"id": request["id"], key: results}
+
+
+def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dict[str, Any]:
+    try:
+        functions[:] = [load(Source(**source)) for source in sources]
+    except GspoError as error:
+        return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
+    return {"ready": True}
+
+
+def _claim_pipes() -> tuple[BinaryIO, int]:
+    """Move the protocol away from the descriptors that functions use."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel kills this process when its trainer is gone, even in the middle of a call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Replies that were written beforehand, for tests and for trying out rewards without a model.
+
+In: prompts, and texts by prompt. Out: for each prompt its texts in turn, tokenised, with an end token. Invariant: a reply
+depends on the prompt and the sample index alone; seed and stream change nothing. With a model at hand `logp_sampler` is
+that model's log-probability at the sampling temperature (top-k and top-p could make a written token impossible and are
+not applied); without one, and when greedy, it is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gspo.errors import ConfigError
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines.local import evaluating, padded
+from gspo.types import Completion, Prompt, Sampling, StopReason
+
+
+def build(
+    context: EngineContext, *, replies: Mapping[str, Sequence[str]] | None = None, default: str = ""
+) -> ScriptedEngine:
+    """`replies`: texts by prompt id, or by the prompt's text as the data file has it; `default` answers all others."""
+    if not context.stop_ids:
+        raise ConfigError("rollout.engine: 'scripted' ends its replies with a stop token, and the tokenizer names none")
+    for name, texts in (replies or {}).items():
+        if isinstance(texts, str) or not texts:
+            raise ConfigError(f"rollout.engine_options.replies: {name!r} needs a list of at least one text")
+    return ScriptedEngine(context, replies=replies or {}, default=default)
+
+
+class ScriptedEngine:
+    """Reads its replies from a table."""
+
+    def __init__(self, context: EngineContext, *, replies: Mapping[str, Sequence[str]], default: str) -> None:
+        self.context = context
+        self.replies = replies
+        self.default = default
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int
+    ) -> list[list[Completion]]:
+        return [self._group(prompt, samples, sampling, version) for prompt in prompts]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _group(self, prompt: Prompt, samples: int, sampling: Sampling, version: int) -> list[Completion]:
+        texts = self.replies.get(prompt.id) or self.replies.get(_content(prompt)) or [self.default]
+        ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
+        cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
+        logp_G = self._logp(prompt, cut_G, sampling.temperature)
+        return [
+            Completion(
+                prompt_id=prompt.id,
+                sample=sample,
+                token_ids=cut_G[sample],
+                text=self.context.tokenizer.decode(cut_G[sample], skip_special_tokens=True),
+                logp_sampler=logp_G[sample],
+                stop=StopReason.EOS if cut_G[sample] == ids_G[sample] else StopReason.LENGTH,
+                version=version,
+            )
+            for sample in range(samples)
+        ]
+
+    def _token_ids(self, text: str) -> tuple[int, ...]:
+        return (*self.context.tokenizer(text, add_special_tokens=False)["input_ids"], self.context.stop_ids[0])
+
+    @torch.no_grad()
+    def _logp(self, prompt: Prompt, ids_G: list[tuple[int, ...]], temperature: float) -> list[tuple[float, ...]]:
+        model = self.context.model
+        if model is None or temperature == 0 or not ids_G:
+            return [(0.0,) * len(ids) for ids in ids_G]
+        ids_GT = padded([prompt.token_ids + ids for ids in ids_G], model.device)
+        with evaluating(model):
+            logp_GTV = (model(input_ids=ids_GT).logits[:, :-1].float() / temperature).log_softmax(-1)
+        logp_GT = logp_GTV.gather(2, ids_GT[:, 1:, None]).squeeze(2)
+        first = len(prompt.token_ids) - 1
+        return [tuple(logp_GT[g, first : first + len(ids)].tolist()) for g, ids in enumerate(ids_G)]
+
+
+def _content(prompt: Prompt) -> str:
+    """The prompt's text; of a chat, what was said last."""
+    return prompt.content if isinstance(prompt.content, str) else str(prompt.content[-1].get("content", ""))

@@ -1,0 +1,180 @@
+"""One training step: `collect()` samples and scores, `learn()` updates the policy. Read this file first.
+
+Each line of the two functions is one stage, and each stage is one file:
+
+    data/problems.py -> rollout/ -> reward/ -> objective/ (counted, advantage, ratio, trust_region, aggregate) -> policy/
+
+Invariant: `collect` changes nothing but the data cursor; `learn` depends only on the groups it is given and the weights.
+How a batch is cut into micro-batches decides memory and speed, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.config import Config
+from gspo.data.problems import Problems, PromptOrder
+from gspo.objective.advantage import apply_rule
+from gspo.objective.counted import Counted, counted
+from gspo.objective.loss import Loss
+from gspo.objective.objective import Objective
+from gspo.objective.penalty import KL_ESTIMATORS
+from gspo.objective.sequences import Sequences, Tokens
+from gspo.observe.clock import Clock
+from gspo.policy.batch import Plan, Row, make_plan
+from gspo.policy.logprobs import planned_logprobs
+from gspo.policy.model import Policy
+from gspo.policy.optimizer import Optimizer, Update
+from gspo.policy.update import Batch, update
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engine import Engine
+from gspo.rollout.rollout import Gathered, distinct, gather
+from gspo.types import Completion, Group, Prompt, Sampling, Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything a step works with, built once by `train.py`."""
+
+    config: Config
+    objective: Objective
+    problems: Problems
+    order: PromptOrder
+    policy: Policy
+    reference: Any
+    """The frozen reference model; None without a KL penalty."""
+    engine: Engine
+    rewards: RewardPool
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The rollout half of a step."""
+
+    gathered: Gathered
+    cursor: int
+    """Where the data order stands now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """The learning half of a step: packed tokens of all optimiser steps, and what each of them did."""
+
+    counted: tuple[Counted, ...]
+    """The replies that were learned from; sequence i of `tokens`."""
+    advantage_B: Tensor
+    tokens: Tokens
+    """`logp_N` is the learning policy's at the moment each token was used."""
+    entropy_N: Tensor
+    """Entropy of the old policy at each token."""
+    ratio_N: Tensor
+    clipped_N: Tensor
+    losses: tuple[Loss, ...]
+    updates: tuple[Update, ...]
+
+
+def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
+    """Draw prompts, sample a group of replies for each, score them, keep the groups worth learning from."""
+    position = cursor
+
+    def draw(count: int) -> list[Group]:
+        nonlocal position
+        prompts = distinct([parts.problems.train[i] for i in parts.order.take(position, count)])
+        with clock.measure("rollout"):
+            replies_P = _sample(parts, prompts, stream=f"train/{step}/{position}")
+        with clock.measure("reward"):
+            scores_P = parts.rewards.score(list(zip(prompts, replies_P, strict=True)))
+        position += count
+        return _groups(prompts, replies_P, scores_P)
+
+    rollout = parts.config.rollout
+    gathered = gather(draw, want=rollout.prompts, keep=parts.objective.keep, budget=rollout.refill_budget)
+    return Collected(gathered=gathered, cursor=position)
+
+
+def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None:
+    """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from."""
+    config, objective, policy = parts.config, parts.objective, parts.policy
+    replies = counted(groups, objective, max_tokens=config.rollout.max_tokens)
+    if not replies:
+        return None
+    plan = _plan(parts, replies, step)
+    logp_old_N, entropy_N = planned_logprobs(policy.model, plan, config.rollout.temperature, policy.device)
+    tokens = _pack(parts, plan, replies, logp_old_N)
+    reward_B = _less_kl(objective, tokens, torch.tensor([r.reward for r in replies], dtype=torch.float64))
+    advantage_B = apply_rule(objective.advantage, reward_B, [r.group for r in replies]).float()
+    tokens = replace(tokens, advantage_N=tokens.sequences.spread(advantage_B.to(policy.device)))
+    batch = Batch(plan=plan, tokens=tokens, temperature=config.rollout.temperature)
+    done = [
+        update(policy, parts.optimizer, objective, batch, index, seed=_seed(config.seed, step, index))
+        for index in range(len(plan.steps))
+    ]
+    return Learned(
+        counted=tuple(replies),
+        advantage_B=advantage_B,
+        tokens=replace(tokens, logp_N=batch.logp_N),
+        entropy_N=entropy_N,
+        ratio_N=batch.ratio_N,
+        clipped_N=batch.clipped_N,
+        losses=tuple(loss for loss, _ in done),
+        updates=tuple(u for _, u in done),
+    )
+
+
+def _sample(parts: Parts, prompts: Sequence[Prompt], *, stream: str) -> list[list[Completion]]:
+    r = parts.config.rollout
+    sampling = Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
+    seed, version = parts.config.seed, parts.optimizer.updates
+    return parts.engine.generate(
+        prompts, samples=r.replies, sampling=sampling, seed=seed, stream=stream, version=version
+    )
+
+
+def _groups(
+    prompts: Sequence[Prompt], replies_P: Sequence[Sequence[Completion]], scores_P: Sequence[Sequence[Score]]
+) -> list[Group]:
+    return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, replies_P, scores_P, strict=True)]
+
+
+def _plan(parts: Parts, replies: Sequence[Counted], step: int) -> Plan:
+    return make_plan(
+        [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies],
+        [r.group for r in replies],
+        mini_batches=parts.config.learner.mini_batches,
+        token_budget=parts.config.learner.micro_batch_tokens,
+        pad_id=parts.policy.pad_id,
+        seed=f"{parts.config.seed}/mini-batches/{step}",
+    )
+
+
+def _pack(parts: Parts, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:
+    temperature, device = parts.config.rollout.temperature, parts.policy.device
+    sampler = [logp for r in replies for logp in r.completion.logp_sampler]
+    return Tokens(
+        logp_N=logp_old_N,
+        logp_old_N=logp_old_N,
+        logp_sampler_N=torch.tensor(sampler, dtype=torch.float32, device=device),
+        logp_ref_N=planned_logprobs(parts.reference, plan, temperature, device)[0] if parts.reference else None,
+        advantage_N=torch.zeros_like(logp_old_N),
+        sequences=Sequences(plan.sequence_N.to(device), len(replies)),
+    )
+
+
+def _less_kl(objective: Objective, tokens: Tokens, reward_B: Tensor) -> Tensor:
+    """Rewards less the KL penalty, where that belongs to the reward: detached and summed over the reply."""
+    if not objective.kl or objective.kl_in == "loss":
+        return reward_B
+    kl_B = tokens.sequences.sum(KL_ESTIMATORS[objective.estimator](tokens))
+    return reward_B - objective.kl * kl_B.double().cpu()
+
+
+def _seed(run_seed: int, step: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{run_seed}/select/{step}/{index}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

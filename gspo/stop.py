@@ -1,0 +1,35 @@
+"""Asking a run to stop: the first SIGINT or SIGTERM lets the current step finish and be saved, the second leaves at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopRequest:
+    """A context in which signals set a flag. `signal` is the first one received, or None."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.signal: int | None = None
+        self._announce = announce
+        self._before: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        self._announce("Stopping after this step, with a checkpoint. Once more to leave at once.")

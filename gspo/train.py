@@ -1,0 +1,376 @@
+"""A run: build the parts, start or resume, loop over steps, evaluate, checkpoint, stop.
+
+In: a `Config`, or the directory of an earlier run. Out: a run directory and an `Outcome`.
+Invariant: everything a step depends on is in the checkpoint before it (weights, moments, `TrainerState`) or is a pure
+function of the config, so a resumed run writes the same `metrics.jsonl` to the byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Config, ModelConfig, check
+from gspo.data.chat import render
+from gspo.data.problems import PromptOrder, demonstrations, load_problems, shown
+from gspo.data.task import build_task
+from gspo.errors import ConfigError, NumericalError, RewardError
+from gspo.evaluate import Estimate, Evaluation, evaluate
+from gspo.objective.advantage import batch_whitened, external
+from gspo.objective.loss import build as build_objective
+from gspo.objective.objective import Objective, settings_of
+from gspo.objective.table import TABLE
+from gspo.observe.clock import Clock
+from gspo.observe.metrics import rollout_records, step_metrics
+from gspo.observe.picture import draw_curves
+from gspo.observe.progress import Display
+from gspo.observe.run_dir import RunDir, read_jsonl
+from gspo.observe.sinks import Sinks
+from gspo.policy import checkpoint
+from gspo.policy.batch import Row
+from gspo.policy.checkpoint import TrainerState
+from gspo.policy.cold_start import cold_start
+from gspo.policy.model import load_policy
+from gspo.policy.optimizer import Optimizer
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engine import EngineContext, build_engine
+from gspo.step import Collected, Learned, Parts, collect, learn
+from gspo.stop import StopRequest
+from gspo.types import Prompt, Sampling, Status
+
+COLD_START_CHECK = 128
+"""Fresh problems per accuracy check of the cold start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    run: Path
+    step: int
+    steps: int
+    stopped_by: int | None
+    """Signal that stopped it early."""
+    before: Estimate | None
+    """Held-out accuracy at step 0, if this process measured it or the run directory has it."""
+    after: Estimate | None
+    greedy: tuple[float, float] | None
+    """Greedy accuracy at the start and at the end."""
+    picture: Path | None
+    seconds: float
+
+
+def train(config: Config, display: Display) -> Outcome:
+    """Start a new run."""
+    check(config)
+    objective = run_objective(config)
+    run = RunDir.create(config)
+    return _run(run, config, objective, display, begin=None)
+
+
+def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
+    """Continue a run from its newest whole checkpoint; `steps` moves its end."""
+    run, config = RunDir.open(path)
+    if steps is not None:
+        config = dataclasses.replace(config, steps=steps)
+    objective = run_objective(config)
+    begin = None
+    if any(run.checkpoints.glob("[0-9]*")):
+        begin, complaints = checkpoint.newest(run.checkpoints)
+        for complaint in complaints:
+            run.event("damaged checkpoint", what=complaint)
+            display.message(f"passed over a damaged checkpoint: {complaint}")
+    else:
+        display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
+    return _run(run, config, objective, display, begin=begin)
+
+
+def run_objective(config: Config) -> Objective:
+    """The config's objective, refused where a run cannot use it."""
+    name, settings = config.objective.name, dict(config.objective.settings)
+    if name in TABLE and "max_length" in settings_of(TABLE[name]):
+        settings.setdefault("max_length", config.rollout.max_tokens)
+    objective = build_objective(name, **settings)
+    if objective.advantage is external:
+        raise ConfigError(f"objective.name: {name} needs advantages from outside and is for your own loop (gspo.policy_loss); runs take another row")  # fmt: skip
+    if config.rollout.replies < 2 and objective.advantage is not batch_whitened:
+        raise ConfigError(f"rollout.replies: {name} compares replies of a group, so it needs at least 2")
+    if config.eval.every and not (config.data.held_out or config.data.held_out_path):
+        raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
+    return objective
+
+
+# ------------------------------------------------------------------------------------------------- building
+
+
+def _run(run: RunDir, config: Config, objective: Objective, display: Display, begin: Path | None) -> Outcome:
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(run.close)
+        stack.callback(display.close)
+        stop = stack.enter_context(StopRequest(display.message))
+        sinks = Sinks(config.log.sinks, name=config.name, run=run.path, settings=dataclasses.asdict(config), complain=display.message)  # fmt: skip
+        stack.callback(sinks.close)
+        parts = _build_parts(run, config, objective, begin, stack)
+        loop = _Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
+        state = loop.begin_fresh() if begin is None else loop.begin_from(begin)
+        state = loop.run_steps(state) if state else TrainerState()
+        picture = draw_curves(run.path) if state.step else None
+        before, after, greedy = held_out_accuracy(run.path)
+        run.event("stop", step=state.step, signal=stop.signal)
+    return Outcome(
+        run=run.path, step=state.step, steps=config.steps, stopped_by=stop.signal if state.step < config.steps else None,
+        before=before, after=after, greedy=greedy, picture=picture, seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path | None, stack: ExitStack) -> Parts:
+    task = build_task(config.data.task, config.data.task_options) if config.data.task else None
+    rewards = RewardPool(config.reward, (config.data.task, config.data.task_options) if task else None)
+    stack.callback(rewards.close)
+    model = config.model if begin is None else dataclasses.replace(config.model, path=str(begin), build="")
+    policy = load_policy(model, seed=config.seed, alphabet=task.alphabet if task else "")
+    problems = load_problems(config.data, policy.tokenizer, config.seed)
+    engine = build_engine(
+        config.rollout.engine,
+        EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids),
+        config.rollout.engine_options,
+    )
+    stack.callback(engine.close)
+    return Parts(
+        config=config,
+        objective=objective,
+        problems=problems,
+        order=PromptOrder(len(problems.train), config.seed),
+        policy=policy,
+        reference=_reference(run, config.model, objective) if begin else None,
+        engine=engine,
+        rewards=rewards,
+        optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
+    )
+
+
+def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
+    """The policy as RL found it: kept in the run where it was built or cold-started, else the given model."""
+    if not objective.kl:
+        return None
+    kept = run.path / "reference"
+    if kept.is_dir():
+        config = dataclasses.replace(config, path=str(kept), build="")
+    return load_policy(dataclasses.replace(config, gradient_checkpointing=False), seed=0).model.requires_grad_(False)
+
+
+# ------------------------------------------------------------------------------------------------- running
+
+
+class _Loop:
+    """The steps of one run."""
+
+    def __init__(self, *, run: RunDir, parts: Parts, display: Display, sinks: Sinks, stop: StopRequest) -> None:
+        self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
+        self.config = parts.config
+        self._saved: int | None = None
+
+    def begin_fresh(self) -> TrainerState | None:
+        """Cold start, first evaluation, checkpoint 0. None if it was stopped before that."""
+        self.run.rewind(-1, {})
+        self.run.event("start", steps=self.config.steps)
+        self._describe()
+        if self.config.cold_start.steps:
+            self._cold_start()
+            if self.stop:
+                return None
+        if self.parts.objective.kl:
+            self._keep_reference()
+        self.run.metrics({"step": 0, **self._evaluate(0)})
+        state = TrainerState(offsets=self.run.offsets())
+        self._save(state)
+        return state
+
+    def begin_from(self, path: Path) -> TrainerState:
+        """Restore a checkpoint and forget everything after it."""
+        state = checkpoint.read_state(path)
+        checkpoint.restore(path, self.parts.optimizer, state.updates)
+        self.run.rewind(state.step, state.offsets)
+        self.run.event("resume", step=state.step)
+        self.display.message(f"resumed {self.run.path} at step {state.step}")
+        self._saved = state.step
+        return state
+
+    def run_steps(self, state: TrainerState) -> TrainerState:
+        """Loop until the last step or a request to stop; the state is always that of a finished step."""
+        while state.step < self.config.steps and not self.stop:
+            state = self._step(state)
+            if state.step % self.config.checkpoint.every == 0 or state.step == self.config.steps:
+                self._save(state)
+        self._save(state)
+        return state
+
+    def _step(self, state: TrainerState) -> TrainerState:
+        step, clock = state.step + 1, Clock()
+        with clock.measure("step"):
+            collected = collect(self.parts, step=step, cursor=state.cursor, clock=clock)
+            self._check_scores(collected, state)
+            with clock.measure("learn"):
+                learned = learn(self.parts, collected.gathered.groups, step=step)
+            skipped = self._check_updates(step, learned, state.skipped_in_row)
+            with clock.measure("eval"):
+                evaluation = self._evaluate(step)
+        metrics = {"step": step, **step_metrics(self.parts.objective, collected, learned), **evaluation}
+        timings = {"step": step, **{f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}}
+        self._write(step, metrics, timings, collected, learned)
+        return TrainerState(
+            step=step, cursor=collected.cursor, updates=self.parts.optimizer.updates, skipped_in_row=skipped,
+            offsets=self.run.offsets(),
+        )  # fmt: skip
+
+    def _write(
+        self, step: int, metrics: dict[str, Any], timings: dict[str, Any], collected: Collected, learned: Learned | None
+    ) -> None:
+        if self.config.log.rollouts:
+            self.run.rollouts(step, rollout_records(self.parts.objective, collected, learned))
+        self.run.metrics(metrics)
+        self.run.timings(timings)
+        self.sinks.log(step, metrics | timings)
+        self.display.step(step, self.config.steps, metrics, timings)
+
+    def _check_scores(self, collected: Collected, state: TrainerState) -> None:
+        """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
+        scores = [s for g in collected.gathered.sampled for s in g.scores]
+        failed = [s.failure for s in scores if s.status is Status.UNSCORED]
+        if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
+            self._save(state)
+            self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
+            raise RewardError(
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
+                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}. Mend the reward, then: gspo train --resume {self.run.path}"
+            )
+
+    def _check_updates(self, step: int, learned: Learned | None, in_row: int) -> int:
+        """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
+        if learned is None:
+            self.run.event("nothing to learn", step=step)
+            self.display.message(
+                f"step {step}: no group to learn from (all uniform or unscored); the policy stays as it is"
+            )
+            return in_row
+        for index, update in enumerate(learned.updates):
+            in_row = 0 if update.applied else in_row + 1
+            if not update.applied:
+                loss = float(learned.losses[index].total)
+                self.run.event("skipped update", step=step, mini_batch=index, loss=loss, grad_norm=update.grad_norm)
+                self.display.message(f"step {step}: update {index} skipped, loss {loss:g} or gradient norm {update.grad_norm:g} is not finite")  # fmt: skip
+            if in_row >= self.config.learner.max_skipped:
+                raise NumericalError(
+                    f"step {step}: {in_row} updates in a row had a non-finite loss or gradient (learner.max_skipped); lower "
+                    f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
+                )
+        return in_row
+
+    def _save(self, state: TrainerState) -> None:
+        if self._saved == state.step:
+            return
+        checkpoint.save(
+            self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
+        )
+        self._saved = state.step
+        self.run.event("checkpoint", step=state.step)
+
+    # ---- evaluation and cold start
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        settings, last = self.config.eval, step == self.config.steps
+        if not settings.every or (step % settings.every and not last):
+            return {}
+        rollout, held_out = self.config.rollout, self.parts.problems.held_out
+        sampling = Sampling(
+            max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
+        sampled = self._held_out(held_out, sampling, settings.samples, "eval").accuracy
+        values = {"eval/accuracy": sampled.value, "eval/accuracy_low": sampled.low, "eval/accuracy_high": sampled.high}
+        if settings.greedy:
+            greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            values["eval/accuracy_greedy"] = self._held_out(held_out, greedy, 1, "eval-greedy").accuracy.value
+        return values
+
+    def _held_out(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, stream: str) -> Evaluation:
+        parts = self.parts
+        done = evaluate(
+            parts.engine, parts.rewards, prompts, samples=samples, sampling=sampling, seed=self.config.seed, stream=stream,
+            version=parts.optimizer.updates,
+        )  # fmt: skip
+        if not done.counts:
+            reasons = {s.failure for scores in done.scores for s in scores}
+            raise RewardError(f"{stream}: not one reply could be scored: {'; '.join(sorted(map(str, reasons))[:3])}")
+        return done
+
+    def _cold_start(self) -> None:
+        parts, config = self.parts, self.config.cold_start
+        fresh = self._fresh_problems()
+
+        def accuracy(step: int) -> float:
+            prompts = [next(fresh)[0] for _ in range(COLD_START_CHECK)]
+            sampling = Sampling(max_tokens=self.config.rollout.max_tokens, temperature=self.config.rollout.temperature)
+            return self._held_out(prompts, sampling, 1, f"cold-start/{step}").accuracy.value
+
+        def report(step: int, loss: float, reached: float) -> None:
+            self.display.cold_start(step, config.steps, loss, reached)
+
+        rows = (Row(prompt_ids=p.token_ids, reply_ids=reply) for p, reply in fresh)
+        done = cold_start(parts.policy, config, rows, accuracy, report, lambda: bool(self.stop))
+        self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
+        reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"
+        self.display.message(f"cold start: {done.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} (now {done.accuracy:.0%})")  # fmt: skip
+
+    def _fresh_problems(self) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
+        """Endless (prompt, demonstration ids) that are not held out."""
+        tokenizer, data = self.parts.policy.tokenizer, self.config.data
+        held_out = {p.content for p in self.parts.problems.held_out if isinstance(p.content, str)}
+        end = self.parts.policy.stop_ids[0]
+        for number, problem in zip(count(), demonstrations(data, self.config.seed, exclude=held_out), strict=False):
+            content = shown(problem.prompt, data)
+            text, ids = render(content, tokenizer, chat=data.chat)
+            columns = {"answer": problem.answer, **problem.columns}
+            prompt = Prompt(id=f"cold/{number}", content=content, text=text, token_ids=ids, columns=columns)
+            reply = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
+            yield prompt, (*reply, end)
+
+    def _keep_reference(self) -> None:
+        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that."""
+        parts = self.parts
+        if self.config.model.build or self.config.cold_start.steps:
+            checkpoint.save_model(parts.policy, self.run.path / "reference")
+        reference = copy.deepcopy(parts.policy.model).eval().requires_grad_(False)
+        self.parts = dataclasses.replace(parts, reference=reference)
+
+    def _describe(self) -> None:
+        parts, config = self.parts, self.config
+        size = sum(p.numel() for p in parts.policy.model.parameters())
+        self.display.message(
+            f"{type(parts.policy.model).__name__}, {size / 1e6:.2f}M parameters on {parts.policy.device}; "
+            f"{len(parts.problems.train)} training and {len(parts.problems.held_out)} held-out problems; objective {parts.objective.name}; "
+            f"run directory {self.run.path}"
+        )
+        if parts.problems.skipped:
+            self.display.message(f"left out {parts.problems.skipped} bad rows (data.on_bad_row = skip)")
+        if config.rollout.top_p < 1 or config.rollout.top_k:
+            text = "sampling with top_p or top_k draws from a truncated distribution that the learner's probabilities are not: mismatch/k3 will show it; 1 and 0 are safe"
+            self.run.event("warning", what=text)
+            self.display.message(f"warning: {text}")
+
+
+def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None]:
+    """Held-out accuracy at the first and at the last evaluation in a run directory; greedy likewise."""
+    rows = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
+    if not rows:
+        return None, None, None
+    before, after = (Estimate(value=r["eval/accuracy"], low=r["eval/accuracy_low"], high=r["eval/accuracy_high"]) for r in (rows[0], rows[-1]))  # fmt: skip
+    first, last = rows[0].get("eval/accuracy_greedy"), rows[-1].get("eval/accuracy_greedy")
+    return before, after, None if first is None or last is None else (first, last)

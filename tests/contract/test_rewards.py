@@ -1,0 +1,120 @@
+"""What every file in `gspo/reward/rewards` must hold. A new reward is tested here because it exists.
+
+A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, and an `EXAMPLE` whose
+reply it scores as right.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import random
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gspo.config import RewardConfig
+from gspo.reward.function import built_in_names
+from gspo.reward.reward import RewardPool
+from gspo.types import Completion, Prompt, Status, StopReason
+
+NAMES = built_in_names()
+
+HOSTILE = [
+    "",
+    " \n\t",
+    "\x00",
+    "a\x00b\x1b[31m",
+    "\ud800",
+    "x\udfff####",
+    "x" * 1_000_000,
+    "{" * 2000 + "}" * 2000,
+    r"\boxed{" * 200 + "1" + "}" * 200,
+    r"\frac{" * 200,
+    "$" * 1001,
+    "$$\\[\\(\\boxed{\\text{",
+    "٣٤",
+    "①²½Ⅷ",
+    "\u202e72\u2066",
+    "e\u0301" * 100,
+    "👨‍👩‍👧‍👦",
+    "#### ####",
+    "-",
+    ".",
+    "+-1,2,,3..4",
+    "9" * 5000,
+    "0x10 1e999 nan inf -inf",
+    "__import__('os').system('true')",
+    "<think></think><think>",
+]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"gspo.reward.rewards.{name}")
+
+
+def call(name: str, replies: list[str], *, chat: bool = False) -> list[Any]:
+    example = copy.deepcopy(module(name).EXAMPLE)
+    completions = [[{"role": "assistant", "content": r}] if chat else r for r in replies]
+    columns = {key: [copy.deepcopy(value) for _ in replies] for key, value in example["columns"].items()}
+    columns["completion_ids"] = [[1, 2] for _ in replies]
+    return module(name).score(prompts=["?"] * len(replies), completions=completions, **columns, **example["options"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shape_of_the_file(name):
+    parameters = inspect.signature(module(name).score).parameters.values()
+    assert [p.name for p in parameters][:2] == ["prompts", "completions"]
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters), "take **columns: the data may have others"
+    assert module(name).__doc__
+    assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"reply", "columns", "options"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_example_is_right(name, chat):
+    assert call(name, [module(name).EXAMPLE["reply"]], chat=chat) == [1.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_replies(name):
+    """No exception; as many values as replies, each a number from 0 to 1, or None, or a failure of that reply alone."""
+    values = call(name, HOSTILE)
+    assert len(values) == len(HOSTILE)
+    for value in values:
+        assert value is None or isinstance(value, Exception) or (type(value) is float and 0.0 <= value <= 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_value_alone_in_company_and_in_any_order(name):
+    replies = [module(name).EXAMPLE["reply"], *(text for text in HOSTILE if len(text) < 10_000)]
+    expected = call(name, replies)
+    order = list(range(len(replies)))
+    random.Random(0).shuffle(order)
+    assert call(name, [replies[i] for i in order]) == [expected[i] for i in order]
+    assert [call(name, [reply])[0] for reply in replies] == expected
+    assert expected[0] == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_through_the_pool(name):
+    example = module(name).EXAMPLE
+    replies = [example["reply"], *HOSTILE[:6]]
+    prompt = Prompt(id="p", content="?", text="?", token_ids=(1,), columns={**example["columns"], "other": [1]})
+    completions = [
+        Completion(prompt_id="p", sample=i, token_ids=(), text=text, logp_sampler=(), stop=StopReason.LENGTH, version=0)
+        for i, text in enumerate(replies)
+    ]
+    config = RewardConfig(functions=(name,), options={name: example["options"]}, workers=1, timeout_s=30.0)
+    with RewardPool(config) as pool:
+        (scores,) = pool.score([(prompt, completions)])
+    assert (scores[0].status, scores[0].reward, scores[0].correct) == (Status.SCORED, 1.0, True)
+    assert [s.reward for s in scores[1:]] == call(name, replies[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_replies(name):
+    assert call(name, []) == []

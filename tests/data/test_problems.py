@@ -1,0 +1,495 @@
+"""Problems from files, the hub and tasks: every bad row named by place, held-out apart, an order that resumes."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import json
+import time
+from decimal import Decimal
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo.config import DataConfig
+from gspo.data.problems import PromptOrder, demonstrations, load_problems, shown
+from gspo.errors import ConfigError, DataError
+
+ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i} for i in range(20)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def load(plain_tokenizer):
+    """Load with few words; nothing held out unless asked."""
+
+    def run(path="", *, tokenizer=None, seed=0, **settings):
+        config = DataConfig(path=str(path), **{"held_out": 0, **settings})
+        return load_problems(config, tokenizer or plain_tokenizer, seed)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- formats
+
+
+def write_csv(path):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer", "level"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+WRITERS = {
+    "d.jsonl": lambda path: write_jsonl(path, ROWS),
+    "d.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "wrapped.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})),
+    "d.csv": write_csv,
+    "d.parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz", "bom", "bom.gz"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_problems(tmp_path, load, name, compressed):
+    path = tmp_path / name
+    WRITERS[name](path)
+    if compressed and name.endswith("parquet"):
+        pytest.skip("parquet is binary and compresses itself")
+    data = (b"\xef\xbb\xbf" if "bom" in compressed else b"") + path.read_bytes()
+    if compressed.endswith(".gz"):
+        path, data = tmp_path / f"{name}.gz", gzip.compress(data)
+    path.write_bytes(data)
+    problems = load(path)
+    levels = map(str, range(20)) if "csv" in name else range(20)
+    assert [(p.id, p.content, p.columns) for p in problems.train] == [
+        (f"train/{i}", f"{i}+{i}", {"answer": str(2 * i), "level": level}) for i, level in enumerate(levels)
+    ]
+    assert problems.train[3].text == "3+3"
+    assert len(problems.train[3].token_ids) == 3
+
+
+def test_hub_data_set(tmp_path, load):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    problems = load(hub=str(tmp_path))
+    assert [p.content for p in problems.train] == [row["prompt"] for row in ROWS]
+    with pytest.raises(DataError, match=r"data\.hub=.*data\.split=nosuch"):
+        load(hub=str(tmp_path), split="nosuch")
+    with pytest.raises(DataError, match=rf"{tmp_path}: row 1: field 'question': missing, the row has: prompt"):
+        load(hub=str(tmp_path), prompt_field="question")
+
+
+def test_parquet_values_become_json_values(tmp_path, load):
+    import pyarrow
+    import pyarrow.parquet
+
+    row = {
+        "prompt": "1+1",
+        "answer": Decimal("2.50"),
+        "when": datetime.datetime(2024, 5, 1, 12, 30),
+        "day": datetime.date(2024, 5, 1),
+        "text": b"abc",
+        "binary": b"\xff\x00",
+        "list": [1.5, None],
+        "nested": {"a": [datetime.date(2024, 5, 1)]},
+        "nothing": None,
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
+    (prompt,) = load(tmp_path / "d.parquet").train
+    assert prompt.columns == {
+        "answer": "2.50",
+        "when": "2024-05-01T12:30:00",
+        "day": "2024-05-01",
+        "text": "abc",
+        "binary": "/wA=",
+        "list": [1.5, None],
+        "nested": {"a": ["2024-05-01"]},
+        "nothing": None,
+    }
+    json.dumps(prompt.columns)
+
+
+def test_numpy_values_become_json_values():
+    import numpy as np
+
+    from gspo.data.sources import plain
+
+    value = {"a": np.arange(3), "b": np.float32(0.5), "c": np.array(["x"], dtype=object), "d": np.bool_(True)}
+    assert plain(value) == {"a": [0, 1, 2], "b": 0.5, "c": ["x"], "d": True}
+    assert json.dumps(plain(value)) == '{"a": [0, 1, 2], "b": 0.5, "c": ["x"], "d": true}'
+
+
+def test_jsonl_oddities_are_tolerated(tmp_path, load):
+    path = tmp_path / "d.jsonl"
+    line = '{"prompt": "a\u2028b", "answer": NaN, "answer": 3}'
+    path.write_text(f"\n{line}\r\n\n  \n{line}", encoding="utf-8")
+    problems = load(path)
+    assert [(p.id, p.content, p.columns) for p in problems.train] == [
+        ("train/0", "a\u2028b", {"answer": 3}),
+        ("train/1", "a\u2028b", {"answer": 3}),
+    ]
+
+
+def test_csv_with_large_and_multi_line_cells(tmp_path, load):
+    limit = csv.field_size_limit()
+    path = tmp_path / "d.csv"
+    path.write_text(f'prompt,answer\n"two\nlines",1\n\n"{"x" * 140_000}",2\nq,\n', encoding="utf-8")
+    problems = load(path, on_bad_row="skip", max_prompt_tokens=300_000)
+    assert [len(p.content) for p in problems.train] == [9, 140_000]
+    with pytest.raises(DataError, match=rf"{path}:6: field 'answer': empty"):
+        load(path, max_prompt_tokens=300_000)
+    assert csv.field_size_limit() == limit
+
+
+# ------------------------------------------------------------------------------------------------- fields
+
+
+def test_field_names_and_answer_kinds(tmp_path, load):
+    rows = [{"q": "1", "gold": value, "extra": [1]} for value in ("7", 7, 7.5, [7, 8], "1,234")]
+    problems = load(write_jsonl(tmp_path / "d.jsonl", rows), prompt_field="q", answer_field="gold")
+    assert [p.columns for p in problems.train] == [{"extra": [1], "answer": row["gold"]} for row in rows]
+
+
+def test_no_answer_field(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1", "answer": None, "x": 2}])
+    assert load(path, answer_field="").train[0].columns == {"answer": None, "x": 2}
+
+
+def test_answer_after_the_last_mark(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1", "answer": "so #### 3\nthen\n#### 1,234 \n"}])
+    assert load(path, answer_after="####").train[0].columns == {"answer": "1,234"}
+
+
+def test_instruction_and_system(tmp_path, load, chat_tokenizer):
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1", "answer": 2}, {"prompt": chat, "answer": 2}])
+    first, second = load(path, tokenizer=chat_tokenizer, instruction="Be brief.", system="You add.").train
+    assert first.text == "<system>You add.\n<user>1+1\nBe brief.\n<assistant>"
+    assert second.text == "<system>You add.\n<user>a\n<assistant>b\n<user>c\nBe brief.\n<assistant>"
+    assert (first.content, second.content) == ("1+1", chat)
+    assert first.token_ids == tuple(chat_tokenizer(first.text, add_special_tokens=False)["input_ids"])
+
+
+def test_instruction_for_raw_text(tmp_path, load):
+    assert load(write_jsonl(tmp_path / "d.jsonl", ROWS), instruction="Go.").train[1].text == "1+1\nGo."
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"system": "s"}, r"data\.system: needs a chat template, but the tokenizer has none"),
+        ({"chat": "yes"}, r"data\.chat=yes"),
+        ({"answer_field": "prompt"}, r"data\.answer_field: 'prompt' is data\.prompt_field too"),
+        ({"answer_field": "", "answer_after": "#"}, r"data\.answer_after: has no effect"),
+        ({"held_out_path": "x.jsonl"}, r"data\.held_out_path: has no effect with data\.held_out=0"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path, load, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write_jsonl(tmp_path / "d.jsonl", ROWS), **settings)
+
+
+# ------------------------------------------------------------------------------------------------- bad rows
+
+GOOD = {"prompt": "1+1", "answer": "2"}
+BAD_ROWS = {
+    "no prompt": ({"question": "1", "answer": "2"}, {}, r"field 'prompt': missing, the row has: question, answer; set data\.prompt_field"),
+    "no answer": ({"prompt": "1", "gold": 1}, {}, r"field 'answer': missing, the row has: prompt, gold; set data\.answer_field"),
+    "null answer": ({"prompt": "1", "answer": None}, {}, r"field 'answer': null"),
+    "empty answer": ({"prompt": "1", "answer": " "}, {}, r"field 'answer': empty"),
+    "no mark": ({"prompt": "1", "answer": "3"}, {"answer_after": "##"}, r"field 'answer': has no '##' in it; .*data\.answer_after"),
+    "number and mark": ({"prompt": "1", "answer": 3}, {"answer_after": "##"}, r"field 'answer': has no '##'"),
+    "nothing after mark": ({"prompt": "1", "answer": "3 ## "}, {"answer_after": "##"}, r"field 'answer': empty after '##'"),
+    "empty": ({"prompt": "", "answer": "2"}, {}, r"field 'prompt': empty"),
+    "whitespace": ({"prompt": " \n\t", "answer": "2"}, {}, r"field 'prompt': empty"),
+    "no messages": ({"prompt": [], "answer": "2"}, {}, r"field 'prompt': empty"),
+    "empty messages": ({"prompt": [{"role": "user", "content": " "}], "answer": "2"}, {}, r"field 'prompt': empty"),
+    "number": ({"prompt": 17, "answer": "2"}, {}, r"field 'prompt': must be text or a list .*, not int 17"),
+    "null": ({"prompt": None, "answer": "2"}, {}, r"field 'prompt': must be text or a list .*, not null"),
+    "object": ({"prompt": {"a": 1}, "answer": "2"}, {}, r"field 'prompt': must be text or a list"),
+    "list of text": ({"prompt": ["a"], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
+    "no role": ({"prompt": [{"content": "a"}], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
+    "content null": ({"prompt": [{"role": "user", "content": None}], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
+    "ends with reply": ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"}, {}, r"field 'prompt': ends with a reply"),
+    "surrogate": ('{"prompt": "\\ud800", "answer": 2}', {}, r"field 'prompt': half of a surrogate pair"),
+    "too long": ({"prompt": "x" * 31, "answer": "2"}, {}, r"field 'prompt': 49 tokens, more than data\.max_prompt_tokens=40; raise"),
+    "not JSON": ('{"prompt": "1', {}, r"invalid JSON: "),
+    "huge number": ('{"prompt": ' + "1" * 5000 + "}", {}, r"invalid JSON: "),
+    "list row": ("[1, 2]", {}, r"the row is a list, not an object"),
+    "text row": ('"x"', {}, r"the row is text, not an object"),
+    "null row": ("null", {}, r"the row is null, not an object"),
+    "template refuses": ({"prompt": [{"role": "forbidden", "content": "a"}], "answer": "2"}, {}, r"field 'prompt': the chat template refuses it: no such role"),
+    "second system": ({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "2"},
+                      {"system": "s"}, r"field 'prompt': begins with a system message already; leave data\.system empty"),
+    "no user": ({"prompt": [{"role": "system", "content": "a"}], "answer": "2"}, {"instruction": "i"}, r"field 'prompt': no user message"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_bad_row_is_named_by_file_line_and_field(tmp_path, load, chat_tokenizer, kind):
+    row, settings, message = BAD_ROWS[kind]
+    good = {"prompt": "1+1", "answer": "2 ## 3"}
+    settings = {"tokenizer": chat_tokenizer, "max_prompt_tokens": 40, **settings}
+    path = write_jsonl(tmp_path / "d.jsonl", [good, "", row, good])
+    with pytest.raises(
+        DataError, match=rf"1 bad row:\n{path}:3: {message}.*\nset data\.on_bad_row=skip to leave them out$"
+    ):
+        load(path, **settings)
+    problems = load(path, on_bad_row="skip", **settings)
+    assert problems.skipped == 1
+    assert [p.id for p in problems.train] == ["train/0", "train/2"]
+    path = write_jsonl(tmp_path / "all_bad.jsonl", [row])
+    with pytest.raises(DataError, match=rf"no usable row, all 1 are bad; the first: {path}:1: {message}"):
+        load(path, on_bad_row="skip", **settings)
+
+
+def test_bytes_that_are_not_utf8(tmp_path, load):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": 1}\n')
+    with pytest.raises(DataError, match=rf"{path}:2: not UTF-8 text \(byte 13 of the line\)"):
+        load(path)
+
+
+def test_first_five_bad_rows_are_listed_in_order(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"answer": 1}, {"prompt": "x" * 99, "answer": 1}] * 6 + [GOOD])
+    with pytest.raises(DataError) as caught:
+        load(path, max_prompt_tokens=50)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "12 bad rows:"
+    assert [line.split(": ")[0] for line in lines[1:6]] == [f"{path}:{n}" for n in range(1, 6)]
+    assert lines[6:] == ["and 7 more bad rows; set data.on_bad_row=skip to leave them out"]
+
+
+def test_csv_bad_rows_are_named_by_the_line_they_start_on(tmp_path, load):
+    path = tmp_path / "d.csv"
+    path.write_text('prompt,answer\n"a\nb",1\n\n" ",2\nx,1,2\n"c\nd"\n', encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert str(caught.value).splitlines()[1:4] == [
+        f"{path}:5: field 'prompt': empty; write the problem there or remove the row",
+        f"{path}:6: has 3 cells, but the header has 2; put cells that hold commas in quotes",
+        f"{path}:7: has 1 cells, but the header has 2; put cells that hold commas in quotes",
+    ]
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.parquet"])
+def test_formats_without_lines_name_the_row(tmp_path, load, name):
+    WRITERS[name](tmp_path / name)
+    with pytest.raises(DataError, match=rf"{tmp_path / name}: row 1: field 'q': missing, the row has: prompt, answer"):
+        load(tmp_path / name, prompt_field="q")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("missing.jsonl", None, r"missing\.jsonl: no such file"),
+        ("d.txt", b"x", r"d\.txt: unknown kind of file; known: \.jsonl, \.json, \.csv, \.parquet"),
+        ("d.parquet.gz", b"x", r"unknown kind of file"),
+        ("d.jsonl", b"", r"d\.jsonl: has no rows"),
+        ("d.jsonl", b"\n \n", r"d\.jsonl: has no rows"),
+        ("d.json", b"", r"d\.json: has no rows"),
+        ("d.json", b"[]", r"d\.json: has no rows"),
+        ("d.json", b'[{"a": 1},\n{]', r"d\.json:2: invalid JSON"),
+        ("d.json", b'{"a": 1}\n{"a": 2}\n', r"d\.json:2: invalid JSON: Extra data; one object per line\?"),
+        ("d.json", b'{"a": 1}', r"must hold a list of objects"),
+        ("d.json", b'{"a": [1], "b": [2]}', r"must hold a list of objects"),
+        ("d.json", b'["\n\xff"]', r"d\.json:2: not UTF-8"),
+        ("d.json", b"[" * 100_000, r"d\.json: invalid JSON"),
+        ("d.csv", b"", r"d\.csv: has no rows"),
+        ("d.csv", b"prompt,answer\n", r"d\.csv: has no rows"),
+        ("d.csv", b"a,a\n1,2\n", r"d\.csv:1: the header names 'a' more than once"),
+        ("d.csv", b'prompt,answer\n1,2\n"never closed,2\n3,4\n', r"d\.csv:3: invalid CSV"),
+        ("d.parquet", b"nope", r"not a readable parquet file"),
+        ("d.jsonl.gz", b"nope", r"not a whole gzip file"),
+        ("d.csv.gz", gzip.compress(b"a,b\n" * 99)[:-12], r"not a whole gzip file"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, load, name, data, message):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+
+
+def test_directory_is_not_a_file(tmp_path, load):
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(DataError, match="is a directory"):
+        load(tmp_path / "d.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------- held out
+
+
+def ids(prompts):
+    return [p.id for p in prompts]
+
+
+def test_held_out_is_split_off_by_seed(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    problems = load(path, held_out=5, seed=3)
+    assert len(problems.held_out) == 5
+    assert sorted(ids(problems.train) + ids(problems.held_out)) == sorted(f"train/{i}" for i in range(20))
+    assert problems == load(path, held_out=5, seed=3)
+    assert ids(problems.held_out) != ids(load(path, held_out=5, seed=4).held_out)
+    assert ids(load(path, held_out=7, seed=3).held_out)[:5] == ids(problems.held_out)
+    assert problems.overlapping == 0
+
+
+def test_held_out_must_leave_something(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    for size in (20, 256):
+        with pytest.raises(DataError, match=rf"data\.held_out={size} leaves nothing to train on, there are 20 usable"):
+            load(path, held_out=size)
+    with pytest.raises(DataError, match="every training prompt is also held out"):
+        load(write_jsonl(tmp_path / "same.jsonl", [GOOD] * 3), held_out=1)
+
+
+def test_duplicates_of_held_out_prompts_are_not_trained_on(tmp_path, load):
+    problems = load(write_jsonl(tmp_path / "d.jsonl", ROWS * 3), held_out=5)
+    assert not {p.content for p in problems.train} & {p.content for p in problems.held_out}
+    assert len(problems.train) + problems.overlapping + 5 == 60
+    assert problems.overlapping >= 5
+
+
+def test_held_out_file(tmp_path, load):
+    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    other = write_jsonl(
+        tmp_path / "test.jsonl", [{"bad": 1}, *ROWS[:2], *({"prompt": f"{i}", "answer": 1} for i in range(8))]
+    )
+    settings = {"held_out_path": other, "on_bad_row": "skip"}
+    problems = load(path, held_out=256, **settings)
+    assert sorted(ids(problems.held_out)) == sorted(f"held_out/{i}" for i in range(1, 11))
+    assert ids(problems.train) == [f"train/{i}" for i in range(2, 20)]
+    assert (problems.overlapping, problems.skipped) == (2, 1)
+    few = load(path, held_out=4, **settings)
+    assert ids(few.held_out) == ids(problems.held_out)[:4]
+    with pytest.raises(DataError, match=rf"{other}:1: field 'prompt': missing"):
+        load(path, held_out=4, held_out_path=other)
+
+
+def test_the_same_prompt_as_text_and_as_messages_is_one_prompt(tmp_path, load, chat_tokenizer):
+    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    chat = [{"role": "user", "content": "3+3"}]
+    other = write_jsonl(tmp_path / "test.jsonl", [{"prompt": chat, "answer": 6}])
+    problems = load(path, tokenizer=chat_tokenizer, held_out=9, held_out_path=other)
+    assert (problems.overlapping, len(problems.train)) == (1, 19)
+
+
+# ------------------------------------------------------------------------------------------------- generated
+
+
+def test_generated_problems_are_distinct_and_seeded(load):
+    problems = load(task="addition", task_size=300, held_out=50)
+    prompts = [*problems.train, *problems.held_out]
+    assert len({p.content for p in prompts}) == 350
+    assert ids(problems.train) == [f"train/{i}" for i in range(300)]
+    assert ids(problems.held_out) == [f"held_out/{i}" for i in range(50)]
+    for p in prompts:
+        left, right = map(int, p.content.split("+"))
+        assert p.columns["answer"] == str(left + right)
+    assert problems == load(task="addition", task_size=300, held_out=50)
+    assert problems != load(task="addition", task_size=300, held_out=50, seed=1)
+    assert problems.held_out == load(task="addition", task_size=10, held_out=50).held_out
+
+
+def test_every_problem_of_a_small_task_can_be_had(load):
+    settings = {"task": "addition", "task_options": {"digits": 1}}
+    problems = load(task_size=90, held_out=10, **settings)
+    assert len({p.content for p in (*problems.train, *problems.held_out)}) == 100
+    message = r"data\.task=addition with digits=1 has at most 100 different problems, .*data\.task_size=91 and data\.held_out=10"
+    with pytest.raises(DataError, match=message):
+        load(task_size=91, held_out=10, **settings)
+
+
+def test_a_task_that_runs_dry_says_so(load):
+    settings = {"task": "countdown", "task_options": {"numbers": 2, "max_number": 2, "max_target": 100}}
+    with pytest.raises(DataError, match=r"hardly more than \d+ different problems, .*lower them"):
+        load(task_size=100, **settings)
+
+
+def test_generated_prompts_go_through_template_and_limits(load, chat_tokenizer):
+    settings = {"task": "addition", "task_size": 5, "tokenizer": chat_tokenizer, "instruction": "Go."}
+    problem = load(**settings).train[0]
+    assert problem.text == f"<user>{problem.content}\nGo.\n<assistant>"
+    with pytest.raises(DataError, match=r"addition: row 1: .* more than data\.max_prompt_tokens=4"):
+        load(max_prompt_tokens=4, **settings)
+
+
+def test_settings_without_effect_on_tasks(load):
+    with pytest.raises(ConfigError, match=r"data\.held_out_path: has no effect with data\.task"):
+        load(task="addition", held_out_path="x.jsonl")
+    with pytest.raises(ConfigError, match=r"data\.answer_after: has no effect with data\.task"):
+        load(task="addition", answer_after="#")
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_twenty_thousand_problems_load_quickly(load, plain_tokenizer, chat_tokenizer, template):
+    start = time.process_time()
+    problems = load(
+        task="addition", task_size=20_000, held_out=256, tokenizer=chat_tokenizer if template else plain_tokenizer
+    )
+    assert len(problems.train) == 20_000
+    assert time.process_time() - start < 4  # about 1 s of CPU time
+
+
+def test_demonstrations_are_endless_seeded_and_never_held_out(load):
+    config = DataConfig(task="addition", task_options={"digits": 1}, task_size=10, held_out=50)
+    held_out = {
+        p.content for p in load(task="addition", task_options={"digits": 1}, task_size=10, held_out=50).held_out
+    }
+    stream = list(islice(demonstrations(config, 0, exclude=held_out), 500))
+    assert stream == list(islice(demonstrations(config, 0, exclude=held_out), 500))
+    assert stream != list(islice(demonstrations(config, 1, exclude=held_out), 500))
+    assert not held_out & {p.prompt for p in stream}
+    assert all(p.demonstration for p in stream)
+    everything = {f"{a}+{b}" for a in range(10) for b in range(10)}
+    with pytest.raises(DataError, match="every problem is held out"):
+        next(demonstrations(config, 0, exclude=everything))
+
+
+def test_shown_leaves_its_argument_alone():
+    chat = [{"role": "user", "content": "a"}]
+    config = DataConfig(instruction="i", system="s")
+    assert shown(chat, config) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\ni"}]
+    assert chat == [{"role": "user", "content": "a"}]
+    assert shown("a", DataConfig()) == "a"
+
+
+# ------------------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 40), st.integers(), st.integers(0, 5))
+def test_each_epoch_is_a_permutation_of_its_own(count, seed, epoch):
+    assert sorted(PromptOrder(count, seed).take(epoch * count, count)) == list(range(count))
+
+
+@given(st.integers(1, 12), st.integers(0, 3), st.integers(0, 60), st.integers(0, 60))
+def test_order_depends_on_the_cursor_alone(count, seed, a, b):
+    whole = PromptOrder(count, seed).take(0, a + b)
+    order = PromptOrder(count, seed)
+    assert order.take(a, b) == whole[a:]
+    assert order.take(0, a) + order.take(a, b) == whole
+
+
+def test_order_differs_between_epochs_and_seeds():
+    order = PromptOrder(50, 0)
+    assert order.take(0, 50) != order.take(50, 50)
+    assert order.take(0, 50) != PromptOrder(50, 1).take(0, 50)
