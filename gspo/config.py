@@ -270,6 +270,10 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
         )
+    if config.data.hub_config and not config.data.hub:
+        raise ConfigError("data.hub_config: has no effect without data.hub")
+    if config.data.task_options and not config.data.task:
+        raise ConfigError("data.task_options: has no effect without data.task")
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.cold_start.steps and not config.data.task:
@@ -468,7 +472,7 @@ def _toml(value: Any) -> str:
 
 
 def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
-    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for f in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _help(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
@@ -486,7 +490,8 @@ def _type_name(hint: Any) -> str:
     return "table" if origin else hint.__name__
 
 
-def _field_docs(cls: type) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
+    """Field -> the string under it, for any dataclass whose source is at hand."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -302,14 +302,10 @@ class _Loop:
 
     def _held_out(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, stream: str) -> Evaluation:
         parts = self.parts
-        done = evaluate(
+        return evaluate(
             parts.engine, parts.rewards, prompts, samples=samples, sampling=sampling, seed=self.config.seed, stream=stream,
             version=parts.optimizer.updates,
         )  # fmt: skip
-        if not done.counts:
-            reasons = {s.failure for scores in done.scores for s in scores}
-            raise RewardError(f"{stream}: not one reply could be scored: {'; '.join(sorted(map(str, reasons))[:3])}")
-        return done
 
     def _cold_start(self) -> None:
         parts, config = self.parts, self.config.cold_start
@@ -318,7 +314,10 @@ class _Loop:
         def accuracy(step: int) -> float:
             prompts = [next(fresh)[0] for _ in range(COLD_START_CHECK)]
             sampling = Sampling(max_tokens=self.config.rollout.max_tokens, temperature=self.config.rollout.temperature)
-            return self._held_out(prompts, sampling, 1, f"cold-start/{step}").accuracy.value
+            done = self._held_out(prompts, sampling, 1, f"cold-start/{step}")
+            if not done.counts:
+                raise RewardError(f"cold start: not one reply could be scored; the first: {done.scores[0][0].failure}")
+            return done.accuracy.value
 
         def report(step: int, loss: float, reached: float) -> None:
             self.display.cold_start(step, config.steps, loss, reached)

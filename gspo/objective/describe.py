@@ -9,6 +9,7 @@ import inspect
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from gspo.config import field_docs
 from gspo.objective.objective import OPTIONS, Objective, settings_of
 from gspo.objective.table import TABLE
 
@@ -79,7 +80,5 @@ def _options_text() -> str:
 
 def option_help() -> dict[str, str]:
     """Option -> its help text, from the string under the field."""
-    from gspo.config import _field_docs
-
-    docs = _field_docs(Objective)
+    docs = field_docs(Objective)
     return {name: docs[name] for name in OPTIONS}

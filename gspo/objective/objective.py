@@ -19,7 +19,7 @@ from gspo.objective import advantage as advantages
 from gspo.objective import ratio as ratios
 from gspo.objective.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS
 from gspo.objective.sequences import Tokens
-from gspo.objective.trust_region import CappedWeight, Clip, GammaWeight, MaskedWeight, TrustRegion
+from gspo.objective.trust_region import CappedWeight, Clip, DropCovariance, GammaWeight, MaskedWeight, TrustRegion
 
 
 class ObjectiveWarning(UserWarning):
@@ -142,7 +142,7 @@ def _refusals(row: Objective) -> dict[str, str]:
         refused |= dict.fromkeys(("mismatch", "mismatch_low", "mismatch_high"), reason)
     if row.advantage is advantages.external:
         reason = "its advantages come from outside, so rewards and groups are not seen"
-        refused |= dict.fromkeys(("keep", "shape", "overlong_limit", "overlong_cache", "kl_in"), reason)
+        refused |= dict.fromkeys(("keep", "shape", "overlong_limit", "overlong_cache"), reason)
     return refused
 
 
@@ -187,6 +187,10 @@ def _check_pairs(row: Objective) -> None:
     if row.kl == 0:
         refuse("kl_estimator", "kl is 0; set kl, for example kl=0.001")
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
+    if row.kl_in == "reward" and row.advantage is advantages.external:
+        raise ConfigError(
+            f"objective {row.name!r}: kl_in=reward makes no sense here: its advantages come from outside; use loss"
+        )
     if row.kl_in == "reward" and row.estimator in ("k3+", "k3_ratio"):
         raise ConfigError(f"objective {row.name!r}: kl_estimator={row.estimator} differs from k3 only in its gradient, and a KL in the reward has none; use k1")  # fmt: skip
     if row.shape != "soft_overlong":
@@ -205,7 +209,7 @@ def _check_pairs(row: Objective) -> None:
 def _warn_about_range(row: Objective) -> None:
     """The commonest mistakes: GRPO's range on a sequence ratio, GSPO's on a token ratio, 1 + cap meant for cap."""
     region = row.trust_region
-    if isinstance(region, Clip | MaskedWeight):
+    if isinstance(region, Clip | MaskedWeight | DropCovariance):
         widest = max(region.clip_low, region.clip_high)
         if row.clips_sequences and widest >= 0.01:
             _warn(row, f"clip range {region.clip_low:g}/{region.clip_high:g} is so wide for a sequence ratio that it never clips; use about 3e-4/4e-4 (small models with short replies: 3e-3/4e-3)")  # fmt: skip

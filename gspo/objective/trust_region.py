@@ -102,7 +102,7 @@ class SoftGate(TrustRegion):
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
-        tau_N = torch.where(a_N > 0, self.tau_pos, self.tau_neg).to(ratio_N.dtype)
+        tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
         gate_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0))
         return _soft(gate_N * a_N, ratio_N)
 
@@ -118,8 +118,8 @@ class GammaWeight(TrustRegion):
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, log_w_N = tokens.advantage_N, log_ratio_N.detach()
-        k_N = torch.where(a_N >= 0, self.k_pos, self.k_neg).to(log_w_N.dtype)
-        lambda_N = torch.where(a_N >= 0, self.lambda_pos, self.lambda_neg).to(log_w_N.dtype)
+        k_N = _either(a_N >= 0, self.k_pos, self.k_neg, log_w_N)
+        lambda_N = _either(a_N >= 0, self.lambda_pos, self.lambda_neg, log_w_N)
         w_N = log_w_N.clamp(max=MAX_LOG_RATIO).exp()
         phi_N = (lambda_N + k_N * log_w_N - lambda_N * w_N).exp()
         return _soft(phi_N * a_N * tokens.logp_N, w_N)
@@ -261,6 +261,11 @@ def covariance(tokens: Tokens) -> Tensor:
 def pushed_out(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
     """Whether the ratio has left [1 - low, 1 + high] on the side the advantage pushes to."""
     return ((advantage_N > 0) & (ratio_N > 1 + high)) | ((advantage_N < 0) & (ratio_N < 1 - low))
+
+
+def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
+    """torch.where of two numbers, in full precision (two Python numbers alone would meet in float32)."""
+    return torch.where(where_N, like_N.new_tensor(yes), like_N.new_tensor(no))
 
 
 def _soft(objective_N: Tensor, ratio_N: Tensor) -> Surrogate:

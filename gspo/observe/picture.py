@@ -25,8 +25,9 @@ def draw_curves(run: Path) -> Path:
     _panel(axes[1][1], rows, "What do replies look like?", [("length/mean", "mean length (tokens)", "C0")])
     other = axes[1][1].twinx()
     _panel(other, rows, "", [("entropy/mean", "entropy (nats, right axis)", "C3")])
-    axes[1][1].legend(loc="upper left", frameon=False, fontsize=8)
-    other.legend(loc="upper right", frameon=False, fontsize=8)
+    for axis, place in ((axes[1][1], "upper left"), (other, "upper right")):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc=place, frameon=False, fontsize=8)
     other.grid(False)
     figure.suptitle(run.name)
     path = run / "curves.png"

@@ -98,9 +98,9 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
 def _check_local(path: str) -> None:
     """A path that looks local must exist: the hub's error for it would mislead."""
     local = Path(path)
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        if not local.expanduser().is_dir():
-            raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not local.is_dir():
+        raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
     if local.is_dir() and not (local / "config.json").is_file():
         hint = "; a run keeps its models in checkpoints/" if (local / "checkpoints").is_dir() else ""
         raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")

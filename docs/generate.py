@@ -1,0 +1,186 @@
+"""Write `docs/objectives.md` and `docs/settings.md` from the code, or check that they are up to date.
+
+In: the table of objectives and the settings with their help texts. Out: the two pages. Invariant: nothing on them is
+written by hand, so they cannot say anything that the code does not.
+
+    python docs/generate.py            write the pages
+    python docs/generate.py --check    exit 1 if a page differs from what would be written
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gspo.config import help_texts
+from gspo.errors import ConfigError
+from gspo.objective import describe
+from gspo.objective.loss import build
+from gspo.objective.objective import OPTIONS
+from gspo.objective.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
+
+HERE = Path(__file__).parent
+NOTE = "<!-- Made by docs/generate.py (`make docs`). Edit the code, not this page. -->"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check; the exit code is 1 when `--check` finds a page that is not up to date."""
+    pages = {HERE / "objectives.md": objectives_page(), HERE / "settings.md": settings_page()}
+    if "--check" not in arguments:
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    old = [p.name for p, text in pages.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    for name in old:
+        print(f"docs/{name}: not up to date; run: make docs", file=sys.stderr)
+    return 1 if old else 0
+
+
+# ------------------------------------------------------------------------------------------------- objectives
+
+
+def objectives_page() -> str:
+    records = describe.as_data()
+    lines = [
+        "# Objectives",
+        "",
+        NOTE,
+        "",
+        "An objective is one row: compare each reply with its group by *advantage*, measure how far the policy has moved",
+        "by *ratio*, believe the move within *trust region*, weigh the tokens by *aggregate*. `gspo objectives` prints the",
+        "same table, `gspo objectives --json` gives it to programs. Settings go beside the name in a recipe",
+        '(`[objective]`, `name = "gspo"`, `clip_low = 3e-3`), or into `gspo.objective("gspo", clip_low=3e-3)`.',
+        "",
+        "| objective | paper | advantage | ratio | trust region | aggregate | settings of its own, with defaults |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(record) for record in records),
+        "",
+        "In the formulas `pi` is the policy being learned, `pi_old` the learner's policy at the start of the batch, `mu`",
+        "what the engine sampled with, `R` the reward, `A` the advantage, `sg[...]` a value without gradient. They give the",
+        "objective to maximise; the loss is its negative.",
+        "",
+        "## The rows",
+        "",
+    ]
+    for record in records:
+        lines += _section(record)
+    return "\n".join([*lines, *_options(records)]).rstrip() + "\n"
+
+
+def _row(record: dict[str, Any]) -> str:
+    parts = [f"`{record[key]}`" for key in ("advantage", "ratio", "trust_region", "aggregate")]
+    cells = [f"[`{record['name']}`](#{record['name']})", _link(record["paper"]), *parts, _own(record)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _link(paper: str) -> str:
+    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
+
+
+def _own(record: dict[str, Any]) -> str:
+    own = {key: value for key, value in record["settings"].items() if key not in OPTIONS}
+    return ", ".join(f"`{key} = {_value(value)}`" for key, value in own.items()) or "none"
+
+
+def _section(record: dict[str, Any]) -> list[str]:
+    lines = [f"### {record['name']}", "", f"{_link(record['paper'])}. Advantages: {_per(record)}.", ""]
+    lines += [f"- {part.replace('_', ' ')} `{record[part]}`: {text}" for part, text in record["formula"].items()]
+    if record["options"]:
+        changed = ", ".join(f"`{key} = {_value(value)}`" for key, value in record["options"].items())
+        lines.append(f"- options that differ from their neutral value: {changed}")
+    return [*lines, ""]
+
+
+def _per(record: dict[str, Any]) -> str:
+    return "one per reply" if record["advantage_per"] == "sequence" else "one per reply, or one per token"
+
+
+def _options(records: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Options of any row",
+        "",
+        "Where they make sense; elsewhere they are refused, and so is an option that only acts together with one that is",
+        "not set.",
+        "",
+        *(f"- `{name}`: {text}" for name, text in describe.option_help().items()),
+        "",
+        "`dual_clip` belongs to the trust regions that have it: see the settings of each row.",
+        "",
+        "### KL estimators",
+        "",
+        *(f"- `{name}`: {inspect.getdoc(rule)}" for name, rule in KL_ESTIMATORS.items()),
+        "",
+        "### Mismatch corrections",
+        "",
+        *(inspect.getdoc(mismatch_weight) or "").splitlines(),
+        "",
+        "| mismatch | default mismatch_low | default mismatch_high |",
+        "|---|---|---|",
+        *(f"| `{n}` | {_bound(low)} | {_bound(high)} |" for n, (low, high) in MISMATCH_BOUNDS.items() if n != "none"),
+        "",
+        "### What is refused where",
+        "",
+        "| option | refused by | because |",
+        "|---|---|---|",
+    ]
+    found = [(o, _refusal(r["name"], o), r["name"]) for o in ("dual_clip", *OPTIONS) for r in records]
+    refused = sorted({(option, why) for option, why, _ in found if why})
+    for option, why in refused:
+        rows = ", ".join(f"`{name}`" for o, w, name in found if (o, w) == (option, why))
+        lines.append(f"| `{option}` | {rows} | {why} |")
+    return lines
+
+
+def _refusal(row: str, option: str) -> str:
+    """Why the row refuses the option, in the words a user reads; empty if it does not."""
+    try:
+        build(row, **{option: None})
+    except ConfigError as error:
+        return str(error).partition("makes no sense here: ")[2]
+    return ""
+
+
+def _bound(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        NOTE,
+        "",
+        "Every key of a recipe. On the command line the same keys are given as `--section.key=value`;",
+        "`gspo train --help` prints this list. [runs.md](runs.md) has the recipe format.",
+        "",
+    ]
+    for section, entries in groupby(help_texts(), key=lambda entry: entry[0].rpartition(".")[0]):
+        lines += [f"## {f'[{section}]' if section else 'Top level'}", "", "| key | type | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+        for key, kind, default, text in entries:
+            lines.append(f"| `{key}` | {_cell(kind)} | `{_value(default)}` | {_cell(text)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

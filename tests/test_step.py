@@ -1,0 +1,239 @@
+"""A training step on a real, tiny model: what is learned, and what cannot change it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import gspo
+from gspo.config import Config
+from gspo.objective.loss import build
+from gspo.objective.sequences import Sequences
+from gspo.observe.clock import Clock
+from gspo.policy.batch import Row, make_plan
+from gspo.policy.logprobs import planned_logprobs, reply_logprobs
+from gspo.policy.update import update
+from gspo.step import Parts, collect, learn
+from gspo.types import Group, StopReason
+
+RUN_ROWS = [name for name in gspo.objective_names() if name != "ppo_clip"]
+
+
+def groups_of(parts: Parts) -> tuple[Group, ...]:
+    return collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+
+
+class GradientRecorder:
+    """Stands in for the optimiser: keeps the gradient of every step and changes nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.updates, self.gradients = model, 0, []
+
+    def step(self, *, loss_finite: bool) -> Any:
+        self.gradients.append(
+            torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).clone()
+        )
+        self.model.zero_grad()
+        from gspo.policy.optimizer import Update
+
+        return Update(applied=True, grad_norm=float(self.gradients[-1].norm()), learning_rate=0.0)
+
+
+def settings_for(name: str) -> dict[str, Any]:
+    """Selections of a few tokens would be empty at this size; widen them so that they are tested."""
+    wide = {"clip_cov": {"select_fraction": 0.2, "cov_low": 0.0}, "kl_cov": {"select_fraction": 0.2}}
+    return wide.get(name, {})
+
+
+@pytest.mark.parametrize("name", RUN_ROWS)
+def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
+    name: str, tiny: Callable[..., Config], parts_of: Any
+) -> None:
+    parts = parts_of(tiny())
+    parts.policy.model.double()
+    objective = build(name, **settings_for(name))
+    groups = groups_of(parts)
+    gradients = []
+    for cut in range(4):
+        # A fresh plan of the same rows, cut by another budget and dealt in another order; old log-probabilities and
+        # advantages are the same values, looked up by row.
+        recorder = GradientRecorder(parts.policy.model)
+        batch = _batch(parts, objective, groups, budget=[10**9, 1, 40, 90][cut], shuffle=cut)
+        update(parts.policy, recorder, objective, batch, 0, seed=3)
+        gradients.append(recorder.gradients[0])
+    assert gradients[0].abs().max() > 1e-4
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-6, atol=1e-9)
+
+
+def _batch(parts: Parts, objective: Any, groups: tuple[Group, ...], *, budget: int, shuffle: int) -> Any:
+    from gspo.objective.advantage import apply_rule
+    from gspo.objective.counted import counted
+    from gspo.objective.sequences import Tokens
+    from gspo.policy.update import Batch
+
+    replies = counted(groups, objective, max_tokens=10)
+    rows = [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies]
+    group_ids = [r.group for r in replies]
+    plan = make_plan(rows, group_ids, mini_batches=1, token_budget=budget, pad_id=0, seed=str(shuffle))
+    micro = list(plan.steps[0])
+    random.Random(shuffle).shuffle(micro)
+    plan = replace(plan, steps=(tuple(micro),))
+    logp_old, _ = planned_logprobs(parts.policy.model, plan, 1.0, parts.policy.device)
+    generator = torch.Generator().manual_seed(1)
+    logp_old = logp_old + 0.05 * torch.randn(logp_old.shape, generator=generator)
+    advantage = apply_rule(objective.advantage, torch.tensor([r.reward for r in replies]), group_ids)
+    sequences = Sequences(plan.sequence_N, len(rows))
+    tokens = Tokens(
+        logp_N=logp_old, logp_old_N=logp_old, logp_sampler_N=logp_old - 0.01, logp_ref_N=logp_old + 0.1,
+        advantage_N=sequences.spread(advantage), sequences=sequences,
+    )  # fmt: skip
+    return Batch(plan=plan, tokens=tokens, temperature=1.0)
+
+
+@pytest.mark.parametrize("name", RUN_ROWS)
+def test_every_objective_trains(name: str, tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny(f"objective.name={name}"))
+    if parts.objective.kl:
+        parts = replace(parts, reference=parts.policy.model)
+    before = [p.clone() for p in parts.policy.model.parameters()]
+    learned = learn(parts, groups_of(parts), step=1)
+    assert learned is not None
+    assert all(u.applied and u.grad_norm > 0 for u in learned.updates)
+    assert any(not torch.equal(a, b) for a, b in zip(before, parts.policy.model.parameters(), strict=True))
+
+
+def test_the_ratio_is_one_to_the_bit_at_the_first_update(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny("learner.mini_batches=4", "learner.micro_batch_tokens=60"))
+    learned = learn(parts, groups_of(parts), step=1)
+    assert learned is not None
+    first = {row for micro in _plan(parts, learned).steps[0] for row in micro.rows}
+    in_first = torch.tensor([int(s) in first for s in learned.tokens.sequences.index_N])
+    assert (learned.ratio_N[in_first] == 1.0).all()
+    assert torch.equal(learned.tokens.logp_N[in_first], learned.tokens.logp_old_N[in_first])
+    assert (learned.ratio_N[~in_first] != 1.0).any()
+
+
+def _plan(parts: Parts, learned: Any) -> Any:
+    from gspo.step import _plan as plan
+
+    return plan(parts, learned.counted, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampler_and_learner_agree_at_any_temperature(
+    temperature: float, tiny: Callable[..., Config], parts_of: Any
+) -> None:
+    parts = parts_of(tiny(f"rollout.temperature={temperature}"))
+    learned = learn(parts, groups_of(parts), step=1)
+    assert learned is not None
+    gap = (learned.tokens.logp_old_N - learned.tokens.logp_sampler_N).abs().max()
+    assert gap < 1e-5
+
+
+def test_the_end_token_is_trained_on_and_padding_is_not(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny())
+    groups = groups_of(parts)
+    learned = learn(parts, groups, step=1)
+    assert learned is not None
+    lengths = [len(r.completion.token_ids) for r in learned.counted]
+    assert learned.tokens.sequences.length_B.tolist() == lengths
+    ended = [r for r in learned.counted if r.completion.stop is StopReason.EOS]
+    assert ended
+    assert all(r.completion.token_ids[-1] in parts.policy.stop_ids for r in ended)
+
+
+def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> None:
+    model = parts_of(tiny()).policy.model.double()
+    rows = [Row(prompt_ids=(5, 6), reply_ids=(7, 8, 9)), Row(prompt_ids=(5,) * 20, reply_ids=(6,) * 9)]
+    together = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=3, seed="")
+    other_pad = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=11, seed="")
+    alone = make_plan(rows[:1], [0], mini_batches=1, token_budget=999, pad_id=3, seed="")
+    device = torch.device("cpu")
+    values = [planned_logprobs(model, plan, 1.0, device)[0][:3] for plan in (together, other_pad, alone)]
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)
+    torch.testing.assert_close(values[0], values[2], rtol=0, atol=1e-6)
+
+
+def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], parts_of: Any) -> None:
+    model = parts_of(tiny()).policy.model
+    row = Row(prompt_ids=(5, 6, 7), reply_ids=(8, 9, 1))
+    plan = make_plan([row], [0], mini_batches=1, token_budget=999, pad_id=0, seed="")
+    with torch.no_grad():
+        logp, entropy = reply_logprobs(model, plan.steps[0][0], 0.7)
+        logits = model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].double() / 0.7
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(
+        logp.double(), expected[torch.tensor([2, 3, 4]), torch.tensor([8, 9, 1])], rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1)[2:5], rtol=0, atol=1e-5)
+    assert logp.dtype == torch.float32
+
+
+def test_groups_stay_together_and_every_row_is_used_once() -> None:
+    rows = [Row(prompt_ids=(1,) * (1 + i % 5), reply_ids=(2,) * (1 + i % 7)) for i in range(24)]
+    groups = [i // 4 for i in range(24)]
+    plan = make_plan(rows, groups, mini_batches=3, token_budget=30, pad_id=0, seed="x")
+    used = [[row for micro in step for row in micro.rows] for step in plan.steps]
+    assert sorted(r for step in used for r in step) == list(range(24))
+    for step in used:
+        assert len(step) == 8
+        assert all(sum(groups[r] == g for r in step) in (0, 4) for g in range(6))
+    for step in plan.steps:
+        for micro in step:
+            assert micro.input_ids.numel() <= 30 or len(micro.rows) == 1
+            for n in range(len(micro.target_N)):
+                assert micro.input_ids[micro.row_N[n], micro.position_N[n] + 1] == micro.target_N[n]
+
+
+def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
+    from gspo.objective.counted import counted
+    from gspo.types import Score, Status
+
+    parts = parts_of(tiny())
+    groups = list(groups_of(parts))
+    unscored = Score(status=Status.UNSCORED, failure="raised: x")
+    marked = [replace(g, scores=[unscored, *g.scores[1:]]) for g in groups]
+    without = [replace(g, completions=g.completions[1:], scores=g.scores[1:]) for g in groups]
+    recorder = GradientRecorder(parts.policy.model)
+    fake = replace(parts, optimizer=recorder)
+    learn(fake, marked, step=1)
+    learn(fake, without, step=1)
+    assert torch.equal(recorder.gradients[0], recorder.gradients[2])
+    assert torch.equal(recorder.gradients[1], recorder.gradients[3])
+    # A reply left alone in its group goes too.
+    alone = [replace(groups[0], scores=[groups[0].scores[0], unscored, unscored, unscored])]
+    assert counted(alone, parts.objective, max_tokens=10) == []
+    assert learn(fake, alone, step=1) is None
+
+
+def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
+    from gspo.objective.counted import counted
+
+    parts = parts_of(tiny())
+    groups = groups_of(parts)
+    cut = [c for g in groups for c in g.completions if c.stop is StopReason.LENGTH]
+    assert cut
+    filtered = counted(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
+    assert all(r.completion.stop is StopReason.EOS for r in filtered)
+    soft = counted(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
+    for r in soft:
+        assert r.score.reward is not None
+        assert r.reward == pytest.approx(r.score.reward + min(0.0, (5 - len(r.completion.token_ids)) / 5))
+
+
+def test_kl_in_the_reward_reaches_the_advantage(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny("objective.name=rloo", "objective.kl=0.5", "objective.kl_in=reward"))
+    other = parts_of(tiny("seed=5", run_dir="other")).policy.model
+    parts = replace(parts, reference=other, optimizer=GradientRecorder(parts.policy.model))
+    learned = learn(parts, groups_of(parts), step=1)
+    assert learned is not None
+    k1 = learned.tokens.sequences.sum(learned.tokens.logp_old_N - learned.tokens.logp_ref_N)
+    reward = torch.tensor([r.reward for r in learned.counted]) - 0.5 * k1
+    expected = gspo.group_advantage("rloo", reward, [r.group for r in learned.counted])
+    torch.testing.assert_close(learned.advantage_B, expected, rtol=1e-4, atol=1e-5)

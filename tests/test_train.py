@@ -1,0 +1,394 @@
+"""Whole runs: exact resume, faults that must not stop or falsify a run, and what is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gspo import config as settings
+from gspo.config import Config
+from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
+from gspo.observe.run_dir import read_jsonl
+from gspo.policy import checkpoint
+from gspo.train import resume, train
+
+
+def run_of(config: Config) -> Path:
+    return Path(config.run_dir)
+
+
+def same_checkpoint(a: Path, b: Path) -> bool:
+    files = ["model.safetensors", "trainer.safetensors"]
+    pairs = [(load_file(a / f), load_file(b / f)) for f in files]
+    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in pairs)
+
+
+VARIANTS = {
+    "gspo": (),
+    "kl against a kept reference": ("objective.name=grpo",),
+    "dynamic sampling": ("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=2"),
+    "mixture of experts": ("model.build=tiny_moe",),
+    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
+    "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
+    "cold start": ("cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9"),
+    "tokens singled out": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),
+    "gradient checkpointing": ("model.gradient_checkpointing=true",),
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+    overrides: tuple[str, ...], tiny: Callable[..., Config], display: Any
+) -> None:
+    whole, cut = tiny(*overrides, "steps=4", run_dir="whole"), tiny(*overrides, "steps=4", run_dir="cut")
+    train(whole, display)
+    train(cut, display)
+    for step in (3, 4):  # forget the end, as if killed during step 3
+        os.rename(run_of(cut) / f"checkpoints/{step:06d}", run_of(cut) / f".gone-{step}")
+    outcome = resume(run_of(cut), display)
+    assert outcome.step == 4
+    assert "resumed" in "".join(display.messages)
+    assert (run_of(cut) / "metrics.jsonl").read_bytes() == (run_of(whole) / "metrics.jsonl").read_bytes()
+    for step in range(1, 5):
+        name = f"rollouts/{step:06d}.jsonl"
+        assert (run_of(cut) / name).read_bytes() == (run_of(whole) / name).read_bytes()
+    assert same_checkpoint(run_of(cut) / "checkpoints/000004", run_of(whole) / "checkpoints/000004")
+    assert [r["step"] for r in read_jsonl(run_of(cut) / "timings.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_stop_signal_saves_and_a_resume_goes_on_exactly(tiny: Callable[..., Config], display: Any) -> None:
+    whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", "checkpoint.every=100", run_dir="cut")
+    train(whole, display)
+
+    class StopAfterTwo(type(display)):  # type: ignore[misc]
+        def step(self, step: int, *rest: Any) -> None:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train(cut, StopAfterTwo())
+    assert (stopped.step, stopped.stopped_by) == (2, signal.SIGTERM)
+    resume(run_of(cut), display)
+    assert (run_of(cut) / "metrics.jsonl").read_bytes() == (run_of(whole) / "metrics.jsonl").read_bytes()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny: Callable[..., Config], display: Any) -> None:
+    a, b, c = tiny(run_dir="a"), tiny(run_dir="b"), tiny("seed=1", run_dir="c")
+    for config in (a, b, c):
+        train(config, display)
+    read = lambda config: (run_of(config) / "metrics.jsonl").read_bytes()  # noqa: E731
+    assert read(a) == read(b) != read(c)
+
+
+def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny()
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    promised = (
+        "reward/mean reward/std groups/uniform_fraction groups/discarded samples/unscored loss/policy grad/norm "
+        "clip/fraction_tokens clip/fraction_sequences ratio/token_log_std ratio/sequence_log_std ratio/max kl/old_new "
+        "mismatch/k3 entropy/mean length/mean length/truncated_fraction tokens/generated tokens/trained"
+    ).split()
+    for row in rows[1:]:
+        assert all(row[name] is not None for name in promised)
+        assert not any(name.startswith("time/") for name in row)
+    assert all(
+        row["eval/accuracy"] is not None and "eval/accuracy_greedy" in row for row in (rows[0], rows[2], rows[3])
+    )
+    times = read_jsonl(run_of(config) / "timings.jsonl")
+    assert all(
+        t[name] >= 0 for t in times for name in ("time/rollout_s", "time/reward_s", "time/learn_s", "time/step_s")
+    )
+    replies = read_jsonl(run_of(config) / "rollouts/000001.jsonl")
+    assert len(replies) == 16
+    for r in replies:
+        assert len(r["token_ids"]) == len(r["logp_sampler"]) == len(r["logp_old"]) == len(r["logp_new"])
+    kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "stop"
+    again = settings.from_tree(__import__("tomllib").loads((run_of(config) / "config.toml").read_text()), where="x")
+    assert again == config
+
+
+def test_checkpoints_load_in_transformers_as_they_are(tiny: Callable[..., Config], display: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = tiny("model.build=tiny_moe")
+    train(config, display)
+    path = run_of(config) / "checkpoints/000003"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("sort 3 1")["input_ids"]
+    assert model(torch.tensor([ids])).logits.shape[-1] == len(tokenizer)
+    assert not list(path.parent.glob(".tmp-*"))
+    assert not [f for f in path.iterdir() if f.suffix in (".pt", ".bin", ".pkl")]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny()
+    train(config, display)
+    golden = (run_of(config) / "metrics.jsonl").read_bytes()
+    file = run_of(config) / "checkpoints/000003/model.safetensors"
+    if damage == "remove":
+        file.unlink()
+    elif damage == "manifest":
+        file = file.with_name("manifest.json")
+        file.write_text("{}}")
+    else:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes({"truncate": bytes(data[:-1]), "flip": bytes(data), "empty": b""}[damage])
+    display.messages.clear()
+    resume(run_of(config), display)
+    assert any("000003" in m and "damaged" in m for m in display.messages)
+    assert any("at step 2" in m for m in display.messages)
+    assert (run_of(config) / "metrics.jsonl").read_bytes() == golden
+    for path in (run_of(config) / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*000003"):
+        resume(run_of(config), display)
+
+
+def test_old_checkpoints_go_and_the_newest_stay(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("checkpoint.keep=2", "steps=5")
+    train(config, display)
+    assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=2")
+    train(config, display)
+    outcome = resume(run_of(config), display, steps=3)
+    assert outcome.step == 3
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 3
+    assert resume(run_of(config), display, steps=2).step == 3  # already beyond: nothing to do
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Make the loss of some micro-batches NaN."""
+    from gspo.policy import update as module
+
+    real, count = module.loss_of, [0]
+
+    def broken(*arguments: Any) -> Any:
+        loss = real(*arguments)
+        count[0] += 1
+        return replace(loss, total=loss.total * float("nan")) if count[0] in calls else loss
+
+    monkeypatch.setattr(module, "loss_of", broken)
+
+
+def test_a_non_finite_update_is_skipped_and_said(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    poison(monkeypatch, {3})
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    assert [r["grad/skipped"] for r in rows[1:]] == [0, 1, 0]
+    assert json.loads((run_of(config) / "checkpoints/000003/trainer.json").read_text())["updates"] == 5
+    assert any(e["event"] == "skipped update" and e["step"] == 2 for e in read_jsonl(run_of(config) / "events.jsonl"))
+    weights = load_file(run_of(config) / "checkpoints/000003/model.safetensors")
+    assert all(t.isfinite().all() for t in weights.values())
+
+
+def test_a_skipped_update_leaves_weights_and_moments_alone(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=2", "learner.max_skipped=9")
+    poison(monkeypatch, {3, 4})
+    train(config, display)
+    path = run_of(config) / "checkpoints"
+    assert same_checkpoint(path / "000001", path / "000002")
+
+
+def test_updates_that_stay_non_finite_stop_the_run(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, set(range(3, 99)))
+    with pytest.raises(NumericalError, match=r"3 updates in a row.*--resume"):
+        train(tiny("steps=9", "learner.max_skipped=3"), display)
+
+
+def test_a_broken_reward_stops_the_run_with_a_checkpoint(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    flag = tmp_path / "broken"
+    (tmp_path / "moody.py").write_text(
+        f"import os\ndef score(prompts, completions, **columns):\n    if os.path.exists({str(flag)!r}):\n        raise ValueError('ouch')\n    return [len(c) % 3 for c in completions]\n"
+    )
+    config = replace(
+        tiny("steps=5", "eval.every=0"), reward=replace(tiny().reward, functions=(f"{tmp_path}/moody.py:score",))
+    )
+
+    class BreakAfterTwo(type(display)):  # type: ignore[misc]
+        def step(self, step: int, *rest: Any) -> None:
+            if step == 2:
+                flag.write_text("")
+
+    with pytest.raises(RewardError, match=r"step 3: 16 of 16 replies could not be scored.*ouch.*--resume"):
+        train(config, BreakAfterTwo())
+    flag.unlink()
+    resume(run_of(config), display)
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 5
+
+
+def test_some_unscored_replies_do_not_stop_a_run(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [float('nan') if len(c) % 4 == 0 else len(c) % 3 for c in completions]\n"
+    )
+    config = replace(tiny(), reward=replace(tiny().reward, functions=(f"{tmp_path}/picky.py:score",)))
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    replies = [r for s in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{s:06d}.jsonl")]
+    unscored = [r for r in replies if r["status"] == "unscored"]
+    assert unscored
+    assert sum(r["samples/unscored"] for r in rows[1:]) == len(unscored)
+    assert all(r["reward"] is None and not r["trained"] and "nonsense" in r["failure"] for r in unscored)
+    scored = [r["reward"] for r in read_jsonl(run_of(config) / "rollouts/000001.jsonl") if r["reward"] is not None]
+    assert rows[1]["reward/mean"] == pytest.approx(sum(scored) / len(scored))
+
+
+def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=3")
+    train(config, display)
+    for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
+        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        trained = {r["prompt_id"] for r in replies if r["trained"]}
+        assert row["groups/sampled"] - row["groups/discarded"] == len(trained) <= 4
+        assert row["groups/sampled"] <= 12
+        assert len(trained) == 4 or row["groups/sampled"] == 12
+        for prompt in trained:
+            verdicts = [r["correct"] for r in replies if r["prompt_id"] == prompt]
+            assert 0 < sum(verdicts) < len(verdicts)
+
+
+def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
+    train(config, display)
+    assert any("no group to learn from" in m for m in display.messages)
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+
+
+def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[..., Config], display: Any) -> None:
+    from gspo.observe.run_dir import RunDir
+
+    config = tiny()
+    train(config, display)
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
+        train(config, display)
+    held, _ = RunDir.open(run_of(config))
+    with pytest.raises(ConfigError, match="another trainer"):
+        resume(run_of(config), display)
+    held.close()
+
+
+def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], display: Any) -> None:
+    for overrides, words in [
+        (("objective.name=ppo_clip",), "from outside"),
+        (("rollout.replies=1",), "at least 2"),
+        (("data.held_out=0",), "eval.every = 0"),
+        (("objective.name=nope",), "there are: gspo"),
+        (("objective.clip_lo=1",), "clip_low"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            train(tiny(*overrides), display)
+    assert not run_of(tiny()).exists()
+
+
+def test_dr_grpo_divides_by_the_runs_own_limit(tiny: Callable[..., Config]) -> None:
+    from gspo.train import run_objective
+
+    assert run_objective(tiny("objective.name=dr_grpo")).aggregate.max_length == 10  # type: ignore[attr-defined]
+    assert run_objective(tiny("objective.name=dr_grpo", "objective.max_length=7")).aggregate.max_length == 7  # type: ignore[attr-defined]
+
+
+def test_tensorboard_sink(tiny: Callable[..., Config], display: Any) -> None:
+    pytest.importorskip("tensorboard")
+    config = tiny("log.sinks=tensorboard")
+    train(config, display)
+    assert list((run_of(config) / "tensorboard").glob("events.*"))
+
+
+def test_a_sink_that_fails_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from gspo.observe import sinks
+
+    class Falling:
+        def __init__(self, *_: Any) -> None:
+            self.calls = 0
+
+        def log(self, *_: Any) -> None:
+            raise ConnectionError("down")
+
+        def close(self) -> None:
+            raise AssertionError("closed although it was switched off")
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", Falling)
+    said: list[str] = []
+    made = sinks.Sinks(["wandb"], name="x", run=tmp_path, settings={}, complain=said.append)
+    made.log(1, {"a": 1})
+    made.log(2, {"a": 1})
+    made.close()
+    assert len(said) == 1
+    assert "down" in said[0]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_run_ends_the_same(tmp_path: Path) -> None:
+    """SIGKILL a real process again and again; the log must be that of a run nobody touched."""
+    command = [
+        sys.executable, "-m", "gspo.cli", "train", "demo", "--steps=6", "--cold_start.steps=30", "--rollout.prompts=8",
+        "--data.held_out=16", "--eval.every=2", "--checkpoint.every=1", "--cold_start.check_every=30",
+    ]  # fmt: skip
+    subprocess.run([*command, f"--run-dir={tmp_path}/golden"], check=True, capture_output=True, timeout=240)
+    golden = (tmp_path / "golden/metrics.jsonl").read_bytes()
+    start, kills = [*command, f"--run-dir={tmp_path}/cut"], 0
+    again = [sys.executable, "-m", "gspo.cli", "train", "--resume", f"{tmp_path}/cut"]
+    for delay in (6.0, 7.5, 8.5, 5.5):
+        child = subprocess.Popen(start if not kills else again, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            child.wait(timeout=delay)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            kills += 1
+        if not (tmp_path / "cut/config.toml").exists():
+            kills = 0
+    assert kills >= 1
+    subprocess.run(again, check=True, capture_output=True, timeout=240)
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == golden
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_says_how_to_resume(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "gspo.cli",
+        "demo",
+        "--cold_start.steps=20",
+        "--data.held_out=16",
+        f"--run-dir={tmp_path}/run",
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (tmp_path / "run/rollouts/000002.jsonl").exists():
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert f"gspo train --resume {tmp_path}/run" in output
+    assert "Traceback" not in output
+    assert checkpoint.newest(tmp_path / "run/checkpoints")[0].name >= "000002"
