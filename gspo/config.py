@@ -136,7 +136,7 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     name: str = "gspo"
-    """A row of `gspo objectives`."""
+    """A row of `gspo objectives`. Overriding it on the command line drops the settings the recipe gave its own row."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The row's settings, written beside the name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists them)."""
 
@@ -234,7 +234,10 @@ def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> C
     config = from_tree(tree, where=where)
     if not overrides:
         return config
-    for key, value in map(_split_override, overrides):
+    pairs = [_split_override(text) for text in overrides]
+    if dict(pairs).get("objective.name", config.objective.name) != config.objective.name:
+        tree["objective"] = {}  # another row has other settings: those of the recipe's row do not carry over
+    for key, value in pairs:
         _set(tree, key, value)
     return from_tree(tree, where="command line")
 
@@ -270,10 +273,7 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
         )
-    if config.data.hub_config and not config.data.hub:
-        raise ConfigError("data.hub_config: has no effect without data.hub")
-    if config.data.task_options and not config.data.task:
-        raise ConfigError("data.task_options: has no effect without data.task")
+    _check_effects(config)
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.cold_start.steps and not config.data.task:
@@ -292,6 +292,23 @@ def check(config: Config) -> None:
     for sink in config.log.sinks:
         if sink not in known:
             raise ConfigError(f"log.sinks: unknown sink {sink!r}; known: {', '.join(sorted(known))}")
+
+
+def _check_effects(config: Config) -> None:
+    """Settings that were changed but act only together with another one."""
+    data = config.data
+    silent = {
+        "data.hub_config": (not data.hub, "without data.hub"),
+        "data.split": (not data.hub, "without data.hub"),
+        "data.task_options": (not data.task, "without data.task"),
+        "data.task_size": (not data.task, "without data.task"),
+        "data.prompt_field": (bool(data.task), "with a generated task"),
+        "data.answer_field": (bool(data.task), "with a generated task"),
+        "learner.final_fraction": (config.learner.schedule == "constant", 'with learner.schedule = "constant"'),
+    }
+    for key, (ineffective, why) in silent.items():
+        if ineffective and get(config, key) != get(Config(), key):
+            raise ConfigError(f"{key}: has no effect {why}; leave it out")
 
 
 def _check_ranges(config: Config) -> None:
@@ -372,7 +389,7 @@ def _did_you_mean(key: str, prefix: str, names: Sequence[str]) -> str:
     everywhere = [k for k, *_ in help_texts()]
     elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
     close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
-    close = close or difflib.get_close_matches(prefix + key, everywhere, n=1)
+    close = close or difflib.get_close_matches(prefix + key, everywhere, n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(close)}?" if close else f"; known here: {', '.join(names)}"
 
 
@@ -410,10 +427,13 @@ def _parse(raw: str, key: str) -> Any:
     hint = _hint_of(key)
     if hint is str or typing.get_origin(hint) is Literal:
         return raw
-    try:
-        return tomllib.loads(f"x = {raw}")["x"]
-    except tomllib.TOMLDecodeError:
-        return [part.strip() for part in raw.split(",")] if typing.get_origin(hint) is tuple else raw
+    a_list = typing.get_origin(hint) is tuple
+    for text in (raw, f"[{raw}]") if a_list else (raw,):
+        try:
+            return tomllib.loads(f"x = {text}")["x"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return [part.strip() for part in raw.split(",")] if a_list else raw
 
 
 def _hint_of(key: str) -> Any:

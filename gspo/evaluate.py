@@ -45,31 +45,29 @@ class Evaluation:
     scores: Sequence[Sequence[Score]]
 
     @property
-    def counts(self) -> list[tuple[int, int]]:
-        """(correct, scored) of each problem that has a scored reply."""
-        verdicts = [[s.correct for s in scores if s.correct is not None] for scores in self.scores]
-        return [(sum(map(bool, v)), len(v)) for v in verdicts if v]
+    def verdicts(self) -> list[list[bool]]:
+        """Right or wrong, for the judged replies of each problem that has any."""
+        judged = [[s.correct for s in scores if s.correct is not None] for scores in self.scores]
+        return [v for v in judged if v]
 
     @property
     def unscored(self) -> int:
-        """Replies without a verdict."""
+        """Replies without a verdict: unscored, or the deciding reward abstained."""
         return sum(s.correct is None for scores in self.scores for s in scores)
 
     def avg_at(self, k: int) -> Estimate:
-        """Mean correctness of k replies per problem."""
-        return _interval([correct / scored for correct, scored in self._with_at_least(k)])
+        """Mean correctness of the first k judged replies of a problem, over problems that have k."""
+        return _interval([sum(v[:k]) / k for v in self.verdicts if len(v) >= k])
 
     def pass_at(self, k: int) -> Estimate:
         """Chance that at least one of k replies is correct, by the unbiased estimator 1 - C(n-c, k) / C(n, k)."""
-        return _interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in self._with_at_least(k)])
+        counts = [(sum(v), len(v)) for v in self.verdicts if len(v) >= k]
+        return _interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts])
 
     @property
     def accuracy(self) -> Estimate:
-        """Mean correctness over all scored replies of a problem, then over problems."""
-        return self.avg_at(1)
-
-    def _with_at_least(self, k: int) -> list[tuple[int, int]]:
-        return [(c, n) for c, n in self.counts if n >= k]
+        """Mean correctness over all judged replies of a problem, then over problems."""
+        return self.pass_at(1)
 
 
 def evaluate(
@@ -113,7 +111,7 @@ def evaluate_model(
         r = config.rollout
         sampling = Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
         done = evaluate(engine, rewards, prompts, samples=samples, sampling=sampling, seed=seed, stream="eval")
-        numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks if k > 1}
+        numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks}
         if greedy:
             cold = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
             numbers["greedy"] = evaluate(
@@ -141,28 +139,41 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path")} | {"path": model}
     tree["cold_start"] = {}
     if data:
-        known = {k: v for k, v in tree.get("data", {}).items() if k not in ("path", "hub", "task", "held_out_path")}
-        tree["data"] = known | {"path" if Path(data).suffix else "task": data, "held_out": 0}
+        _put_data(tree, data)
     tree["seed"] = seed if data else tree.get("seed", seed)
     config = settings.override(tree, overrides, where=recipe or "eval")
     settings.check(config)
     return config
 
 
+def _put_data(tree: dict[str, Any], data: str) -> None:
+    """Replace the recipe's problems by others, keeping the settings that say how problems are read and put."""
+    old = tree.get("data", {})
+    presentation = {"instruction", "system", "chat", "max_prompt_tokens", "on_bad_row"}
+    if Path(data).suffix:
+        kept = presentation | {"prompt_field", "answer_field", "answer_after"}
+        tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
+    else:
+        kept = presentation | ({"task_options"} if old.get("task") == data else set())
+        tree["data"] = {k: v for k, v in old.items() if k in kept} | {"task": data, "held_out": 0}
+        if not old.get("task"):
+            tree["reward"] = {}  # a task has its own verifier
+
+
 def _eval_parts(
     config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
 ) -> tuple[Sequence[Prompt], Engine, RewardPool]:
     from gspo.data.problems import load_problems
-    from gspo.policy.model import load_policy
+    from gspo.policy.model import load_policy, load_tokenizer
 
     task = (config.data.task, config.data.task_options) if config.data.task else None
     rewards = RewardPool(config.reward, task)
     stack.callback(rewards.close)
-    policy = load_policy(config.model, seed=config.seed)
-    data = config.data
+    tokenizer, data = load_tokenizer(config.model), config.data
     if not held_out and data.task:
         data = dataclasses.replace(data, task_size=limit or 1000)
-    problems = load_problems(data, policy.tokenizer, config.seed)
+    problems = load_problems(data, tokenizer, config.seed)
+    policy = load_policy(config.model, tokenizer, seed=config.seed)
     prompts = problems.held_out if held_out else problems.train
     if not prompts:
         raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
@@ -179,7 +190,7 @@ def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")
     if done.unscored:
-        print(f"  {done.unscored} replies could not be scored and are left out")
+        print(f"  {done.unscored} replies have no verdict (unscored) and are left out")
 
 
 def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:

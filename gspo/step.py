@@ -69,6 +69,8 @@ class Learned:
 
     counted: tuple[Counted, ...]
     """The replies that were learned from; sequence i of `tokens`."""
+    reward_B: Tensor
+    """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
     advantage_B: Tensor
     tokens: Tokens
     """`logp_N` is the learning policy's at the moment each token was used."""
@@ -118,6 +120,7 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
     ]
     return Learned(
         counted=tuple(replies),
+        reward_B=reward_B,
         advantage_B=advantage_B,
         tokens=replace(tokens, logp_N=batch.logp_N),
         entropy_N=entropy_N,

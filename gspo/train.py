@@ -11,17 +11,17 @@ import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, ModelConfig, check
+from gspo.config import Config, ModelConfig, RolloutConfig, check
 from gspo.data.chat import render
 from gspo.data.problems import PromptOrder, demonstrations, load_problems, shown
 from gspo.data.task import build_task
-from gspo.errors import ConfigError, NumericalError, RewardError
+from gspo.errors import ConfigError, GspoError, NumericalError, RewardError
 from gspo.evaluate import Estimate, Evaluation, evaluate
 from gspo.objective.advantage import batch_whitened, external
 from gspo.objective.loss import build as build_objective
@@ -37,7 +37,7 @@ from gspo.policy import checkpoint
 from gspo.policy.batch import Row
 from gspo.policy.checkpoint import TrainerState
 from gspo.policy.cold_start import cold_start
-from gspo.policy.model import load_policy
+from gspo.policy.model import load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
@@ -78,8 +78,13 @@ def train(config: Config, display: Display) -> Outcome:
 def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint; `steps` moves its end."""
     run, config = RunDir.open(path)
-    if steps is not None:
+    if steps is not None and steps != config.steps:
+        if config.learner.schedule != "constant":
+            display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
+        run.event("new end", steps=steps, before=config.steps)
         config = dataclasses.replace(config, steps=steps)
+        run.describe(config)
+    check(config)
     objective = run_objective(config)
     begin = None
     if any(run.checkpoints.glob("[0-9]*")):
@@ -102,6 +107,10 @@ def run_objective(config: Config) -> Objective:
         raise ConfigError(f"objective.name: {name} needs advantages from outside and is for your own loop (gspo.policy_loss); runs take another row")  # fmt: skip
     if config.rollout.replies < 2 and objective.advantage is not batch_whitened:
         raise ConfigError(f"rollout.replies: {name} compares replies of a group, so it needs at least 2")
+    if objective.keep == "all" and config.rollout.refill_budget != RolloutConfig().refill_budget:
+        raise ConfigError(
+            'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
+        )
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
@@ -118,7 +127,10 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         stop = stack.enter_context(StopRequest(display.message))
         sinks = Sinks(config.log.sinks, name=config.name, run=run.path, settings=dataclasses.asdict(config), complain=display.message)  # fmt: skip
         stack.callback(sinks.close)
+        stack.enter_context(_errors_as_events(run))
         parts = _build_parts(run, config, objective, begin, stack)
+        if begin is None:
+            run.describe(config)
         loop = _Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
         state = loop.begin_fresh() if begin is None else loop.begin_from(begin)
         state = loop.run_steps(state) if state else TrainerState()
@@ -131,13 +143,24 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
     )  # fmt: skip
 
 
+@contextmanager
+def _errors_as_events(run: RunDir) -> Iterator[None]:
+    """What ended a run is written in it."""
+    try:
+        yield
+    except GspoError as error:
+        run.event("error", error=type(error).__name__, what=str(error))
+        raise
+
+
 def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path | None, stack: ExitStack) -> Parts:
     task = build_task(config.data.task, config.data.task_options) if config.data.task else None
     rewards = RewardPool(config.reward, (config.data.task, config.data.task_options) if task else None)
     stack.callback(rewards.close)
     model = config.model if begin is None else dataclasses.replace(config.model, path=str(begin), build="")
-    policy = load_policy(model, seed=config.seed, alphabet=task.alphabet if task else "")
-    problems = load_problems(config.data, policy.tokenizer, config.seed)
+    tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
+    problems = load_problems(config.data, tokenizer, config.seed)
+    policy = load_policy(model, tokenizer, seed=config.seed)
     engine = build_engine(
         config.rollout.engine,
         EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids),
@@ -164,7 +187,8 @@ def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
     kept = run.path / "reference"
     if kept.is_dir():
         config = dataclasses.replace(config, path=str(kept), build="")
-    return load_policy(dataclasses.replace(config, gradient_checkpointing=False), seed=0).model.requires_grad_(False)
+    config = dataclasses.replace(config, gradient_checkpointing=False)
+    return load_policy(config, load_tokenizer(config), seed=0).model.requires_grad_(False)
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -315,7 +339,7 @@ class _Loop:
             prompts = [next(fresh)[0] for _ in range(COLD_START_CHECK)]
             sampling = Sampling(max_tokens=self.config.rollout.max_tokens, temperature=self.config.rollout.temperature)
             done = self._held_out(prompts, sampling, 1, f"cold-start/{step}")
-            if not done.counts:
+            if not done.verdicts:
                 raise RewardError(f"cold start: not one reply could be scored; the first: {done.scores[0][0].failure}")
             return done.accuracy.value
 
@@ -334,10 +358,9 @@ class _Loop:
         held_out = {p.content for p in self.parts.problems.held_out if isinstance(p.content, str)}
         end = self.parts.policy.stop_ids[0]
         for number, problem in zip(count(), demonstrations(data, self.config.seed, exclude=held_out), strict=False):
-            content = shown(problem.prompt, data)
-            text, ids = render(content, tokenizer, chat=data.chat)
+            text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
             columns = {"answer": problem.answer, **problem.columns}
-            prompt = Prompt(id=f"cold/{number}", content=content, text=text, token_ids=ids, columns=columns)
+            prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
             reply = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
             yield prompt, (*reply, end)
 
@@ -357,6 +380,8 @@ class _Loop:
             f"{len(parts.problems.train)} training and {len(parts.problems.held_out)} held-out problems; objective {parts.objective.name}; "
             f"run directory {self.run.path}"
         )
+        if parts.problems.overlapping:
+            self.display.message(f"left out {parts.problems.overlapping} training problems that are also held out")
         if parts.problems.skipped:
             self.display.message(f"left out {parts.problems.skipped} bad rows (data.on_bad_row = skip)")
         if config.rollout.top_p < 1 or config.rollout.top_k:

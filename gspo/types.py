@@ -89,7 +89,7 @@ class Score:
     reward: float | None = None
     """Weighted sum of the parts, before shaping. None when unscored."""
     correct: bool | None = None
-    """Decides mixed groups and accuracy. None when unscored."""
+    """Decides mixed groups and accuracy. None when unscored, or when the first reward function abstained."""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value; None where it abstained or failed."""
     failure: str | None = None
@@ -110,9 +110,9 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the scored replies hold both right and wrong ones: 0 < #correct < #scored."""
-        correct = [score.correct for score in self.scores if score.status is Status.SCORED]
-        return 0 < sum(bool(c) for c in correct) < len(correct)
+        """Whether the judged replies hold both right and wrong ones: 0 < #correct < #scored."""
+        correct = [score.correct for score in self.scores if score.correct is not None]
+        return 0 < sum(correct) < len(correct)
 
     @property
     def uniform(self) -> bool:

@@ -230,6 +230,8 @@ def _check_inputs(row: Objective, tokens: Tokens) -> None:
         if "kl" in row.given:
             raise ConfigError(f"kl={row.kl:g}: needs logp_ref, the reference policy's log-probabilities; or set kl=0")
         warnings.warn(f"objective {row.name!r} has kl={row.kl:g} by default, but no logp_ref was given: no KL term; set kl=0 to say so", ObjectiveWarning, stacklevel=3)  # fmt: skip
+    if row.kl and row.kl_in == "reward" and tokens.logp_ref_N is not None:
+        warnings.warn(f"objective {row.name!r} has its KL penalty in the reward: policy_loss adds none; subtract kl * sum(log pi - log pi_ref) from the rewards, or set kl_in=loss", ObjectiveWarning, stacklevel=3)  # fmt: skip
     sampler_N = tokens.logp_sampler_N
     if (
         row.clips_sequences

@@ -10,7 +10,7 @@ import statistics as st
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo.objective.counted import Counted, left_out
+from gspo.objective.counted import left_out
 from gspo.objective.loss import statistics
 from gspo.objective.objective import Objective
 from gspo.step import Collected, Learned
@@ -89,10 +89,11 @@ def rollout_records(objective: Objective, collected: Collected, learned: Learned
             record = _reply(group, c, s)
             at = found.get((number, sample))
             if at is None or learned is None:
-                reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "uniform group")
+                reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "not mixed")
                 yield record | {"trained": False, "left_out": reason}
             else:
-                yield record | {"trained": True, **_learning(learned.counted[at], float(learned.advantage_B[at]), numbers[at])}  # fmt: skip
+                reward, advantage = float(learned.reward_B[at]), float(learned.advantage_B[at])
+                yield record | {"trained": True, **_learning(reward, advantage, numbers[at])}
 
 
 def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]:
@@ -113,8 +114,8 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
     }
 
 
-def _learning(counted: Counted, advantage: float, numbers: dict[str, Any]) -> dict[str, Any]:
-    return {"shaped_reward": counted.reward, "advantage": advantage, **numbers}
+def _learning(reward: float, advantage: float, numbers: dict[str, Any]) -> dict[str, Any]:
+    return {"shaped_reward": reward, "advantage": advantage, **numbers}
 
 
 def _by_sequence(learned: Learned) -> list[dict[str, Any]]:

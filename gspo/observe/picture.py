@@ -21,7 +21,8 @@ def draw_curves(run: Path) -> Path:
     _band(axes[0][0], rows, "C1")
     _panel(axes[0][1], rows, "How much is clipped?", [("clip/fraction_tokens", "tokens", "C0"), ("clip/fraction_sequences", "replies", "C1"), ("groups/uniform_fraction", "groups without a signal", "C7")])  # fmt: skip
     _panel(axes[1][0], rows, "How far does a step move the policy?", [("ratio/token_log_std", "spread of log-ratio, tokens", "C0"), ("ratio/sequence_log_std", "spread of log-ratio, replies", "C1")])  # fmt: skip
-    axes[1][0].set_yscale("log")
+    if any(r.get("ratio/sequence_log_std") for r in rows):
+        axes[1][0].set_yscale("log")
     _panel(axes[1][1], rows, "What do replies look like?", [("length/mean", "mean length (tokens)", "C0")])
     other = axes[1][1].twinx()
     _panel(other, rows, "", [("entropy/mean", "entropy (nats, right axis)", "C3")])

@@ -52,10 +52,12 @@ class RunDir:
             raise ConfigError(
                 f"{path}: cannot make the run directory: {error.strerror}; choose another --run-dir"
             ) from None
-        run = cls(path)
-        (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        (path / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n", encoding="utf-8")
-        return run
+        return cls(path)
+
+    def describe(self, config: Config) -> None:
+        """Write the config and the environment; from now on the directory holds a run."""
+        _replace(self.path / "config.toml", to_toml(config))
+        _replace(self.path / "environment.json", json.dumps({"seed": config.seed, **_environment()}, indent=2) + "\n")
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:
@@ -116,6 +118,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".tmp-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
 
 
 def _line(values: Mapping[str, Any]) -> str:

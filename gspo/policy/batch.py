@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def make_plan(
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     steps = tuple(
         tuple(_micro_batch(rows, part, start_B, pad_id) for part in _by_budget(rows, order[a:b], token_budget))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     )
     return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps)
 

@@ -7,6 +7,8 @@ probabilities are the sampler's; no code from the model's repository unless it w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +43,21 @@ class Policy:
         return next(i for i in (self.tokenizer.pad_token_id, *self.stop_ids, 0) if i is not None)
 
 
-def load_policy(config: ModelConfig, *, seed: int, alphabet: str = "") -> Policy:
-    """The model of the config; `alphabet` holds the characters a built model's tokenizer must know."""
+def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
+    """The model's tokenizer; for a built model one that knows the characters of `alphabet` (default: ASCII)."""
+    if config.build:
+        return char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
+    from transformers import AutoTokenizer
+
+    path, options = _location(config)
+    with _load_errors(config):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
+
+
+def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int) -> Policy:
+    """The model of the config, on its device, without noise."""
     device = _device(config.device)
-    model, tokenizer = _build(config, seed, alphabet) if config.build else _load(config)
-    model = model.to(device)
+    model = (_build(config, tokenizer, seed) if config.build else _load(config)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
     policy = Policy(model=model, tokenizer=tokenizer, device=device)
@@ -66,33 +78,39 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _load(config: ModelConfig) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _load(config: ModelConfig) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    path, options = config.path, {}
-    if path.endswith(".gguf"):
+    path, options = _location(config)
+    if options:
         from transformers import GgufConfig
 
-        if not Path(path).is_file():
-            raise ConfigError(f"model.path: {path}: no such file")
-        path, options = os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
-        load_options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
-    else:
-        _check_local(path)
-        load_options = {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-            **options,
-            **load_options,
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    with _load_errors(config):
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
+
+
+def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds the model, and the option that names a .gguf file there."""
+    path = os.path.expanduser(config.path)
+    if not path.endswith(".gguf"):
+        _check_local(path)
+        return path, {}
+    if not Path(path).is_file():
+        raise ConfigError(f"model.path: {config.path}: no such file")
+    return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
+
+
+@contextmanager
+def _load_errors(config: ModelConfig) -> Iterator[None]:
+    """What transformers says of a model it cannot load, as one line."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"model.path: cannot load {config.path!r}: {reason}") from error
-    return model, tokenizer
 
 
 def _check_local(path: str) -> None:
@@ -106,10 +124,9 @@ def _check_local(path: str) -> None:
         raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")
 
 
-def _build(config: ModelConfig, seed: int, alphabet: str) -> tuple[Any, Any]:
+def _build(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
@@ -122,10 +139,7 @@ def _build(config: ModelConfig, seed: int, alphabet: str) -> tuple[Any, Any]:
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype)
-        )
-    return model, tokenizer
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype))
 
 
 def char_tokenizer(alphabet: str) -> Any:

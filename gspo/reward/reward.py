@@ -200,7 +200,7 @@ class RewardPool:
         failure = next((part.failure for part in parts if part.failure), None)
         terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
         if failure is None and not terms:
-            failure = "nonsense: every reward abstained"
+            failure = "abstained: every reward returned None"
         if failure is None and not math.isfinite(sum(terms)):
             failure = "nonsense: the weighted sum is not finite"
         if failure is not None:

@@ -1233,3 +1233,88 @@ def test_the_same_call_gives_the_same_loss_and_the_promised_statistics(row):
     twice, _ = evaluate(bare(row), case, row=row)
     assert out.loss.item() == twice.loss.item()
     assert set(out.stats) >= {"clip_fraction_tokens", "clip_fraction_sequences", "ratio_mean", "ratio_max"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_only_logp_and_entropy_carry_a_gradient(row):
+    case = random_case(0, scale=0.05).map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
+    out = gspo.policy_loss(
+        all_options(row),
+        case.logp,
+        case.logp_old,
+        case.advantage,
+        case.mask,
+        logp_sampler=case.logp_sampler,
+        logp_ref=case.logp_ref,
+        entropy=case.entropy,
+        **({"selected": case.selected} if row in COV_ROWS else {}),
+    )
+    constants = (case.logp_old, case.advantage, case.logp_sampler, case.logp_ref)
+    grads = torch.autograd.grad(out.loss, (*constants, case.logp, case.entropy), allow_unused=True)
+    assert all(grad is None or (grad == 0).all() for grad in grads[:4])
+    assert all((grad != 0).any() for grad in grads[4:])
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_mask_of_zeros_and_ones_is_a_mask(row):
+    case = random_case(0, scale=0.05)
+    want, _ = evaluate(bare(row), case, row=row)
+    for dtype in (torch.float32, torch.int64, torch.uint8):
+        out, _ = evaluate(bare(row), case.replace(mask=case.mask.to(dtype)), row=row)
+        assert out.loss.item() == want.loss.item()
+    with pytest.raises((ValueError, AssertionError), match="mask"):
+        evaluate(bare(row), case.replace(mask=case.mask.float() * 0.5), row=row)
+
+
+def test_published_kl_of_reinforce_pp_and_grpo():
+    """reinforce_pp's is in the reward, where policy_loss cannot show it."""
+    reinforce, grpo = gspo.objective("reinforce_pp"), gspo.objective("grpo")
+    assert (reinforce.kl, reinforce.kl_in) == (0.001, "reward")
+    assert (grpo.kl, grpo.kl_in) == (0.04, "loss")
+
+
+def test_statistics_of_the_reference_and_of_the_sampler_are_k3_over_tokens():
+    case = random_case(0, scale=0.05)
+    out, _ = evaluate(gspo.objective("dapo", kl=0.1), case, row="dapo", sampler=True, ref=True)
+    k3 = lambda log_r: (log_r.exp() - 1 - log_r)[case.mask].mean().item()  # noqa: E731
+    assert out.stats["kl_ref"] == pytest.approx(k3(case.logp_ref - case.logp), rel=1e-6)
+    assert out.stats["mismatch_k3"] == pytest.approx(k3(case.logp_old - case.logp_sampler), rel=1e-6)
+
+
+@pytest.mark.parametrize("row", COV_ROWS)
+def test_one_batch_selects_as_select_tokens_does_by_default(row):
+    case = random_case(1, B=8, T=20, empty=False)
+    kw = {"cov_low": 0.0, "cov_high": 10.0} if row == "clip_cov" else {}
+    objective = gspo.objective(row, select_fraction=0.15, **kw)
+    selected = gspo.select_tokens(objective, case.logp, case.logp_old, case.advantage, case.mask)
+    out, grad = evaluate(objective, case, row=row, selected=False)
+    want, want_grad = evaluate(objective, case.replace(selected=selected), row=row)
+    assert out.loss.item() == want.loss.item()
+    assert torch.equal(grad, want_grad)
+
+
+def test_soft_overlong_needs_a_cache():
+    assert gspo.soft_overlong(9, 10, 1) == 0
+    assert gspo.soft_overlong(10, 10, 1) == -1
+    with pytest.raises(ValueError, match="cache"):
+        gspo.soft_overlong(5, 10, 0)
+    with pytest.raises(ValueError, match="cache"):
+        gspo.soft_overlong(5, 10, 11)
+
+
+@pytest.mark.parametrize(
+    ("A", "logp_old", "log_ratio", "sigma"),
+    [
+        (1.0, math.log(0.5), 0.4, 0.5**-0.3 * 1.03),
+        (-1.0, math.log(0.5), -0.4, 0.5**-0.3 / 1.03),
+        (0.01, -20.0, 2.9, 10.0 * 1.0003),  # sigma_high
+        (1000.0, 0.0, 2.0, 10.0),  # factor_high
+        (-1000.0, 0.0, -0.05, 0.1),  # factor_low
+        (1.0, math.log(0.5), -0.4, math.inf),  # moving back: no gate
+        (-1.0, math.log(0.5), 0.4, math.inf),
+    ],
+)
+def test_5_4_maspo_widths(A, logp_old, log_ratio, sigma):
+    _, grad = evaluate("maspo", one_token([log_ratio], A, logp_old=logp_old))
+    r = math.exp(log_ratio)
+    assert -grad.item() / A == pytest.approx(math.exp(-((r - 1) ** 2) / (2 * sigma**2)) * r, rel=1e-9)

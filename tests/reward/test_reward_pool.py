@@ -99,7 +99,7 @@ def test_abstaining(make_pool, reward_file, group):
     assert (one.reward, one.correct) == (1.25, True)
     assert (two.status, two.reward, two.correct, two.parts) == (Status.SCORED, 0.25, None, {"a": None, "b": 0.25})
     assert (none.status, none.reward, none.correct) == (Status.UNSCORED, None, None)
-    assert none.failure == "nonsense: every reward abstained"
+    assert none.failure == "abstained: every reward returned None"
 
 
 def test_a_failure_of_one_function_leaves_the_other_parts(make_pool, reward_file, group):

@@ -103,7 +103,7 @@ def test_math_answer(math_pool, group, chat):
 
 def test_math_answer_abstains_rather_than_saying_wrong(math_pool, group):
     (score,) = math_pool.score([group(["Paris"], answer="Paris")])[0]
-    assert (score.status, score.failure) == (Status.UNSCORED, "nonsense: every reward abstained")
+    assert (score.status, score.failure) == (Status.UNSCORED, "abstained: every reward returned None")
 
 
 def test_math_answer_with_a_marker(make_pool, group):

@@ -1,0 +1,131 @@
+"""The command line as a user meets it: real processes, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = [
+    "--steps=2", "--cold_start.steps=4", "--cold_start.check_every=4", "--rollout.prompts=4", "--rollout.replies=4",
+    "--rollout.max_tokens=12", "--data.held_out=8", "--data.task_size=50",
+]  # fmt: skip
+
+
+def gspo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gspo.cli", *arguments], capture_output=True, text=True, timeout=240, cwd=cwd
+    )
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("cli") / "run"
+    done = gspo("demo", f"--run-dir={run}", "--seed=3", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert "Held-out accuracy" in done.stdout
+    assert f"Run directory:  {run}" in done.stdout
+    return run
+
+
+def test_the_demo_leaves_a_picture_and_a_run(demo_run: Path) -> None:
+    assert (demo_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert 'build = "tiny_moe"' in (demo_run / "config.toml").read_text()
+    assert json.loads((demo_run / "environment.json").read_text())["seed"] == 3
+
+
+def test_a_run_goes_on(demo_run: Path) -> None:
+    done = gspo("train", "--resume", str(demo_run), "--steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "resumed" in done.stdout
+    assert "step 3/3" in done.stdout
+    assert "steps = 3" in (demo_run / "config.toml").read_text()
+
+
+def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> None:
+    done = gspo(
+        "eval", str(demo_run), "--k", "1,4", f"--json={tmp_path}/n.json", f"--replies={tmp_path}/r.jsonl", "--greedy"
+    )
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert numbers["problems"] == 8
+    assert set(numbers["pass@4"]) == {"value", "low", "high"}
+    assert {"avg@1", "avg@4", "pass@1", "greedy"} <= set(numbers)
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 32
+    model = str(next((demo_run / "checkpoints").iterdir()))
+    done = gspo("eval", model, "--data", "addition", "--limit", "5", "--rollout.max_tokens=12")
+    assert done.returncode == 0, done.stderr
+    assert "5 problems" in done.stdout
+
+
+def test_eval_on_a_file_of_ones_own(demo_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"q": "1+2", "answer": "3"}\n{"q": "4+4", "answer": "8"}\n')
+    done = gspo(
+        "eval", str(demo_run), "--data", str(tmp_path / "p.jsonl"), "--data.prompt_field=q", "--reward.functions=exact_answer"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 problems" in done.stdout
+
+
+def test_objectives_for_people_and_programs() -> None:
+    text, data = gspo("objectives"), gspo("objectives", "--json")
+    rows = json.loads(data.stdout)
+    assert [r["name"] for r in rows][:2] == ["gspo", "gspo_token"]
+    assert {r["paper"] for r in rows if r["name"] == "gspo"} == {"arXiv:2507.18071"}
+    assert rows[0]["settings"]["clip_low"] == 3e-4
+    assert all(r["name"] in text.stdout for r in rows)
+
+
+MISTAKES = [
+    (["train", "nowhere.toml"], "nowhere.toml: no such recipe"),
+    (["train"], "name a recipe"),
+    (["train", "demo", "--lerner.x=1"], "unknown setting lerner"),
+    (["train", "demo", "--learner.learning_rat=1"], "did you mean learner.learning_rate"),
+    (["train", "demo", "--objective.name=gpso"], "no objective 'gpso'; there are: gspo"),
+    (["train", "demo", "--objective.clip_lo=1"], "did you mean clip_low"),
+    (["train", "demo", "--objective.tau_pos=1"], "has no setting 'tau_pos'"),
+    (["train", "demo", "--data.task=adition"], "no task 'adition'"),
+    (["train", "demo", "--rollout.engine=magic"], "no engine 'magic'"),
+    (["train", "demo", "--model.build=", "--model.path=./nowhere"], "./nowhere: no such directory"),
+    (["train", "demo", "--reward.functions=nope"], "nope"),
+    (["train", "demo", "--reward.functions=nope.py:f"], "nope.py"),
+    (["train", "--resume", "nowhere"], "nowhere: not a run directory"),
+    (["train", "--resume", "nowhere", "--learner.learning_rate=1"], "only --steps may be given"),
+    (["eval", "./nowhere", "--data", "addition"], "./nowhere: no such directory"),
+    (["eval", "./nowhere"], "say on what"),
+    (["eval", "./nowhere", "--data", "addition", "--k", "a"], "--k 1,8"),
+    (["objectives", "--colour"], "unknown option --colour"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_clear_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = gspo(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("gspo: ")
+    assert words in lines[0]
+    assert not list(tmp_path.rglob("config.toml"))
+
+
+def test_a_failed_start_does_not_use_up_its_directory(tmp_path: Path) -> None:
+    wrong = gspo("demo", f"--run-dir={tmp_path}/run", *SMALL, "--data.held_out=99999999")
+    assert wrong.returncode == 1
+    assert len(wrong.stderr.strip().splitlines()) == 1
+    right = gspo("demo", f"--run-dir={tmp_path}/run", *SMALL)
+    assert right.returncode == 0, right.stderr
+    again = gspo("demo", f"--run-dir={tmp_path}/run", *SMALL)
+    assert "already holds a run" in again.stderr
+
+
+def test_the_import_is_light() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, gspo, gspo.config, gspo.reward.worker; print('torch' in sys.modules)"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,124 @@
+"""Recipes: what is read, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo import config as settings
+from gspo.config import Config
+from gspo.errors import ConfigError
+
+GOOD = '[model]\nbuild = "tiny_dense"\n[data]\ntask = "sorting"\n'
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    (tmp_path / "r.toml").write_text(text)
+    return settings.load(tmp_path / "r.toml", overrides)
+
+
+def test_a_recipe_and_its_overrides(tmp_path: Path) -> None:
+    made = load(
+        tmp_path, GOOD, "--steps=7", "--rollout.top-k=5", "learner.learning_rate=2", "--log.sinks=tensorboard,wandb",
+        "--data.task_options={min_items = 2}", "--objective.clip_low=1e-3", "--objective.kl_estimator=k3+", "--name=007",
+    )  # fmt: skip
+    assert (made.steps, made.rollout.top_k, made.learner.learning_rate) == (7, 5, 2.0)
+    assert made.log.sinks == ("tensorboard", "wandb")
+    assert made.data.task_options == {"min_items": 2}
+    assert made.objective.settings == {"clip_low": 1e-3, "kl_estimator": "k3+"}
+    assert made.name == "007"
+
+
+@pytest.mark.parametrize("text", ["1,2", "[1, 2]", "1.0, 2.0"])
+def test_lists_of_numbers_can_be_written_with_commas(text: str, tmp_path: Path) -> None:
+    recipe = GOOD + '[reward]\nfunctions = ["exact_answer", "task_answer"]\n'
+    assert load(tmp_path, recipe, f"--reward.weights={text}").reward.weights == (1.0, 2.0)
+
+
+def test_another_objective_does_not_inherit_the_settings_of_the_recipes_own(tmp_path: Path) -> None:
+    recipe = GOOD + '[objective]\nname = "gspo"\nclip_low = 3e-3\n'
+    assert load(tmp_path, recipe, "--objective.name=grpo", "--objective.kl=0").objective.settings == {"kl": 0}
+    assert load(tmp_path, recipe, "--objective.clip_high=1e-3").objective.settings == {
+        "clip_low": 3e-3,
+        "clip_high": 1e-3,
+    }
+
+
+ERRORS: list[tuple[str, tuple[str, ...], str]] = [
+    ("lerner = 3\n" + GOOD, (), "r.toml: unknown setting lerner; did you mean learner"),
+    (
+        GOOD + "[learner]\nlearningrate = 1\n",
+        (),
+        "unknown setting learner.learningrate; did you mean learner.learning_rate",
+    ),
+    (GOOD, ("--temperature=2",), "command line: unknown setting temperature; did you mean rollout.temperature"),
+    (GOOD, ("--rollout.zzz=2",), "unknown setting rollout.zzz; known here: engine"),
+    (GOOD, ("--rollout.prompts=many",), "rollout.prompts must be a whole number, not 'many'"),
+    (GOOD, ("--rollout.prompts=2.5",), "rollout.prompts must be a whole number"),
+    (GOOD, ("--rollout.prompts=true",), "rollout.prompts must be a whole number"),
+    (GOOD, ("--rollout.prompts=0",), "rollout.prompts: must be at least 1"),
+    (GOOD, ("--rollout.temperature=0",), "rollout.temperature: must be a positive number"),
+    (GOOD, ("--rollout.temperature=nan",), "rollout.temperature: must be a positive number"),
+    (GOOD, ("--rollout.top_p=1.5",), "rollout.top_p: must be between 0 and 1"),
+    (GOOD, ("--learner.schedule=step",), "learner.schedule must be one of 'constant', 'linear', 'cosine'"),
+    (GOOD, ("--learner=3",), "learner is a section"),
+    (GOOD, ("--steps",), "is not an override; write --section.key=value"),
+    (GOOD, ("--steps.x=1",), "steps"),
+    (GOOD, ("--log.sinks=disk",), "unknown sink 'disk'"),
+    (GOOD, ("--data.path=x.jsonl",), "exactly one of data.path, data.hub, data.task"),
+    (GOOD, ("--model.path=x",), "either model.path"),
+    (GOOD, ("--reward.functions=a.py:b", "--reward.weights=1,2"), "2 weights for 1 functions"),
+    (GOOD, ("--reward.options={nope = {a = 1}}",), "reward.options.nope"),
+    (GOOD, ("--data.prompt_field=question",), "data.prompt_field: has no effect with a generated task"),
+    (GOOD, ("--learner.final_fraction=0.5",), "learner.final_fraction: has no effect"),
+    ('[model]\nbuild = "tiny_dense"\n[data]\npath = "x.jsonl"\n', (), "reward.functions: name at least one"),
+    ("steps = = 3", (), "r.toml: not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "words"), ERRORS, ids=[e[2][:40] for e in ERRORS])
+def test_a_mistake_is_one_line_that_names_the_key(
+    text: str, overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_lists_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such recipe.*demo"):
+        settings.load("nowhere.toml")
+    assert settings.load("demo").name == "demo"
+
+
+def test_every_setting_has_a_help_text() -> None:
+    texts = list(settings.help_texts())
+    assert len(texts) > 60
+    assert all(help_text.endswith((".", ")", "?")) for _, _, _, help_text in texts)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(
+    texts,
+    st.integers(0, 10**6),
+    st.floats(1e-9, 1e9),
+    st.booleans(),
+    st.dictionaries(texts, texts | st.integers() | st.lists(texts)),
+)
+def test_what_is_written_is_read_back_the_same(
+    name: str, steps: int, rate: float, flag: bool, table: dict[str, Any]
+) -> None:
+    tree = {
+        "name": name, "steps": steps, "learner": {"learning_rate": rate}, "eval": {"greedy": flag},
+        "data": {"task_options": table}, "objective": {"name": "gspo", "clip_low": rate},
+    }  # fmt: skip
+    made = settings.from_tree(tree, where="test")
+    assert settings.from_tree(tomllib.loads(settings.to_toml(made)), where="again") == made

@@ -1,0 +1,137 @@
+"""The documentation against the code: what is written down is what happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gspo import config as settings
+from gspo.observe.progress import PlainDisplay
+from gspo.observe.run_dir import read_jsonl
+from gspo.train import train
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if p.is_file())])
+
+REWARDS = '''
+def spaces(prompts, completions, **columns):
+    """Varies between replies of a random model, and fails on some of them."""
+    return [ValueError("ouch") if len(c) % 4 == 3 else c.count(" ") + len(c) % 2 for c in completions]
+'''
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A very small run that writes every key there is: KL penalty, two rewards, unscored replies, evaluation."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "rewards.py").write_text(REWARDS)
+    tree = {
+        "run_dir": str(folder / "run"),
+        "steps": 2,
+        "model": {"build": "tiny_dense"},
+        "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
+        "rollout": {"engine": "local", "prompts": 4, "replies": 4, "max_tokens": 8},
+        "reward": {
+            "functions": [f"{folder}/rewards.py:spaces", "reply_format"],
+            "options": {"reply_format": {"pattern": ".*"}},
+            "workers": 1,
+            "max_unscored_fraction": 1.0,
+        },
+        "objective": {"name": "grpo"},
+        "learner": {"mini_batches": 2, "learning_rate": 1e-3},
+        "eval": {"every": 2},
+    }
+    return train(settings.from_tree(tree, where="test"), PlainDisplay()).run
+
+
+def defined(section: str) -> set[str]:
+    """The names in the first column of a section's table in docs/metrics.md."""
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^\| `([^`]+)` \|", body, re.MULTILINE))
+
+
+def keys(rows: list[dict[str, Any]]) -> set[str]:
+    return {re.sub(r"^reward/part/.*", "reward/part/NAME", key) for row in rows for key in row}
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "timings.jsonl"])
+def test_every_key_of_a_run_is_defined_and_every_definition_is_of_a_key(run: Path, file: str) -> None:
+    assert keys(read_jsonl(run / file)) == defined(file)
+
+
+def test_every_field_of_a_rollout_is_defined_and_every_definition_is_of_a_field(run: Path) -> None:
+    rows = [row for file in sorted((run / "rollouts").iterdir()) for row in read_jsonl(file)]
+    assert {row["trained"] for row in rows} == {True, False}
+    assert keys(rows) == defined("rollouts/STEP.jsonl")
+
+
+def test_every_event_is_defined_and_every_definition_is_of_an_event(run: Path) -> None:
+    text = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gspo").rglob("*.py"))
+    assert set(re.findall(r'\.event\(\s*"([^"]+)"', text)) == defined("events.jsonl")
+    assert {row["event"] for row in read_jsonl(run / "events.jsonl")} <= defined("events.jsonl")
+
+
+def test_generated_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generator().main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_check_notices_an_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = generator()
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    assert module.main(["--check"]) == 1
+    assert module.main([]) == 0
+    assert module.main(["--check"]) == 0
+    page = tmp_path / "settings.md"
+    page.write_text(page.read_text(encoding="utf-8") + "by hand\n", encoding="utf-8")
+    assert module.main(["--check"]) == 1
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def examples() -> list[Any]:
+    text = (DOCS / "library.md").read_text(encoding="utf-8")
+    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [pytest.param(b[1], id=f"line {text.count(chr(10), 0, b.start()) + 2}") for b in blocks]
+
+
+@pytest.mark.parametrize("source", examples())
+def test_examples_of_the_library_run(source: str) -> None:
+    exec(compile(source, "docs/library.md", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_recipes_load(recipe: Path) -> None:
+    assert settings.load(recipe).name == recipe.stem
