@@ -44,7 +44,7 @@ def tiny_tree(run_dir: Path) -> dict[str, Any]:
         "name": "tiny",
         "run_dir": str(run_dir),
         "steps": 3,
-        "model": {"build": "tiny_dense"},
+        "model": {"build": "tiny_dense", "device": "cpu"},
         "data": {"task": "sorting", "task_options": {"min_items": 2, "max_items": 3}, "task_size": 60, "held_out": 8},
         "rollout": {"prompts": 4, "replies": 4, "max_tokens": 10},
         "reward": {"functions": ["lengths.py:shorter"], "workers": 1},

@@ -96,7 +96,27 @@ def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config
     train(config, display)
     rows = read_jsonl(run_of(config) / "metrics.jsonl")
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
-    promised = ["reward/mean", "reward/std", "groups/uniform_fraction", "groups/discarded", "samples/unscored", "loss/policy", "grad/norm", "clip/fraction_tokens", "clip/fraction_sequences", "ratio/token_log_std", "ratio/sequence_log_std", "ratio/max", "kl/old_new", "mismatch/k3", "entropy/mean", "length/mean", "length/truncated_fraction", "tokens/generated", "tokens/trained"]
+    promised = [
+        "reward/mean",
+        "reward/std",
+        "groups/uniform_fraction",
+        "groups/discarded",
+        "samples/unscored",
+        "loss/policy",
+        "grad/norm",
+        "clip/fraction_tokens",
+        "clip/fraction_sequences",
+        "ratio/token_log_std",
+        "ratio/sequence_log_std",
+        "ratio/max",
+        "kl/old_new",
+        "mismatch/k3",
+        "entropy/mean",
+        "length/mean",
+        "length/truncated_fraction",
+        "tokens/generated",
+        "tokens/trained",
+    ]
     for row in rows[1:]:
         assert all(row[name] is not None for name in promised)
         assert not any(name.startswith("time/") for name in row)

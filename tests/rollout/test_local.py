@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.errors import ConfigError, DataError, NumericalError
+from gspo.rollout import draw, rows
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -159,8 +160,8 @@ def test_a_model_that_ignores_positions_is_found_out() -> None:
 
 def test_long_replies_outgrow_every_buffer(model: Any, prompts: list[Prompt]) -> None:
     engine = engine_of(model, stop_ids=(), slots=4)
-    groups = drawn(engine, prompts[:2], samples=3, sampling=Sampling(max_tokens=2 * local.BLOCK + 30))
-    assert {len(reply.token_ids) for group in groups for reply in group} == {2 * local.BLOCK + 30}
+    groups = drawn(engine, prompts[:2], samples=3, sampling=Sampling(max_tokens=2 * rows.BLOCK + 30))
+    assert {len(reply.token_ids) for group in groups for reply in group} == {2 * rows.BLOCK + 30}
     assert_logp(model, prompts[:2], groups)
 
 
@@ -219,7 +220,7 @@ def test_uniform_is_splitmix64(key: int, index: int) -> None:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
     z ^= z >> 31
-    u = local.uniform(torch.tensor([key]), torch.tensor([index])).item()
+    u = draw.uniform(torch.tensor([key]), torch.tensor([index])).item()
     assert u == ((z >> 12) + 0.5) / 2**52
     assert 0 < u < 1
 
@@ -233,7 +234,7 @@ def test_uniform_is_splitmix64(key: int, index: int) -> None:
 )
 def test_a_drawn_token_is_possible(logits: list[float], u: float, top_k: int, top_p: float) -> None:
     sampling = Sampling(max_tokens=1, top_k=top_k, top_p=top_p)
-    token, logp = local.draw(torch.tensor([logits]), sampling, torch.tensor([u], dtype=torch.float64))
+    token, logp = draw.draw(torch.tensor([logits]), sampling, torch.tensor([u], dtype=torch.float64))
     assert 0 <= token.item() < len(logits)
     assert -math.inf < logp.item() <= 0
 
