@@ -6,6 +6,7 @@ probabilities are the sampler's; no code from the model's repository unless it w
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,8 @@ def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         return path, {}
     if not Path(path).is_file():
         raise ConfigError(f"model.path: {config.path}: no such file")
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"model.path: {config.path}: reading it needs the gguf package; run: pip install 'gspo[gguf]'")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
 
 

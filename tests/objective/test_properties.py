@@ -879,6 +879,7 @@ def test_dual_clip_bounds_a_negative_advantage_and_nothing_else(row):
         length = 3000 if row == "dr_grpo" else 1
         assert out.loss.item() * length == pytest.approx(-value, rel=1e-12)
         assert grad.item() * length == pytest.approx(-slope, rel=1e-12, abs=1e-300)
+        assert out.stats["clip_fraction_tokens"] == float(slope == 0)
 
 
 @pytest.mark.parametrize("row", [*TOKEN_CLIP_ROWS, "clip_cov"])
