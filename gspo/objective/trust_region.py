@@ -55,10 +55,8 @@ class Clip(TrustRegion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ConfigError(
-                f"dual_clip: must be above 1 + clip_high = {1 + self.clip_high:g}, not {self.dual_clip:g}"
-            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip: must be above 1 (3 is usual), not {self.dual_clip:g}")
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
@@ -244,7 +242,7 @@ class PenaliseCovariance(CovarianceRegion):
         penalty_N = self.cov_kl * (tokens.logp_N - tokens.logp_old_N).abs()
         chosen_N = self._selected(tokens)
         objective_N = ratio_N * tokens.advantage_N - torch.where(chosen_N, penalty_N, 0.0)
-        return Surrogate(objective_N, ratio_N.detach(), chosen_N)
+        return _soft(objective_N, ratio_N)
 
     def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
         cov_N = covariance(tokens)

@@ -102,7 +102,9 @@ def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if not Path(path).is_file():
         raise ConfigError(f"model.path: {config.path}: no such file")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"model.path: {config.path}: reading it needs the gguf package; run: pip install 'gspo[gguf]'")
+        raise ConfigError(
+            f"model.path: {config.path}: reading it needs the gguf package; run: pip install 'gspo[gguf]'"
+        )
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
 
 
