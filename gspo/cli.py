@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -107,20 +109,27 @@ def _report(outcome: object) -> int:
     print()
     if outcome.stopped_by is not None:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
-        print(f"Stopped {where}. Continue with:  gspo train --resume {outcome.run}")
+        print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
     else:
         print(f"Finished {outcome.step} steps in {outcome.seconds / 60:.1f} minutes.")
     if outcome.before and outcome.after and outcome.step:
         gain = 100 * (outcome.after.value - outcome.before.value)
-        print("Held-out accuracy, sampled, with 95 % intervals:")
+        print(f"Held-out accuracy, sampled, with 95 % intervals, before and after {outcome.evaluated_at} steps:")
         print(f"  before  {outcome.before}")
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.unscored:
+        print(f"{outcome.unscored} replies could not be scored and were left out; rollouts/ says why.")
     if outcome.picture:
         print(f"Picture:        {outcome.picture}")
     print(f"Run directory:  {outcome.run}")
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def _program() -> str:
+    """How this program can be called again: by name where it is on the path."""
+    return "gspo" if shutil.which("gspo") else os.path.relpath(sys.argv[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
     _common(sub)
     _common(command("demo", demo, "A small mixture-of-experts model learns addition on this machine, offline.", "Any setting of 'gspo train --help' can be overridden."))  # fmt: skip
-    sub = command("eval", evaluate, "pass@k and avg@k with 95 % intervals.", "Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer")  # fmt: skip
+    sub = command("eval", evaluate, "pass@k and avg@k with intervals.", "Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer")  # fmt: skip
     sub.add_argument("model", help="model directory, hub name, .gguf file, or a run directory (its newest checkpoint)")
     sub.add_argument("--data", help="problems: a data file, or a generated task by name")
     sub.add_argument(
@@ -194,6 +203,7 @@ def _quiet_libraries() -> None:
     """Errors and warnings of transformers still show; its progress bars and notes do not."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

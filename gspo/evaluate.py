@@ -133,6 +133,10 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
         recipe = recipe or str(run / "config.toml")
         model = str(newest(run / "checkpoints")[0])
+    if not recipe and not data and not run.exists():
+        raise ConfigError(
+            f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"
+        )
     if not recipe and not data:
         raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
     tree: dict[str, Any] = tomllib.loads(settings.find_recipe(recipe).read_text(encoding="utf-8")) if recipe else {}

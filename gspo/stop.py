@@ -35,4 +35,4 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
-        self._announce("Stopping after this step, with a checkpoint. Once more to leave at once.")
+        self._announce("Stopping as soon as what is under way is finished. Once more to leave at once.")

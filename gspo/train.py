@@ -19,7 +19,8 @@ from typing import Any
 
 from gspo.config import Config, ModelConfig, RolloutConfig, check
 from gspo.data.chat import render
-from gspo.data.problems import PromptOrder, demonstrations, load_problems, shown
+from gspo.data.problems import Problems, PromptOrder, demonstrations, load_problems, shown
+from gspo.data.sources import check_file
 from gspo.data.task import build_task
 from gspo.errors import ConfigError, GspoError, NumericalError, RewardError
 from gspo.evaluate import Estimate, Evaluation, evaluate
@@ -37,7 +38,7 @@ from gspo.policy import checkpoint
 from gspo.policy.batch import Row
 from gspo.policy.checkpoint import TrainerState
 from gspo.policy.cold_start import cold_start
-from gspo.policy.model import load_policy, load_tokenizer
+from gspo.policy.model import Policy, load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
@@ -63,6 +64,10 @@ class Outcome:
     after: Estimate | None
     greedy: tuple[float, float] | None
     """Greedy accuracy at the start and at the end."""
+    evaluated_at: int
+    """Step of the last evaluation."""
+    unscored: int
+    """Replies of the steps of this process that could not be scored."""
     picture: Path | None
     seconds: float
 
@@ -71,13 +76,22 @@ def train(config: Config, display: Display) -> Outcome:
     """Start a new run."""
     check(config)
     objective = run_objective(config)
+    for path in filter(None, (config.data.path, config.data.held_out_path)):
+        check_file(path)
     run = RunDir.create(config)
-    return _run(run, config, objective, display, begin=None)
+    try:
+        return _run(run, config, objective, display, begin=None)
+    finally:
+        run.discard_if_empty()
 
 
 def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint; `steps` moves its end."""
     run, config = RunDir.open(path)
+    done = max((int(p.name) for p in run.checkpoints.glob("[0-9]*")), default=0)
+    if steps is not None and steps < done:
+        run.close()
+        raise ConfigError(f"--steps: {run.path} has already done {done} steps, more than {steps}; give a larger number")
     if steps is not None and steps != config.steps:
         if config.learner.schedule != "constant":
             display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
@@ -127,7 +141,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         stop = stack.enter_context(StopRequest(display.message))
         sinks = Sinks(config.log.sinks, name=config.name, run=run.path, settings=dataclasses.asdict(config), complain=display.message)  # fmt: skip
         stack.callback(sinks.close)
-        stack.enter_context(_errors_as_events(run))
+        stack.enter_context(_errors_as_events(run, display))
         parts = _build_parts(run, config, objective, begin, stack)
         if begin is None:
             run.describe(config)
@@ -135,21 +149,26 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         state = loop.begin_fresh() if begin is None else loop.begin_from(begin)
         state = loop.run_steps(state) if state else TrainerState()
         picture = draw_curves(run.path) if state.step else None
-        before, after, greedy = held_out_accuracy(run.path)
+        before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
         run=run.path, step=state.step, steps=config.steps, stopped_by=stop.signal if state.step < config.steps else None,
-        before=before, after=after, greedy=greedy, picture=picture, seconds=time.monotonic() - started,
+        before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
 @contextmanager
-def _errors_as_events(run: RunDir) -> Iterator[None]:
+def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
     """What ended a run is written in it."""
     try:
         yield
     except GspoError as error:
-        run.event("error", error=type(error).__name__, what=str(error))
+        if run.started:
+            run.event("error", error=type(error).__name__, what=str(error))
+        raise
+    except KeyboardInterrupt:
+        if run.started:
+            display.message(f"Left at once. Continue with:  gspo train --resume {run.path}")
         raise
 
 
@@ -160,7 +179,9 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
     model = config.model if begin is None else dataclasses.replace(config.model, path=str(begin), build="")
     tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
     problems = load_problems(config.data, tokenizer, config.seed)
+    rewards.check_columns(problems.train[0].columns)
     policy = load_policy(model, tokenizer, seed=config.seed)
+    _check_positions(policy, problems, config.rollout.max_tokens)
     engine = build_engine(
         config.rollout.engine,
         EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids),
@@ -178,6 +199,16 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         rewards=rewards,
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
     )
+
+
+def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:
+    """A reply that could outgrow the model's positions would end the run in its middle."""
+    limit, longest = policy.position_limit, max((*problems.train, *problems.held_out), key=lambda p: len(p.token_ids))
+    if limit is not None and len(longest.token_ids) + max_tokens > limit:
+        raise ConfigError(
+            f"rollout.max_tokens: prompt {longest.id} has {len(longest.token_ids)} tokens, and with {max_tokens} more it exceeds the "
+            f"model's {limit} positions; lower rollout.max_tokens, or data.max_prompt_tokens with data.on_bad_row = skip"
+        )
 
 
 def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
@@ -201,6 +232,7 @@ class _Loop:
         self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
         self.config = parts.config
         self._saved: int | None = None
+        self.unscored = 0
 
     def begin_fresh(self) -> TrainerState | None:
         """Cold start, first evaluation, checkpoint 0. None if it was stopped before that."""
@@ -213,7 +245,9 @@ class _Loop:
                 return None
         if self.parts.objective.kl:
             self._keep_reference()
-        self.run.metrics({"step": 0, **self._evaluate(0)})
+        first = {"step": 0, **self._evaluate(0)}
+        self.run.metrics(first)
+        self.display.evaluated(first)
         state = TrainerState(offsets=self.run.offsets())
         self._save(state)
         return state
@@ -225,6 +259,8 @@ class _Loop:
         self.run.rewind(state.step, state.offsets)
         self.run.event("resume", step=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
+        for row in read_jsonl(self.run.path / "metrics.jsonl"):
+            self.display.evaluated(row)
         self._saved = state.step
         return state
 
@@ -269,6 +305,11 @@ class _Loop:
         """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
         scores = [s for g in collected.gathered.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
+        if failed and not self.unscored:
+            self.display.message(
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored; they are left out. The first: {failed[0]}"
+            )
+        self.unscored += len(failed)
         if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
             self._save(state)
             self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
@@ -317,8 +358,14 @@ class _Loop:
         sampling = Sampling(
             max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
-        sampled = self._held_out(held_out, sampling, settings.samples, "eval").accuracy
-        values = {"eval/accuracy": sampled.value, "eval/accuracy_low": sampled.low, "eval/accuracy_high": sampled.high}
+        done = self._held_out(held_out, sampling, settings.samples, "eval")
+        sampled = done.accuracy
+        values = {
+            "eval/unscored": done.unscored,
+            "eval/accuracy": sampled.value,
+            "eval/accuracy_low": sampled.low,
+            "eval/accuracy_high": sampled.high,
+        }
         if settings.greedy:
             greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
             values["eval/accuracy_greedy"] = self._held_out(held_out, greedy, 1, "eval-greedy").accuracy.value
@@ -348,6 +395,9 @@ class _Loop:
 
         rows = (Row(prompt_ids=p.token_ids, reply_ids=reply) for p, reply in fresh)
         done = cold_start(parts.policy, config, rows, accuracy, report, lambda: bool(self.stop))
+        if self.stop:
+            self.display.message("cold start interrupted: a resume begins it anew, with the same outcome")
+            return
         self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
         reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"
         self.display.message(f"cold start: {done.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} (now {done.accuracy:.0%})")  # fmt: skip
@@ -390,11 +440,11 @@ class _Loop:
             self.display.message(f"warning: {text}")
 
 
-def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None]:
-    """Held-out accuracy at the first and at the last evaluation in a run directory; greedy likewise."""
+def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:
+    """Held-out accuracy at the first and at the last evaluation in a run directory, greedy likewise, and the last's step."""
     rows = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
     if not rows:
-        return None, None, None
+        return None, None, None, 0
     before, after = (Estimate(value=r["eval/accuracy"], low=r["eval/accuracy_low"], high=r["eval/accuracy_high"]) for r in (rows[0], rows[-1]))  # fmt: skip
     first, last = rows[0].get("eval/accuracy_greedy"), rows[-1].get("eval/accuracy_greedy")
-    return before, after, None if first is None or last is None else (first, last)
+    return before, after, None if first is None or last is None else (first, last), rows[-1]["step"]

@@ -32,6 +32,9 @@ class SilentDisplay:
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
         pass
 
+    def evaluated(self, metrics: Any) -> None:
+        pass
+
     def step(self, step: int, steps: int, metrics: Any, timings: Any) -> None:
         self.steps.append(step)
 

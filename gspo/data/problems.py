@@ -235,10 +235,10 @@ def _prompts(
             prompts.append(outcome)
         else:
             faults.append(f"{c.where}: {outcome}")
-    if faults and config.on_bad_row == "error":
-        raise DataError(_bad_rows(faults))
     if not prompts:
         raise DataError(f"{name}: no usable row, all {len(faults)} are bad; the first: {faults[0]}")
+    if faults and config.on_bad_row == "error":
+        raise DataError(_bad_rows(faults))
     return prompts, len(faults)
 
 

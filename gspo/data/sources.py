@@ -35,14 +35,21 @@ class Row:
     """Why the row cannot be used; empty if it can."""
 
 
-def read_file(path: str) -> list[Row]:
-    """Every row of a data file."""
+def check_file(path: str) -> None:
+    """Refuse a data file that is not there or of an unknown kind; cheap, so it can come before everything else."""
     file = Path(path).expanduser()
-    reader = _reader(file)
+    _reader(file)
     if file.is_dir():
         raise DataError(f"{path}: is a directory; give one data file")
     if not file.is_file():
         raise DataError(f"{path}: no such file (looked in {file.absolute().parent})")
+
+
+def read_file(path: str) -> list[Row]:
+    """Every row of a data file."""
+    check_file(path)
+    file = Path(path).expanduser()
+    reader = _reader(file)
     try:
         rows = list(reader(file))
     except OSError as error:

@@ -57,7 +57,7 @@ def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Supplied from outside, one per token."""
-    raise ConfigError("this objective takes advantages from outside (one per token): pass them to policy_loss yourself")
+    raise AssertionError("there is no rule: the caller supplies the advantages")
 
 
 def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:

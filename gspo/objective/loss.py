@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError
-from gspo.objective.advantage import apply_rule
+from gspo.objective.advantage import apply_rule, external
 from gspo.objective.objective import Objective, ObjectiveWarning, change
 from gspo.objective.penalty import KL_ESTIMATORS, mismatch_weight, off_policy_keep
 from gspo.objective.sequences import Sequences, Tokens
@@ -117,7 +117,12 @@ def group_advantage(
     objective: Objective | str, reward_B: Sequence[float | None] | Tensor, group_B: Sequence[Hashable] | Tensor
 ) -> Tensor:
     """Advantages `[B]` by the objective's rule. None or NaN marks an unscored reply: 0, and in nobody's mean."""
-    return apply_rule(_row(objective).advantage, reward_B, group_B)
+    row = _row(objective)
+    if row.advantage is external:
+        raise ConfigError(
+            f"objective {row.name!r} takes advantages from outside (one per token): pass them to policy_loss yourself"
+        )
+    return apply_rule(row.advantage, reward_B, group_B)
 
 
 def token_weights(objective: Objective | str, mask: Tensor) -> Tensor:
@@ -157,6 +162,7 @@ def policy_loss(
     a micro-batch of a larger step passes its rows of `token_weights` (and of `select_tokens`, for the rows that need it).
     """
     row, mask = _row(objective), _bool_mask(mask)
+    advantage = torch.as_tensor(advantage, device=mask.device)
     tokens = _pack(
         row, mask, logp=logp, logp_old=logp_old, advantage=advantage, logp_sampler=logp_sampler, logp_ref=logp_ref,
         entropy=entropy, selected=selected,
@@ -217,7 +223,7 @@ def _advantage(row: Objective, advantage: Tensor, mask: Tensor, sequences: Seque
         first_B = torch.zeros(sequences.count, dtype=advantage_N.dtype, device=advantage_N.device)
         first_B = first_B.scatter(0, sequences.index_N, advantage_N)
         if not torch.equal(first_B[sequences.index_N], advantage_N):
-            raise ConfigError(f"objective {row.name!r} has one advantage per reply, but it differs between tokens of a reply; use gspo_token for per-token advantages")  # fmt: skip
+            raise ConfigError(f"objective {row.name!r} has one advantage per reply, but it differs between tokens of a reply; per-token advantages need a token-level row, for example gspo_token")  # fmt: skip
     return advantage_N
 
 

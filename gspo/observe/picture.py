@@ -29,6 +29,7 @@ def draw_curves(run: Path) -> Path:
     for axis, place in ((axes[1][1], "upper left"), (other, "upper right")):
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc=place, frameon=False, fontsize=8)
+        axis.margins(y=0.3)
     other.grid(False)
     figure.suptitle(run.name)
     path = run / "curves.png"

@@ -27,6 +27,10 @@ class Display(Protocol):
         """Progress of the supervised start."""
         ...
 
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """Held-out numbers from before the first step of this process."""
+        ...
+
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         """A finished training step."""
         ...
@@ -46,13 +50,22 @@ class _Recent:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.first: float | None = None
+        """The first held-out accuracy."""
         self._started: float | None = None
         self._first = 0
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        found = {k: v for k, v in metrics.items() if k.startswith("eval/") and v is not None}
+        self.values |= found
+        if self.first is None:
+            self.first = found.get("eval/accuracy")
 
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         if self._started is None:
             self._started, self._first = time.monotonic() - timings.get("time/step_s", 0.0), step - 1
         self.values |= {k: v for k, v in metrics.items() if v is not None}
+        self.evaluated(metrics)
         self.values["tokens/s"] = metrics.get("tokens/generated", 0) / max(1e-9, timings.get("time/rollout_s", 0.0))
 
     def left(self, step: int, steps: int) -> float:
@@ -65,14 +78,18 @@ class _Recent:
         """Name and text of what is shown."""
         v = self.values
         held_out = _share(v.get("eval/accuracy"))
+        if self.first is not None and self.first != v.get("eval/accuracy"):
+            held_out = f"{_share(self.first)} → {held_out}"
         if v.get("eval/accuracy_greedy") is not None:
             held_out += f" (greedy {_share(v['eval/accuracy_greedy'])})"
+        unscored = [("unscored", str(v["samples/unscored"]))] if v.get("samples/unscored") else []
         return [
             ("reward", _number(v.get("reward/mean"), ".3f")),
             ("held-out", held_out),
             ("clipped", _share(v.get("clip/fraction_tokens"))),
             ("length", _number(v.get("length/mean"), ".1f")),
             ("tokens/s", _number(v.get("tokens/s"), ",.0f")),
+            *unscored,
         ]
 
 
@@ -87,6 +104,9 @@ class PlainDisplay:
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
         print(f"cold start {step}: loss {loss:.3f}, sampled accuracy {accuracy:.0%}", flush=True)
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        self._recent.evaluated(metrics)
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)
@@ -111,7 +131,7 @@ class LiveDisplay:
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
 
     def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False)
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
         self._show(
@@ -121,6 +141,9 @@ class LiveDisplay:
             f"accuracy {accuracy:.0%}",
             [("loss", f"{loss:.3f}"), ("sampled accuracy", f"{accuracy:.0%}")],
         )
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        self._recent.evaluated(metrics)
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)

@@ -23,6 +23,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ class RunDir:
         if (path / "config.toml").exists():
             raise ConfigError(f"{path}: already holds a run; continue it with 'gspo train --resume {path}', or choose another --run-dir")  # fmt: skip
         try:
-            (path / "rollouts").mkdir(parents=True, exist_ok=True)
-            (path / "checkpoints").mkdir(exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot make the run directory: {error.strerror}; choose another --run-dir"
@@ -56,6 +56,8 @@ class RunDir:
 
     def describe(self, config: Config) -> None:
         """Write the config and the environment; from now on the directory holds a run."""
+        (self.path / "rollouts").mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
         _replace(self.path / "config.toml", to_toml(config))
         _replace(self.path / "environment.json", json.dumps({"seed": config.seed, **_environment()}, indent=2) + "\n")
 
@@ -106,6 +108,18 @@ class RunDir:
     def close(self) -> None:
         """Let go of the lock."""
         self._lock.close()
+
+    @property
+    def started(self) -> bool:
+        """Whether the directory holds a run."""
+        return (self.path / "config.toml").exists()
+
+    def discard_if_empty(self) -> None:
+        """Remove the directory of a run that never started, unless something else is in it."""
+        if not self.started:
+            (self.path / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.rmdir()
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as out:

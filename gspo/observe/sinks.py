@@ -112,4 +112,4 @@ def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"log.sinks: {package} is not installed; run: pip install 'gspo[{package}]'") from None
+        raise ConfigError(f"log.sinks: {package} is not installed; run: pip install {package}") from None

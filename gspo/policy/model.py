@@ -39,9 +39,25 @@ class Policy:
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
     @property
+    def position_limit(self) -> int | None:
+        """The longest sequence the model can read; None: not stated."""
+        return position_limit(self.model)
+
+    @property
     def pad_id(self) -> int:
         """What fills the right of shorter rows; never seen by a real token."""
         return next(i for i in (self.tokenizer.pad_token_id, *self.stop_ids, 0) if i is not None)
+
+
+def position_limit(model: Any) -> int | None:
+    """The longest sequence for which a token's logits do not depend on what else is in the batch."""
+    config = model.config.get_text_config(decoder=True)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # longrope switches all frequencies, also those already in the cache, once any row passes its original length.
+    if limit is not None and rope.get("rope_type") == "longrope":
+        return min(limit, rope.get("original_max_position_embeddings") or limit)
+    return limit
 
 
 def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
@@ -102,9 +118,7 @@ def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if not Path(path).is_file():
         raise ConfigError(f"model.path: {config.path}: no such file")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(
-            f"model.path: {config.path}: reading it needs the gguf package; run: pip install 'gspo[gguf]'"
-        )
+        raise ConfigError(f"model.path: {config.path}: reading it needs the gguf package; run: pip install gguf")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
 
 
@@ -115,7 +129,8 @@ def _load_errors(config: ModelConfig) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"model.path: cannot load {config.path!r}: {reason}") from error
+        local = "" if Path(config.path).exists() else " (and there is no such file or directory here)"
+        raise ConfigError(f"model.path: cannot load {config.path!r}{local}: {reason}") from error
 
 
 def _check_local(path: str) -> None:

@@ -9,6 +9,7 @@ guilty ones stay without a score.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Batch:
         # A single group gets less with fewer workers, so that it takes no longer than three deadlines in all.
         self._group_budget_s = min(BATCH_BUDGET, 2 * workers) * timeout_s
         self._spent_s = [0.0] * len(groups)
+        self._workers = workers
+        self._lost_first: list[float] = [0] * functions
         if not self._left:
             self.done.set()
 
@@ -106,10 +109,23 @@ class Batch:
         self.error = self.error or error
         self.done.set()
 
-    def charge(self, job: Job, seconds: float) -> None:
-        """Count the time that a repeated call lost to a hang or a death."""
+    def answered(self, job: Job) -> None:
+        """Note that the function works at all."""
         with self._lock:
-            self._spent_s[job.group] += max(seconds, DEATH_COST * self._timeout_s)
+            self._lost_first[job.function] = -math.inf
+
+    def charge(self, job: Job, seconds: float) -> None:
+        """Count what was lost to a hang or a death: calls at first tries, time at repeated ones."""
+        with self._lock:
+            if job.again:
+                self._spent_s[job.group] += max(seconds, DEATH_COST * self._timeout_s)
+            else:
+                self._lost_first[job.function] += 1
+
+    def hopeless(self, job: Job) -> bool:
+        """Whether the function has hung or died at every first try so far, two for each worker."""
+        with self._lock:
+            return self._lost_first[job.function] >= 2 * self._workers
 
     def exhausted(self, job: Job) -> bool:
         """Whether there is no time left to repeat this call."""

@@ -30,7 +30,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -141,13 +141,18 @@ class RewardFunction:
     """Keywords of a built-in that are options: a column of that name stays away from them."""
     options: Mapping[str, Any]
 
+    @property
+    def columns_needed(self) -> frozenset[str]:
+        """The data's fields that it cannot be called without."""
+        return self.needs - set(RESERVED) - set(self.options)
+
     def __call__(
         self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
     ) -> list[Result] | str:
         """One result per reply, or in one line why the call as a whole failed."""
-        missing = self.needs - set(row) - set(RESERVED) - set(self.options)
+        missing = self.columns_needed - set(row)
         if missing:
-            return f"raised: {self.name}: needs {_listed(missing)}, but the data's columns are {_listed(row)}"
+            return f"raised: {lacking(self.name, missing, row)}"
         try:
             values = self.call(**self._arguments(prompt, texts, ids, row))
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
@@ -195,6 +200,11 @@ class RewardFunction:
         if not math.isfinite(number):
             return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
         return {"value": number}
+
+
+def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
+    """What to say of a function whose columns the data does not have."""
+    return f"{name}: needs {_listed(missing)}, but the data's columns are {_listed(row)}"
 
 
 def load(source: Source) -> RewardFunction:

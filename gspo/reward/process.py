@@ -54,6 +54,8 @@ class WorkerProcess:
         self._ready = False
         self._tail = b""
         self._calls = 0
+        self.needs: list[list[str]] = []
+        """Columns each function cannot be called without; known once the functions are loaded."""
 
     @property
     def pid(self) -> int | None:
@@ -91,6 +93,7 @@ class WorkerProcess:
         if "error" in answer:
             self.kill()
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
+        self.needs = answer["needs"]
         self._ready = True
 
     def _load_functions(self) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.batch import BATCH_BUDGET, Batch, Groups, Job, Part
-from gspo.reward.function import Source, find_sources, one_line
+from gspo.reward.function import Source, find_sources, lacking, one_line
 from gspo.reward.process import Cancelled, WorkerDied, WorkerHung, WorkerProcess
 from gspo.types import Score, Status
 
@@ -56,6 +56,15 @@ class RewardPool:
     def pids(self) -> list[int]:
         """The live worker processes."""
         return [pid for worker in self._workers if (pid := worker.pid) is not None]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data that lacks a field which a function cannot be called without."""
+        for name, needs in zip(self.names, self._workers[0].needs, strict=True):
+            missing = set(needs) - set(columns)
+            if missing:
+                raise RewardError(
+                    f"reward.functions: {lacking(name, missing, columns)}; rename its parameter, or give it a default"
+                )
 
     def score(self, groups: Groups) -> list[list[Score]]:
         """Score every reply of every group."""
@@ -150,6 +159,8 @@ class RewardPool:
     def _call(self, worker: WorkerProcess, job: Job) -> None:
         if not job.replies:
             job.batch.done.set()
+        elif not job.again and job.batch.hopeless(job):
+            self._fail(job, f"timeout: {self._name(job)}: not tried: the first calls of this batch all hung")
         elif job.again and job.batch.exhausted(job):
             self._fail(job, f"timeout: {self._name(job)}: not tried alone: {self._used_up()}")
         else:
@@ -169,15 +180,15 @@ class RewardPool:
         else:
             if "results" in answer:
                 job.batch.record(job, [Part(**result) for result in answer["results"]])
-            elif len(job.replies) > 1:
+                job.batch.answered(job)
+            elif len(job.replies) > 1 and not answer["failure"].startswith("nonsense"):
                 self._add(job.alone())
             else:
                 self._fail(job, answer["failure"])
 
     def _replace(self, worker: WorkerProcess, job: Job, reason: str, began: float, *, guilty: bool) -> None:
         """After a hang or a death: a fresh process first, so that the pool is whole when the batch is done."""
-        if job.again:
-            job.batch.charge(job, time.monotonic() - began)
+        job.batch.charge(job, time.monotonic() - began)
         worker.start()
         if guilty:
             self._fail(job, reason)

@@ -50,7 +50,7 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
         functions[:] = [load(Source(**source)) for source in sources]
     except GspoError as error:
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
-    return {"ready": True}
+    return {"ready": True, "needs": [sorted(f.columns_needed) for f in functions]}
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:

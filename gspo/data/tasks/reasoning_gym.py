@@ -28,7 +28,7 @@ def build(variant: str, **options: Any) -> ReasoningGym:
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
-            f"data.task=reasoning_gym:{variant}: the package is not installed; run: pip install gspo[reasoning-gym]"
+            f"data.task=reasoning_gym:{variant}: the package is not installed; run: pip install reasoning-gym"
         ) from None
     if variant not in DATASETS:
         raise ConfigError(_unknown_variant(variant, list(DATASETS)))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
+from gspo.policy.model import position_limit
 from gspo.rollout.draw import draw, uniform
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.rows import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
@@ -106,17 +107,6 @@ def check_fits(model: Any, prompts: Sequence[Prompt], sampling: Sampling) -> Non
             f"rollout.max_tokens: the longest prompt has {longest} tokens, and with {sampling.max_tokens} more it exceeds "
             f"the model's {positions} positions; set it to at most {positions - longest}, or use shorter prompts"
         )
-
-
-def position_limit(model: Any) -> int | None:
-    """The longest sequence for which a token's logits do not depend on what else is in the batch."""
-    config = model.config.get_text_config(decoder=True)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # longrope switches all frequencies, also those already in the cache, once any row passes its original length.
-    if limit is not None and rope.get("rope_type") == "longrope":
-        return min(limit, rope.get("original_max_position_embeddings") or limit)
-    return limit
 
 
 # --- The queue: every reply to draw, replies of the same prompt together ---
