@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def demo(options: argparse.Namespace, overrides: list[str]) -> int:
     """The built-in example: a small mixture-of-experts model learns addition."""
-    return _train("demo", options, overrides)
+    return _train(str(config.recipe_dir() / "demo.toml"), options, overrides)
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -12,6 +12,8 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
+import re
 import tomllib
 import types
 import typing
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.errors import ConfigError
+
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,15 +222,19 @@ class Config:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and apply `a.b=c` overrides (a leading `--` is allowed)."""
     path = find_recipe(path)
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
-    config = override(tree, overrides, where=str(path))
+    config = override(read_toml(path), overrides, where=str(path))
     check(config)
     return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a byte-order mark is allowed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
@@ -312,6 +320,15 @@ def _check_effects(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
+    for key, kind, _, _ in help_texts():
+        if kind == "float" and not math.isfinite(get(config, key)):
+            raise ConfigError(f"{key}: must be a finite number, not {get(config, key)}")
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.name):
+        raise ConfigError(f"name: use 1 to 64 letters, digits, '.', '_' and '-', not {config.name!r}")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed: must be between 0 and 2^63 - 1, not {config.seed}")
+    if config.model.threads > MOST_THREADS:
+        raise ConfigError(f"model.threads: must be at most {MOST_THREADS}, not {config.model.threads}")
     at_least = {
         "steps": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
         "data.held_out": 0, "data.task_size": 1, "data.max_prompt_tokens": 1, "rollout.prompts": 1,
@@ -325,11 +342,11 @@ def _check_ranges(config: Config) -> None:
             raise ConfigError(f"{key}: must be at least {least}, not {get(config, key)}")
     between = {
         "rollout.top_p": 1.0, "learner.final_fraction": 1.0, "reward.max_unscored_fraction": 1.0,
-        "cold_start.stop_accuracy": 1.0, "learner.beta1": 1.0, "learner.beta2": 1.0,
+        "cold_start.stop_accuracy": 1.0, "learner.beta1": 0.9999999, "learner.beta2": 0.9999999,
     }  # fmt: skip
     for key, most in between.items():
         if not 0 <= get(config, key) <= most:
-            raise ConfigError(f"{key}: must be between 0 and {most:g}, not {get(config, key)}")
+            raise ConfigError(f"{key}: must be between 0 and {most}, not {get(config, key)}")
     for key in ("rollout.temperature", "learner.max_grad_norm", "reward.timeout_s", "rollout.top_p"):
         if not 0 < get(config, key) < float("inf"):
             raise ConfigError(f"{key}: must be a positive number, not {get(config, key)}")

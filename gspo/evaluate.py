@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -105,6 +104,11 @@ def evaluate_model(
         raise ConfigError(
             f"--samples: {samples} replies per problem cannot tell pass@{max(ks)}; give at least {max(ks)}"
         )
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit: must be at least 1, not {limit}")
+    for option, path in (("--json", json_path), ("--replies", replies_path)):
+        if path and not Path(path).parent.is_dir():
+            raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
     config = _eval_config(model, data, recipe, seed, overrides)
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
@@ -139,7 +143,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
         )
     if not recipe and not data:
         raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
-    tree: dict[str, Any] = tomllib.loads(settings.find_recipe(recipe).read_text(encoding="utf-8")) if recipe else {}
+    tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
     tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path")} | {"path": model}
     tree["cold_start"] = {}
     if data:

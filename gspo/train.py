@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,27 +90,41 @@ def train(config: Config, display: Display) -> Outcome:
 def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint; `steps` moves its end."""
     run, config = RunDir.open(path)
-    done = max((int(p.name) for p in run.checkpoints.glob("[0-9]*")), default=0)
-    if steps is not None and steps < done:
+    try:
+        begin = _where_to_resume(run, display)
+        done = int(begin.name) if begin else 0
+        if steps is not None and steps < done:
+            raise ConfigError(
+                f"--steps: {run.path} has already done {done} steps, more than {steps}; give a larger number"
+            )
+        if steps is not None and steps != config.steps:
+            config = _with_new_end(run, config, steps, display)
+        check(config)
+        return _run(run, config, run_objective(config), display, begin=begin)
+    finally:
         run.close()
-        raise ConfigError(f"--steps: {run.path} has already done {done} steps, more than {steps}; give a larger number")
-    if steps is not None and steps != config.steps:
-        if config.learner.schedule != "constant":
-            display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
-        run.event("new end", steps=steps, before=config.steps)
-        config = dataclasses.replace(config, steps=steps)
-        run.describe(config)
-    check(config)
-    objective = run_objective(config)
-    begin = None
-    if any(run.checkpoints.glob("[0-9]*")):
-        begin, complaints = checkpoint.newest(run.checkpoints)
-        for complaint in complaints:
-            run.event("damaged checkpoint", what=complaint)
-            display.message(f"passed over a damaged checkpoint: {complaint}")
-    else:
+
+
+def _where_to_resume(run: RunDir, display: Display) -> Path | None:
+    """The newest checkpoint that can be used; None if there never was one."""
+    if not checkpoint.saved(run.checkpoints):
         display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
-    return _run(run, config, objective, display, begin=begin)
+        return None
+    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: run.lacks(state.offsets))
+    for complaint in complaints:
+        run.event("damaged checkpoint", what=complaint)
+        display.message(f"passed over a damaged checkpoint: {complaint}")
+    return begin
+
+
+def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> Config:
+    if config.learner.schedule != "constant":
+        display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
+    run.event("new end", steps=steps, before=config.steps)
+    config = dataclasses.replace(config, steps=steps)
+    check(config)
+    run.describe(config)
+    return config
 
 
 def run_objective(config: Config) -> Objective:
@@ -232,6 +248,7 @@ class _Loop:
         self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
         self.config = parts.config
         self._saved: int | None = None
+        self._fingerprint = fingerprint(parts.problems)
         self.unscored = 0
 
     def begin_fresh(self) -> TrainerState | None:
@@ -248,13 +265,15 @@ class _Loop:
         first = {"step": 0, **self._evaluate(0)}
         self.run.metrics(first)
         self.display.evaluated(first)
-        state = TrainerState(offsets=self.run.offsets())
+        state = TrainerState(offsets=self.run.offsets(), problems=self._fingerprint)
         self._save(state)
         return state
 
     def begin_from(self, path: Path) -> TrainerState:
         """Restore a checkpoint and forget everything after it."""
         state = checkpoint.read_state(path)
+        if state.problems != self._fingerprint:
+            raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
         self.run.event("resume", step=state.step)
@@ -288,7 +307,7 @@ class _Loop:
         self._write(step, metrics, timings, collected, learned)
         return TrainerState(
             step=step, cursor=collected.cursor, updates=self.parts.optimizer.updates, skipped_in_row=skipped,
-            offsets=self.run.offsets(),
+            offsets=self.run.offsets(), problems=state.problems,
         )  # fmt: skip
 
     def _write(
@@ -406,7 +425,7 @@ class _Loop:
         """Endless (prompt, demonstration ids) that are not held out."""
         tokenizer, data = self.parts.policy.tokenizer, self.config.data
         held_out = {p.content for p in self.parts.problems.held_out if isinstance(p.content, str)}
-        end = self.parts.policy.stop_ids[0]
+        end = self.parts.policy.end_id
         for number, problem in zip(count(), demonstrations(data, self.config.seed, exclude=held_out), strict=False):
             text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
             columns = {"answer": problem.answer, **problem.columns}
@@ -438,6 +457,14 @@ class _Loop:
             text = "sampling with top_p or top_k draws from a truncated distribution that the learner's probabilities are not: mismatch/k3 will show it; 1 and 0 are safe"
             self.run.event("warning", what=text)
             self.display.message(f"warning: {text}")
+
+
+def fingerprint(problems: Problems) -> str:
+    """A digest of every prompt, its place and its columns."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in (*problems.train, *problems.held_out):
+        digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())
+    return digest.hexdigest()
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:

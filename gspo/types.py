@@ -20,6 +20,10 @@ Messages = list[dict[str, Any]]
 """A chat: `[{"role": "user", "content": "..."}, ...]`."""
 
 
+UNIFORM_TOLERANCE = 1.2e-7
+"""Rewards of a group that differ by no more than this, or than this share of the largest, are equal: float32's resolution."""
+
+
 class StopReason(StrEnum):
     """Why a reply ended."""
 
@@ -118,4 +122,4 @@ class Group:
     def uniform(self) -> bool:
         """Whether all scored replies have the same reward, so that the group teaches nothing."""
         rewards = [score.reward for score in self.scores if score.reward is not None]
-        return not rewards or max(rewards) - min(rewards) <= 1e-9 * max(1.0, max(map(abs, rewards)))
+        return not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))

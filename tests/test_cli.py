@@ -96,7 +96,22 @@ MISTAKES = [
     (["train", "--resume", "nowhere"], "nowhere: not a run directory"),
     (["train", "--resume", "nowhere", "--learner.learning_rate=1"], "only --steps may be given"),
     (["eval", "./nowhere", "--data", "addition"], "./nowhere: no such directory"),
-    (["eval", "./nowhere"], "say on what"),
+    (["eval", "./nowhere"], "./nowhere: no such run or model"),
+    (["train", "demo", "--rollout.engine_options.slots=abc"], "rollout.engine_options.slots"),
+    (["train", "demo", "--model.device=mps"], "model.device"),
+    (["train", "demo", "--rollout.max_tokens=5000"], "the model's 4096 positions"),
+    (
+        [
+            "train",
+            "demo",
+            "--data.task=",
+            "--data.path=no.jsonl",
+            "--cold_start.steps=0",
+            "--reward.functions=exact_answer",
+            "--data.task_options={}",
+        ],
+        "no.jsonl: no such file",
+    ),
     (["eval", "./nowhere", "--data", "addition", "--k", "a"], "--k 1,8"),
     (["objectives", "--colour"], "unknown option --colour"),
 ]
@@ -121,6 +136,26 @@ def test_a_failed_start_does_not_use_up_its_directory(tmp_path: Path) -> None:
     assert right.returncode == 0, right.stderr
     again = gspo("demo", f"--run-dir={tmp_path}/run", *SMALL)
     assert "already holds a run" in again.stderr
+
+
+def test_help_of_every_command() -> None:
+    for arguments in (
+        ["--help"],
+        ["train", "--help"],
+        ["demo", "--help"],
+        ["eval", "--help"],
+        ["objectives", "--help"],
+    ):
+        done = gspo(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "usage: gspo" in done.stdout
+
+
+def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    done = gspo("demo", f"--run-dir={tmp_path}", *SMALL)
+    assert "is not empty and holds no run" in done.stderr
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
 
 
 def test_the_import_is_light() -> None:

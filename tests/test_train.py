@@ -177,10 +177,52 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callab
         resume(run_of(config), display)
 
 
+def test_a_log_shorter_than_its_checkpoint_sends_the_resume_further_back(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny()
+    train(config, display)
+    log = run_of(config) / "metrics.jsonl"
+    golden = log.read_bytes()
+    log.write_bytes(golden[:-5])
+    resume(run_of(config), display)
+    assert log.read_bytes() == golden
+    log.unlink()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl has 0 bytes"):
+        resume(run_of(config), display)
+
+
+def test_a_run_on_other_problems_is_refused(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{i}", "answer": "x"}) for i in range(20)]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    tree = {"task": "", "path": str(tmp_path / "d.jsonl"), "held_out": 4}
+    config = replace(tiny(), data=replace(settings.DataConfig(), **tree))
+    train(config, display)
+    (tmp_path / "d.jsonl").write_text("\n".join([*rows, rows[0].replace("0", "77")]))
+    with pytest.raises(ConfigError, match="not those the run began with"):
+        resume(run_of(config), display)
+
+
+def test_the_learning_rate_warms_up_and_ends_where_it_should() -> None:
+    from gspo.config import LearnerConfig
+    from gspo.policy.optimizer import learning_rate
+
+    for schedule in ("linear", "cosine"):
+        settings_ = LearnerConfig(learning_rate=2.0, warmup_updates=2, schedule=schedule, final_fraction=0.1)  # type: ignore[arg-type]
+        rates = [learning_rate(settings_, update, 10) for update in range(10)]
+        assert rates[0] == 1.0
+        assert rates[1] == rates[2] == 2.0
+        assert rates[-1] == pytest.approx(0.2)
+        assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
 def test_old_checkpoints_go_and_the_newest_stay(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("checkpoint.keep=2", "steps=5")
     train(config, display)
     assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004", "000005"]
+    (run_of(config) / "checkpoints/000004-best").mkdir()
+    resume(run_of(config), display, steps=7)
+    assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004-best", "000006", "000007"]
 
 
 def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> None:
@@ -189,7 +231,11 @@ def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> 
     outcome = resume(run_of(config), display, steps=3)
     assert outcome.step == 3
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 3
-    assert resume(run_of(config), display, steps=2).step == 3  # already beyond: nothing to do
+    with pytest.raises(ConfigError, match="already done 3 steps"):
+        resume(run_of(config), display, steps=2)
+    with pytest.raises(ConfigError):
+        resume(run_of(config), display, steps=-5)
+    assert resume(run_of(config), display).step == 3  # finished: nothing to do, and nothing was broken by the attempts
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError
+from gspo.types import UNIFORM_TOLERANCE
 
 AdvantageRule = Callable[[Tensor, Tensor, int], Tensor]
 """(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B."""
@@ -51,7 +52,8 @@ def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 
 def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """(R - mean) / std over the whole batch (REINFORCE++)."""
+    """(R - mean) / std over the whole batch (REINFORCE++). One number per reply: a KL penalty in the reward is summed over the
+    reply, where the paper's code takes the sum from each token on."""
     return z_score(reward_B, torch.zeros_like(group_B), 1)
 
 
@@ -61,13 +63,13 @@ def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 
 def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """Whether each group's scored rewards differ `[P]`. Rewards equal in float32 are equal."""
+    """Whether each group's scored rewards differ `[P]`. The rule of `types.Group.uniform`."""
     scored_B = torch.isfinite(reward_B)
     low_P = torch.full((groups,), torch.inf, dtype=reward_B.dtype, device=reward_B.device)
     high_P = -low_P
     low_P = low_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, torch.inf), "amin")
     high_P = high_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, -torch.inf), "amax")
-    tolerance_P = torch.finfo(torch.float32).eps * torch.maximum(low_P.abs(), high_P.abs())
+    tolerance_P = UNIFORM_TOLERANCE * torch.maximum(low_P.abs(), high_P.abs()).clamp(min=1.0)
     return high_P - low_P > torch.where(tolerance_P.isfinite(), tolerance_P, 0.0)
 
 
@@ -80,7 +82,12 @@ def apply_rule(
     if len(ids) != len(reward):
         raise ConfigError(f"group_advantage: {len(reward)} rewards but {len(ids)} group ids; give one id per reward")
     number: dict[Hashable, int] = {}
-    index_B = torch.tensor([number.setdefault(i, len(number)) for i in ids], dtype=torch.long, device=reward.device)
+    try:
+        index_B = torch.tensor([number.setdefault(i, len(number)) for i in ids], dtype=torch.long, device=reward.device)
+    except TypeError:
+        raise ConfigError(
+            "group_advantage: group ids must be hashable, one per reply, for example numbers or texts"
+        ) from None
     given = reward_B.dtype if isinstance(reward_B, Tensor) else torch.float32
     dtype = torch.promote_types(given, torch.float32) if given.is_floating_point else torch.float32
     return rule(reward, index_B, len(number)).to(dtype)

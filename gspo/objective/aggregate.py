@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gspo.errors import ConfigError
+
 
 def sequence_mean(length_B: Tensor) -> Tensor:
     """1/B sum_i 1/|y_i| sum_t: every reply weighs the same."""
@@ -34,8 +36,8 @@ class ConstantLength:
     max_length: int = 3000
 
     def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ValueError(f"max_length: must be a positive number of tokens, not {self.max_length}")
+        if not (isinstance(self.max_length, int) and self.max_length >= 1):
+            raise ConfigError(f"max_length: must be a whole number of tokens, at least 1, not {self.max_length}")
 
     def __call__(self, length_B: Tensor) -> Tensor:
         return sequence_sum(length_B) / self.max_length

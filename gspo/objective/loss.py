@@ -103,7 +103,7 @@ class PolicyLoss:
 
 def build(name: str, **settings: Any) -> Objective:
     """A row of the table with changed settings; public as `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`."""
-    if name not in TABLE:
+    if not isinstance(name, str) or name not in TABLE:
         raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}")
     return change(replace(TABLE[name], name=name), settings)
 
@@ -228,6 +228,8 @@ def _advantage(row: Objective, advantage: Tensor, mask: Tensor, sequences: Seque
 
 
 def _check_inputs(row: Objective, tokens: Tokens) -> None:
+    if tokens.selected_N is not None and not isinstance(row.trust_region, CovarianceRegion):
+        raise ConfigError(f"selected: objective {row.name!r} singles out no tokens; only clip_cov and kl_cov do")
     if row.mismatch != "none" and tokens.logp_sampler_N is None:
         raise ConfigError(f"mismatch={row.mismatch}: needs logp_sampler, the sampling engine's log-probabilities")
     if row.entropy and tokens.entropy_N is None:

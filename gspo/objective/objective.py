@@ -7,6 +7,8 @@ with the row is refused with the reason, never ignored; a name is the same every
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,7 +21,15 @@ from gspo.objective import advantage as advantages
 from gspo.objective import ratio as ratios
 from gspo.objective.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS
 from gspo.objective.sequences import Tokens
-from gspo.objective.trust_region import CappedWeight, Clip, DropCovariance, GammaWeight, MaskedWeight, TrustRegion
+from gspo.objective.trust_region import (
+    CappedWeight,
+    Clip,
+    DropCovariance,
+    GammaWeight,
+    LogClipThenMean,
+    MaskedWeight,
+    TrustRegion,
+)
 
 
 class ObjectiveWarning(UserWarning):
@@ -151,7 +161,7 @@ def _check_types(row: Objective, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if value is None and key in ("dual_clip", "off_policy_mask", "mismatch_low", "mismatch_high", "kl_estimator", "overlong_limit", "overlong_cache"):  # fmt: skip
             continue
-        wanted: Any = str if key in words else (int, float)
+        wanted: Any = str if key in words else numbers.Real
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ConfigError(
                 f"objective {row.name!r}: {key} must be {'text' if key in words else 'a number'}, not {value!r}"
@@ -174,6 +184,20 @@ def _check(row: Objective) -> None:
         value = getattr(row, key)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"objective {row.name!r}: {key} must be a finite number, 0 or more, not {value}")
+    for key in ("overlong_limit", "overlong_cache"):
+        value = getattr(row, key)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ConfigError(
+                f"objective {row.name!r}: {key} must be a whole number of tokens, at least 1, not {value}"
+            )
+    if row.overlong_limit and row.overlong_cache and row.overlong_cache > row.overlong_limit:
+        raise ConfigError(
+            f"objective {row.name!r}: overlong_cache={row.overlong_cache} is above overlong_limit={row.overlong_limit}"
+        )
+    for key in ("mismatch_low", "mismatch_high"):
+        value = getattr(row, key)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"objective {row.name!r}: {key} must be a finite number above 0, not {value}")
     _check_pairs(row)
 
 
@@ -209,16 +233,42 @@ def _check_pairs(row: Objective) -> None:
 def _warn_about_range(row: Objective) -> None:
     """The commonest mistakes: GRPO's range on a sequence ratio, GSPO's on a token ratio, 1 + cap meant for cap."""
     region = row.trust_region
-    if isinstance(region, Clip | MaskedWeight | DropCovariance):
-        widest = max(region.clip_low, region.clip_high)
-        if row.clips_sequences and widest >= 0.01:
-            _warn(row, f"clip range {region.clip_low:g}/{region.clip_high:g} is so wide for a sequence ratio that it never clips; use about 3e-4/4e-4 (small models with short replies: 3e-3/4e-3)")  # fmt: skip
-        if not row.clips_sequences and widest < 0.01:
-            _warn(row, f"clip range {region.clip_low:g}/{region.clip_high:g} is so narrow for a token ratio that it clips nearly every token that moves; use about 0.2")  # fmt: skip
-    if isinstance(region, CappedWeight) and region.weight_cap < 1:
-        _warn(row, f"weight_cap={region.weight_cap:g} is the bound on the ratio itself, not 1 + it, and scales down on-policy tokens; use about 5")  # fmt: skip
+    if isinstance(region, Clip | MaskedWeight | DropCovariance | LogClipThenMean):
+        narrow, wide, usual = _usual_range(row)
+        low, high = region.clip_low, region.clip_high
+        if max(low, high) >= wide:
+            _warn(
+                row,
+                f"clip range {low:g}/{high:g} is so wide for {_ratio_name(row)} that it hardly ever clips; use about {usual}",
+            )
+        if min(low, high) < narrow:
+            _warn(
+                row,
+                f"clip range {low:g}/{high:g} is so narrow for {_ratio_name(row)} that it clips nearly everything that moves; use about {usual}",
+            )
+    if isinstance(region, CappedWeight | MaskedWeight) and region.weight_cap < 1:
+        _warn(
+            row,
+            f"weight_cap={region.weight_cap:g} is the bound on the ratio itself, not 1 + it, and scales down on-policy tokens; use about 5",
+        )
     if row.clips_sequences and row.mismatch == "sequence_tis":
-        _warn(row, "the product of pi_old/mu over a long reply is heavy-tailed and undoes the length normalisation; use mismatch=token_tis or sequence_mask")  # fmt: skip
+        _warn(
+            row,
+            "the product of pi_old/mu over a long reply is heavy-tailed and undoes the length normalisation; use mismatch=token_tis or sequence_mask",
+        )
+
+
+def _usual_range(row: Objective) -> tuple[float, float, str]:
+    """(too narrow below, too wide from, what to use)."""
+    if row.clips_sequences:
+        return 1e-5, 0.01, "3e-4/4e-4 (small models with short replies: 3e-3/4e-3)"
+    if isinstance(row.trust_region, LogClipThenMean):
+        return 0.01, 3.0, "0.4, in log space"
+    return 0.01, math.inf, "0.2"
+
+
+def _ratio_name(row: Objective) -> str:
+    return "a sequence ratio" if row.clips_sequences else "a token ratio"
 
 
 def _warn(row: Objective, text: str) -> None:

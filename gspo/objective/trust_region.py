@@ -135,6 +135,13 @@ class MassGate(TrustRegion):
     factor_low: float
     factor_high: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factor_low > self.factor_high or self.sigma_base > self.sigma_high or not self.sigma_base:
+            raise ConfigError(
+                "factor_low must not be above factor_high, nor sigma_base above sigma_high, nor sigma_base 0"
+            )
+
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
         r_N = ratio_N.detach()
@@ -191,6 +198,11 @@ class CovarianceRegion(TrustRegion):
 
     select_fraction: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.select_fraction > 1:
+            raise ConfigError(f"select_fraction: must be between 0 and 1, not {self.select_fraction:g}")
+
     def selection_count(self, tokens: int) -> int:
         """How many of a step's tokens are singled out: the fraction rounded down, never forced up to one."""
         return int(self.select_fraction * tokens + 1e-9)
@@ -213,6 +225,11 @@ class DropCovariance(CovarianceRegion):
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cov_low >= self.cov_high:
+            raise ConfigError(f"cov_low={self.cov_low:g}: must be below cov_high={self.cov_high:g}")
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         inner = self._clip(tokens, log_ratio_N)

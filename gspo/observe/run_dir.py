@@ -21,15 +21,16 @@ import os
 import platform
 import subprocess
 import time
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, from_tree, to_toml
+from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError
+
+STEP_FILES = ("metrics.jsonl", "timings.jsonl")
 
 
 class RunDir:
@@ -46,6 +47,10 @@ class RunDir:
         path = Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
         if (path / "config.toml").exists():
             raise ConfigError(f"{path}: already holds a run; continue it with 'gspo train --resume {path}', or choose another --run-dir")  # fmt: skip
+        if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
+            raise ConfigError(
+                f"{path}: is not empty and holds no run; choose another --run-dir, so that nothing in it is lost"
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -69,8 +74,7 @@ class RunDir:
             raise ConfigError(
                 f"{path}: not a run directory (no config.toml); give the directory that 'gspo train' made"
             )
-        config = from_tree(tomllib.loads(file.read_text(encoding="utf-8")), where=str(file))
-        return cls(Path(path)), config
+        return cls(Path(path)), from_tree(read_toml(file), where=str(file))
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append a step's metrics."""
@@ -93,16 +97,28 @@ class RunDir:
         partial.rename(file)
 
     def offsets(self) -> dict[str, int]:
-        """How long the step files are now; part of a checkpoint."""
-        return {name: (self.path / name).stat().st_size for name in ("metrics.jsonl", "timings.jsonl") if (self.path / name).exists()}  # fmt: skip
+        """How long the step files are now, on disk; part of a checkpoint."""
+        for name in STEP_FILES:
+            if (self.path / name).exists():
+                with (self.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        return {name: (self.path / name).stat().st_size for name in STEP_FILES if (self.path / name).exists()}  # fmt: skip
+
+    def lacks(self, offsets: Mapping[str, int]) -> str | None:
+        """What is missing of the step files that a checkpoint stands on, or None."""
+        for name, length in offsets.items():
+            size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
+            if size < length:
+                return f"{name} has {size} bytes, {length - size} fewer than when it was saved"
+        return None
 
     def rewind(self, step: int, offsets: Mapping[str, int]) -> None:
         """Forget everything after a checkpoint."""
-        for name in ("metrics.jsonl", "timings.jsonl"):
+        for name in STEP_FILES:
             if (self.path / name).exists():
                 os.truncate(self.path / name, offsets.get(name, 0))
         for file in (self.path / "rollouts").glob("*.jsonl"):
-            if int(file.stem) > step:
+            if file.stem.isdecimal() and int(file.stem) > step:
                 file.unlink()
 
     def close(self) -> None:

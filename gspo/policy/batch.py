@@ -71,7 +71,8 @@ class Plan:
 def make_plan(
     rows: Sequence[Row], groups: Sequence[int], *, mini_batches: int, token_budget: int, pad_id: int, seed: str
 ) -> Plan:
-    """Deal whole groups, in seeded order, into `mini_batches` optimiser steps of nearly equal size."""
+    """Deal groups, in seeded order, into `mini_batches` optimiser steps of equal size (to one reply); a group stays whole
+    unless it stands across a cut."""
     start_B = [0]
     for row in rows:
         start_B.append(start_B[-1] + len(row.reply_ids))

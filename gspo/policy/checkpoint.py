@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class TrainerState:
     skipped_in_row: int = 0
     offsets: Mapping[str, int] = field(default_factory=dict)
     """Lengths of metrics and timings when this was saved."""
+    problems: str = ""
+    """Fingerprint of the problems; a resume on other problems would not be the same run."""
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
@@ -69,14 +71,19 @@ def save_model(policy: Policy, folder: Path) -> None:
     policy.tokenizer.save_pretrained(folder)
 
 
-def newest(folder: Path) -> tuple[Path, list[str]]:
-    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first; other folders beside them are nobody's business."""
+    return sorted((p for p in folder.glob("*") if p.is_dir() and p.name.isdecimal()), key=lambda p: int(p.name))
+
+
+def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda state: None) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is whole and not `unfit`, and a sentence for each newer one that was passed over."""
     complaints: list[str] = []
-    for path in sorted((p for p in folder.glob("[0-9]*") if p.is_dir()), reverse=True):
-        complaint = damage(path)
+    for path in reversed(saved(folder)):
+        complaint = damage(path) or unfit(read_state(path))
         if complaint is None:
             return path, complaints
-        complaints.append(complaint)
+        complaints.append(f"{path.name}: {complaint}")
     found = "; ".join(complaints) or "the folder is empty"
     raise CheckpointError(f"{folder}: no whole checkpoint to resume from: {found}; start a new run")
 
@@ -111,8 +118,9 @@ def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
 
 
 def _retire(folder: Path, keep: int) -> None:
-    for path in sorted(folder.glob("[0-9]*"))[: -keep or None] if keep else []:
-        shutil.rmtree(path)
+    if keep:
+        for path in saved(folder)[:-keep]:
+            shutil.rmtree(path)
 
 
 def _digest(path: Path) -> str:

@@ -39,6 +39,12 @@ class Policy:
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
     @property
+    def end_id(self) -> int:
+        """The token a demonstration ends with."""
+        own = self.tokenizer.eos_token_id
+        return self.stop_ids[0] if own is None else own
+
+    @property
     def position_limit(self) -> int | None:
         """The longest sequence the model can read; None: not stated."""
         return position_limit(self.model)
@@ -90,6 +96,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"model.device: {name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device: {name} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: {name} was asked for, but this machine has no usable GPU; use auto or cpu")
     return device

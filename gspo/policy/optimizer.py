@@ -102,7 +102,7 @@ def learning_rate(config: LearnerConfig, update: int, total: int) -> float:
     warmup = min(1.0, (update + 1) / config.warmup_updates) if config.warmup_updates else 1.0
     if config.schedule == "constant":
         return config.learning_rate * warmup
-    span = max(1, total - config.warmup_updates)
+    span = max(1, total - 1 - config.warmup_updates)
     progress = min(1.0, max(0.0, (update - config.warmup_updates) / span))
     fall = progress if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
     return config.learning_rate * warmup * (1 - (1 - config.final_fraction) * fall)

@@ -1,7 +1,8 @@
 """One batch of replies on its way through the workers: what is left to do, and what to do again after a failure.
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated, and repeating is bounded: hangs have a budget of their own.
+exactly once, wherever and however often calls are repeated. A function that hangs or dies at call after call and has never
+answered in the batch is given up; one that has answered is always tried again, so that innocent replies keep their scores.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score.
@@ -11,16 +12,15 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gspo.types import Completion, Prompt
 
-BATCH_BUDGET = 4
-"""Deadlines' worth of time that repeated calls which hang may take in one batch."""
-DEATH_COST = 0.25
-"""Share of a deadline charged for a death, however quick: it costs a new process."""
+PATIENCE = 2
+"""Calls per worker, of groups and then of single replies, that a function may lose before its first answer in a batch."""
 
 Groups = Sequence[tuple[Prompt, Sequence[Completion]]]
 
@@ -67,7 +67,7 @@ class Job:
 class Batch:
     """What a call of `RewardPool.score` waits for. Shared between threads."""
 
-    def __init__(self, groups: Groups, *, functions: int, timeout_s: float, workers: int) -> None:
+    def __init__(self, groups: Groups, *, functions: int, workers: int) -> None:
         self.groups = groups
         self.functions = functions
         self.done = threading.Event()
@@ -75,12 +75,8 @@ class Batch:
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._left = functions * sum(len(completions) for _, completions in groups)
-        self._timeout_s = timeout_s
-        # A single group gets less with fewer workers, so that it takes no longer than three deadlines in all.
-        self._group_budget_s = min(BATCH_BUDGET, 2 * workers) * timeout_s
-        self._spent_s = [0.0] * len(groups)
-        self._workers = workers
-        self._lost_first: list[float] = [0] * functions
+        self._patience = PATIENCE * workers
+        self._lost: dict[tuple[int, bool], float] = defaultdict(float)
         if not self._left:
             self.done.set()
 
@@ -112,26 +108,17 @@ class Batch:
     def answered(self, job: Job) -> None:
         """Note that the function works at all."""
         with self._lock:
-            self._lost_first[job.function] = -math.inf
+            self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
 
-    def charge(self, job: Job, seconds: float) -> None:
-        """Count what was lost to a hang or a death: calls at first tries, time at repeated ones."""
+    def lost(self, job: Job) -> None:
+        """Count a call that hung or killed its worker."""
         with self._lock:
-            if job.again:
-                self._spent_s[job.group] += max(seconds, DEATH_COST * self._timeout_s)
-            else:
-                self._lost_first[job.function] += 1
+            self._lost[job.function, job.again] += 1
 
     def hopeless(self, job: Job) -> bool:
-        """Whether the function has hung or died at every first try so far, two for each worker."""
+        """Whether calls like this one (of a group, or of a single reply) were all lost so far, and enough of them."""
         with self._lock:
-            return self._lost_first[job.function] >= 2 * self._workers
-
-    def exhausted(self, job: Job) -> bool:
-        """Whether there is no time left to repeat this call."""
-        with self._lock:
-            total = sum(self._spent_s)
-            return self._spent_s[job.group] >= self._group_budget_s or total >= BATCH_BUDGET * self._timeout_s
+            return self._lost[job.function, job.again] >= self._patience
 
     def parts(self, group: int, reply: int) -> list[Part]:
         """Every function's word on a reply, in the order of the functions."""

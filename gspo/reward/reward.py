@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -18,7 +17,7 @@ from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.batch import BATCH_BUDGET, Batch, Groups, Job, Part
+from gspo.reward.batch import Batch, Groups, Job, Part
 from gspo.reward.function import Source, find_sources, lacking, one_line
 from gspo.reward.process import Cancelled, WorkerDied, WorkerHung, WorkerProcess
 from gspo.types import Score, Status
@@ -93,7 +92,7 @@ class RewardPool:
     # --------------------------------------------------------------------------------------- the caller's thread
 
     def _batch(self, groups: Groups) -> Batch:
-        return Batch(groups, functions=len(self._sources), timeout_s=self._config.timeout_s, workers=len(self._workers))
+        return Batch(groups, functions=len(self._sources), workers=len(self._workers))
 
     def _load_once(self) -> None:
         batch = self._batch(())
@@ -159,24 +158,23 @@ class RewardPool:
     def _call(self, worker: WorkerProcess, job: Job) -> None:
         if not job.replies:
             job.batch.done.set()
-        elif not job.again and job.batch.hopeless(job):
-            self._fail(job, f"timeout: {self._name(job)}: not tried: the first calls of this batch all hung")
-        elif job.again and job.batch.exhausted(job):
-            self._fail(job, f"timeout: {self._name(job)}: not tried alone: {self._used_up()}")
+        elif job.batch.hopeless(job) and not job.again:
+            self._add(job.alone())
+        elif job.batch.hopeless(job):
+            self._fail(job, f"timeout: {self._name(job)}: not tried: every earlier call of this batch hung or died")
         else:
             self._settle(worker, job)
 
     def _settle(self, worker: WorkerProcess, job: Job) -> None:
-        began = time.monotonic()
         try:
             answer = worker.call(_request(job), self._config.timeout_s)
         except WorkerHung:
             reason = f"timeout: {self._name(job)}: no result after {self._config.timeout_s:g} s"
-            self._replace(worker, job, reason, began, guilty=len(job.replies) == 1)
+            self._replace(worker, job, reason, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
             reason = f"died: {self._name(job)}: {one_line(error)}"
-            self._replace(worker, job, reason, began, guilty=job.again)
+            self._replace(worker, job, reason, guilty=job.again)
         else:
             if "results" in answer:
                 job.batch.record(job, [Part(**result) for result in answer["results"]])
@@ -186,9 +184,9 @@ class RewardPool:
             else:
                 self._fail(job, answer["failure"])
 
-    def _replace(self, worker: WorkerProcess, job: Job, reason: str, began: float, *, guilty: bool) -> None:
+    def _replace(self, worker: WorkerProcess, job: Job, reason: str, *, guilty: bool) -> None:
         """After a hang or a death: a fresh process first, so that the pool is whole when the batch is done."""
-        job.batch.charge(job, time.monotonic() - began)
+        job.batch.lost(job)
         worker.start()
         if guilty:
             self._fail(job, reason)
@@ -200,9 +198,6 @@ class RewardPool:
 
     def _name(self, job: Job) -> str:
         return self._sources[job.function].name
-
-    def _used_up(self) -> str:
-        return f"hangs used up the batch's {BATCH_BUDGET * self._config.timeout_s:g} s for second tries"
 
     # --------------------------------------------------------------------------------------- parts to a score
 

@@ -35,8 +35,8 @@ from gspo.types import Completion, Prompt, Sampling, StopReason
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
     """`slots` replies are decoded together; prompts are computed in batches of about `prefill_tokens` tokens."""
     for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
-        if value < 1:
-            raise ConfigError(f"rollout.engine_options.{name}: must be at least 1, is {value}")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"rollout.engine_options.{name}: must be a whole number, at least 1, not {value!r}")
     return LocalEngine(context, slots=slots, prefill_tokens=prefill_tokens)
 
 
