@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -14,26 +15,32 @@ demo: $(READY)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(READY)
+test-slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY)
+docs: $(DEV)
 	$(BIN)/python docs/generate.py
 
 bench-rollout: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollout_cpu.py
 
-# Versions that were tested together; an open range would also fetch gigabytes of GPU packages for torch.
+# Versions that were tested together. (An open range would also fetch gigabytes of GPU packages where torch has them.)
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "gspo needs Python 3.11 to 3.13; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) .
 	touch $(READY)
+
+$(DEV): $(READY)
+	$(INSTALL) ".[dev]"
+	touch $(DEV)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

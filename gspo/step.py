@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gspo.config import Config
 from gspo.data.problems import Problems, PromptOrder
-from gspo.objective.advantage import apply_rule
+from gspo.objective.advantage import apply_rule, batch_whitened, whitened_returns
 from gspo.objective.counted import Counted, counted
 from gspo.objective.loss import Loss
 from gspo.objective.objective import Objective
@@ -72,6 +72,7 @@ class Learned:
     reward_B: Tensor
     """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
     advantage_B: Tensor
+    """Per reply; the mean where tokens differ."""
     tokens: Tokens
     """`logp_N` is the learning policy's at the moment each token was used."""
     entropy_N: Tensor
@@ -110,9 +111,8 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
     plan = _plan(parts, replies, step)
     logp_old_N, entropy_N = planned_logprobs(policy.model, plan, config.rollout.temperature, policy.device)
     tokens = _pack(parts, plan, replies, logp_old_N)
-    reward_B = _less_kl(objective, tokens, torch.tensor([r.reward for r in replies], dtype=torch.float64))
-    advantage_B = apply_rule(objective.advantage, reward_B, [r.group for r in replies]).float()
-    tokens = replace(tokens, advantage_N=tokens.sequences.spread(advantage_B.to(policy.device)))
+    reward_B, advantage_N = _advantages(objective, tokens, replies)
+    tokens = replace(tokens, advantage_N=advantage_N)
     batch = Batch(plan=plan, tokens=tokens, temperature=config.rollout.temperature)
     done = [
         update(policy, parts.optimizer, objective, batch, index, seed=_seed(config.seed, step, index))
@@ -121,7 +121,7 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
     return Learned(
         counted=tuple(replies),
         reward_B=reward_B,
-        advantage_B=advantage_B,
+        advantage_B=tokens.sequences.mean(advantage_N).cpu(),
         tokens=replace(tokens, logp_N=batch.logp_N),
         entropy_N=entropy_N,
         ratio_N=batch.ratio_N,
@@ -170,12 +170,17 @@ def _pack(parts: Parts, plan: Plan, replies: Sequence[Counted], logp_old_N: Tens
     )
 
 
-def _less_kl(objective: Objective, tokens: Tokens, reward_B: Tensor) -> Tensor:
-    """Rewards less the KL penalty, where that belongs to the reward: detached and summed over the reply."""
-    if not objective.kl or objective.kl_in == "loss":
-        return reward_B
-    kl_B = tokens.sequences.sum(KL_ESTIMATORS[objective.estimator](tokens))
-    return reward_B - objective.kl * kl_B.double().cpu()
+def _advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:
+    """Rewards, less the KL penalty where that belongs to the reward (detached), and the advantage of every token."""
+    sequences, penalty_N = tokens.sequences, torch.zeros_like(tokens.logp_old_N)
+    if objective.kl and objective.kl_in == "reward":
+        penalty_N = objective.kl * KL_ESTIMATORS[objective.estimator](tokens)
+    shaped_B = torch.tensor([r.reward for r in replies], dtype=torch.float64)
+    reward_B = shaped_B - sequences.sum(penalty_N.double()).cpu()
+    if objective.advantage is batch_whitened:
+        return reward_B, whitened_returns(shaped_B, penalty_N, sequences).float()
+    advantage_B = apply_rule(objective.advantage, reward_B, [r.group for r in replies]).float()
+    return reward_B, sequences.spread(advantage_B.to(penalty_N.device))
 
 
 def _seed(run_seed: int, step: int, index: int) -> int:

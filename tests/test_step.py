@@ -237,3 +237,20 @@ def test_kl_in_the_reward_reaches_the_advantage(tiny: Callable[..., Config], par
     reward = torch.tensor([r.reward for r in learned.counted]) - 0.5 * k1
     expected = gspo.group_advantage("rloo", reward, [r.group for r in learned.counted])
     torch.testing.assert_close(learned.advantage_B, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny("objective.name=reinforce_pp", "objective.kl=0.3"))
+    other = parts_of(tiny("seed=5", run_dir="other")).policy.model
+    parts = replace(parts, reference=other, optimizer=GradientRecorder(parts.policy.model))
+    learned = learn(parts, groups_of(parts), step=1)
+    assert learned is not None
+    returns, at = [], 0
+    k1 = (learned.tokens.logp_old_N - learned.tokens.logp_ref_N).double().tolist()
+    for r in learned.counted:
+        n = len(r.completion.token_ids)
+        returns += [r.reward - 0.3 * sum(k1[at + t : at + n]) for t in range(n)]
+        at += n
+    expected = torch.tensor(returns, dtype=torch.float64)
+    expected = (expected - expected.mean()) / expected.std()
+    torch.testing.assert_close(learned.tokens.advantage_N.double(), expected, rtol=1e-4, atol=1e-5)

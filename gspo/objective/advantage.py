@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError
+from gspo.objective.sequences import Sequences
 from gspo.types import UNIFORM_TOLERANCE
 
 AdvantageRule = Callable[[Tensor, Tensor, int], Tensor]
@@ -52,9 +53,22 @@ def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 
 def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """(R - mean) / std over the whole batch (REINFORCE++). One number per reply: a KL penalty in the reward is summed over the
-    reply, where the paper's code takes the sum from each token on."""
+    """(R - mean) / std over the whole batch (REINFORCE++). A run whitens over tokens, see `whitened_returns`."""
     return z_score(reward_B, torch.zeros_like(group_B), 1)
+
+
+def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) -> Tensor:
+    """REINFORCE++ per token: G_t = R - sum of penalties from t on, then (G - mean) / std over all tokens of the batch.
+
+    Tokens of a sequence must stand together and in order."""
+    penalty_N = penalty_N.double()
+    before_N = penalty_N.cumsum(0) - penalty_N
+    first_B = torch.zeros(sequences.count, dtype=torch.long, device=penalty_N.device)
+    first_B[1:] = sequences.length_B.cumsum(0)[:-1].long()
+    start_B = before_N[first_B.clamp(max=len(before_N) - 1)]
+    to_go_N = sequences.spread(sequences.sum(penalty_N)) - (before_N - sequences.spread(start_B))
+    return_N = sequences.spread(reward_B.to(penalty_N)) - to_go_N
+    return z_score(return_N, torch.zeros_like(sequences.index_N), 1)
 
 
 def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:

@@ -137,10 +137,8 @@ class MassGate(TrustRegion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.factor_low > self.factor_high or self.sigma_base > self.sigma_high or not self.sigma_base:
-            raise ConfigError(
-                "factor_low must not be above factor_high, nor sigma_base above sigma_high, nor sigma_base 0"
-            )
+        if self.factor_low > self.factor_high or not self.sigma_base:
+            raise ConfigError("factor_low must not be above factor_high, and sigma_base not 0")
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
