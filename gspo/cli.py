@@ -129,6 +129,8 @@ def _report(outcome: object) -> int:
 
 def _program() -> str:
     """How this program can be called again: by name where it is on the path."""
+    if sys.argv[0].endswith(".py"):
+        return "python -m gspo.cli"
     return "gspo" if shutil.which("gspo") else os.path.relpath(sys.argv[0])
 
 
