@@ -7,6 +7,7 @@ Invariant: losses of micro-batches that carry the step's fixed weights add up to
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -63,11 +64,18 @@ def select(objective: Objective, tokens: Tokens, seed: int) -> Tensor | None:
         return region.select(tokens, objective.ratio(tokens), torch.Generator().manual_seed(seed))
 
 
+STATISTICS = (
+    "clip_fraction_tokens", "clip_fraction_sequences", "ratio_mean", "ratio_max", "ratio_token_log_std",
+    "ratio_sequence_log_std", "kl_old_new",
+)  # fmt: skip
+"""What `statistics` always gives; NaN without tokens."""
+
+
 def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, float]:
     """What the update did, over the tokens given. Names as in docs/metrics.md, with `_` for `/`."""
-    sequences, present_B = tokens.sequences, tokens.sequences.length_B > 0
     if not len(ratio_N):
-        return {}
+        return dict.fromkeys(STATISTICS, math.nan)
+    sequences, present_B = tokens.sequences, tokens.sequences.length_B > 0
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
     log_s_B = sequences.mean(log_ratio_N)[present_B]
     ratio_B = sequences.mean(ratio_N)[present_B]
