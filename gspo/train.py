@@ -195,7 +195,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
     model = config.model if begin is None else dataclasses.replace(config.model, path=str(begin), build="")
     tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
     problems = load_problems(config.data, tokenizer, config.seed)
-    rewards.check_columns(problems.train[0].columns)
+    rewards.check_columns(set().union(*(p.columns for p in problems.train)))
     policy = load_policy(model, tokenizer, seed=config.seed)
     _check_positions(policy, problems, config.rollout.max_tokens)
     engine = build_engine(
@@ -414,6 +414,7 @@ class _Loop:
 
         rows = (Row(prompt_ids=p.token_ids, reply_ids=reply) for p, reply in fresh)
         done = cold_start(parts.policy, config, rows, accuracy, report, lambda: bool(self.stop))
+        parts.optimizer.adopt_weights()
         if self.stop:
             self.display.message("cold start interrupted: a resume begins it anew, with the same outcome")
             return

@@ -151,6 +151,16 @@ def test_checkpoints_load_in_transformers_as_they_are(tiny: Callable[..., Config
     assert not [f for f in path.iterdir() if f.suffix in (".pt", ".bin", ".pkl")]
 
 
+def test_masters_follow_the_cold_start(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny(
+        "model.dtype=bfloat16", "cold_start.steps=4", "cold_start.check_every=4", "steps=1", "learner.learning_rate=0"
+    )
+    train(config, display)
+    checkpoints = [run_of(config) / f"checkpoints/{step:06d}/model.safetensors" for step in (0, 1)]
+    before, after = map(load_file, checkpoints)
+    assert all(torch.equal(before[k], after[k]) for k in before)  # a step of size 0 must not undo the cold start
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()

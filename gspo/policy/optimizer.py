@@ -60,6 +60,13 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
         return Update(applied=applied, grad_norm=norm, learning_rate=rate)
 
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Take over weights that something else has changed, before the first step."""
+        for name, master in self._masters.items():
+            if master is not self._weights[name]:
+                master.copy_(self._weights[name])
+
     def state(self) -> dict[str, Tensor]:
         """Moments and masters, by parameter name."""
         tensors: dict[str, Tensor] = {}
