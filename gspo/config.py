@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.errors import ConfigError
+from gspo.types import Sampling
 
 MOST_THREADS = 1024
 
@@ -117,6 +118,11 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0: all. The same caution."""
     refill_budget: int = 3
     """With `keep = "mixed"`: sample at most this many batches of prompts per step to replace uniform groups."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How replies are drawn, in training and in evaluation."""
+        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,14 +112,12 @@ def evaluate_model(
     config = _eval_config(model, data, recipe, seed, overrides)
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
-        r = config.rollout
-        sampling = Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
+        sampling = config.rollout.sampling
         done = evaluate(engine, rewards, prompts, samples=samples, sampling=sampling, seed=seed, stream="eval")
         numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks}
         if greedy:
-            cold = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
             numbers["greedy"] = evaluate(
-                engine, rewards, prompts, samples=1, sampling=cold, seed=seed, stream="eval"
+                engine, rewards, prompts, samples=1, sampling=sampling.greedy, seed=seed, stream="eval"
             ).accuracy
     _print_numbers(config, done, numbers, samples)
     if json_path:

@@ -35,7 +35,7 @@ from gspo.policy.update import Batch, update
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
 from gspo.rollout.rollout import Gathered, distinct, gather
-from gspo.types import Completion, Group, Prompt, Sampling, Score
+from gspo.types import Completion, Group, Prompt, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,9 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
 
 def _sample(parts: Parts, prompts: Sequence[Prompt], *, stream: str) -> list[list[Completion]]:
     r = parts.config.rollout
-    sampling = Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
     seed, version = parts.config.seed, parts.optimizer.updates
     return parts.engine.generate(
-        prompts, samples=r.replies, sampling=sampling, seed=seed, stream=stream, version=version
+        prompts, samples=r.replies, sampling=r.sampling, seed=seed, stream=stream, version=version
     )
 
 

@@ -373,10 +373,7 @@ class _Loop:
         settings, last = self.config.eval, step == self.config.steps
         if not settings.every or (step % settings.every and not last):
             return {}
-        rollout, held_out = self.config.rollout, self.parts.problems.held_out
-        sampling = Sampling(
-            max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
-        )
+        sampling, held_out = self.config.rollout.sampling, self.parts.problems.held_out
         done = self._held_out(held_out, sampling, settings.samples, "eval")
         sampled = done.accuracy
         values = {
@@ -386,8 +383,8 @@ class _Loop:
             "eval/accuracy_high": sampled.high,
         }
         if settings.greedy:
-            greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-            values["eval/accuracy_greedy"] = self._held_out(held_out, greedy, 1, "eval-greedy").accuracy.value
+            greedy = self._held_out(held_out, sampling.greedy, 1, "eval-greedy")
+            values["eval/accuracy_greedy"] = greedy.accuracy.value
         return values
 
     def _held_out(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, stream: str) -> Evaluation:

@@ -12,7 +12,7 @@ Invariant: everything here is frozen, and nothing here imports torch, so that re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -65,6 +65,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
+
+    @property
+    def greedy(self) -> Sampling:
+        """The same limit, always taking the likeliest token."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
 @dataclass(frozen=True, kw_only=True)
