@@ -34,6 +34,8 @@ class ModelConfig:
     """Directory, hub name or `.gguf` file of the model to train."""
     build: Literal["", "tiny_moe", "tiny_dense"] = ""
     """Build a small model from scratch instead of loading one: for the demo, for tests, for trying a task."""
+    build_options: Mapping[str, Any] = field(default_factory=dict)
+    """Other sizes for a built model, by the names of its Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights. Log-probabilities are float32 either way."""
     device: str = "auto"
@@ -152,6 +154,16 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    replay: Literal["off", "old", "sampler"] = "off"
+    """Which experts a mixture-of-experts model uses in learning: its own choice; what it chose for the old log-probabilities (R2); what the sampling engine chose, for the old log-probabilities too (R3)."""
+    record: bool = True
+    """Count, for the `routing/` metrics, the experts that change. Costs one or two bytes per token, layer and expert chosen."""
+    balance_loss: float = 0.0
+    """Coefficient of the auxiliary load-balancing loss (Switch), on the routers' own choice; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     mini_batches: int = 4
     """Optimiser steps per rollout batch."""
@@ -212,13 +224,16 @@ class Config:
     seed: int = 0
     """Seed of everything random: data order, sampling, a built model's weights."""
     steps: int = 100
-    """Training steps (rollout batches)."""
+    """Training steps (rollout batches); 0: only the cold start and an evaluation."""
+    tokens: int = 0
+    """End after the step in which this many reply tokens have been sampled in all, not after `steps`, which still sets the learning-rate schedule (twice `steps` is the most); 0: off."""
     model: ModelConfig = field(default_factory=ModelConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -288,6 +303,13 @@ def check(config: Config) -> None:
             f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
         )
     _check_effects(config)
+    routing = config.routing
+    if routing.replay == "old" and config.learner.mini_batches == 1:
+        raise ConfigError('routing.replay: "old" has no effect with learner.mini_batches = 1, where the learning forward is the old one; set more, or "off"')  # fmt: skip
+    if (routing.replay != "off" or routing.balance_loss) and not routing.record:
+        raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
+    if config.tokens and not config.steps:
+        raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.cold_start.steps and not config.data.task:
@@ -312,6 +334,7 @@ def _check_effects(config: Config) -> None:
     """Settings that were changed but act only together with another one."""
     data = config.data
     silent = {
+        "model.build_options": (not config.model.build, "without model.build"),
         "data.hub_config": (not data.hub, "without data.hub"),
         "data.split": (not data.hub, "without data.hub"),
         "data.task_options": (not data.task, "without data.task"),
@@ -336,7 +359,7 @@ def _check_ranges(config: Config) -> None:
     if config.model.threads > MOST_THREADS:
         raise ConfigError(f"model.threads: must be at most {MOST_THREADS}, not {config.model.threads}")
     at_least = {
-        "steps": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
+        "steps": 0, "tokens": 0, "routing.balance_loss": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
         "data.held_out": 0, "data.task_size": 1, "data.max_prompt_tokens": 1, "rollout.prompts": 1,
         "rollout.replies": 1, "rollout.max_tokens": 1, "rollout.top_k": 0, "rollout.refill_budget": 1,
         "reward.workers": 1, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,

@@ -54,6 +54,12 @@ class Evaluation:
         """Replies without a verdict: unscored, or the deciding reward abstained."""
         return sum(s.correct is None for scores in self.scores for s in scores)
 
+    @property
+    def mean_length(self) -> float:
+        """Mean tokens per reply."""
+        lengths = [len(c.token_ids) for replies in self.completions for c in replies]
+        return sum(lengths) / len(lengths) if lengths else math.nan
+
     def avg_at(self, k: int) -> Estimate:
         """Mean correctness of the first k judged replies of a problem, over problems that have k."""
         return _interval([sum(v[:k]) / k for v in self.verdicts if len(v) >= k])

@@ -21,6 +21,7 @@ from torch import Tensor
 from gspo.config import Config
 from gspo.data.problems import Problems, PromptOrder
 from gspo.objective.advantage import apply_rule, batch_whitened, whitened_returns
+from gspo.objective.auto_clip import AutoClip
 from gspo.objective.counted import Counted, counted
 from gspo.objective.loss import Loss
 from gspo.objective.objective import Objective
@@ -31,6 +32,7 @@ from gspo.policy.batch import Plan, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer, Update
+from gspo.policy.replay import Routed, Unrouted, route
 from gspo.policy.update import Batch, update
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
@@ -52,6 +54,8 @@ class Parts:
     engine: Engine
     rewards: RewardPool
     optimizer: Optimizer
+    auto_clip: AutoClip | None = None
+    """Adapts the objective's clip range from step to step; None: the range stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,11 @@ class Collected:
     gathered: Gathered
     cursor: int
     """Where the data order stands now."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all replies that were sampled, discarded ones too."""
+        return sum(len(c.token_ids) for group in self.gathered.sampled for c in group.completions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,8 @@ class Learned:
     clipped_N: Tensor
     losses: tuple[Loss, ...]
     updates: tuple[Update, ...]
+    routed: Routed | None = None
+    """What the routers did; None for a dense model."""
 
 
 def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
@@ -108,12 +119,13 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
     replies = counted(groups, objective, max_tokens=config.rollout.max_tokens)
     if not replies:
         return None
-    plan = _plan(parts, replies, step)
-    logp_old_N, entropy_N = planned_logprobs(policy.model, plan, config.rollout.temperature, policy.device)
+    plan, temperature = _plan(parts, replies, step), config.rollout.temperature
+    routing = _routing(parts, plan, replies)
+    logp_old_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, routed=routing.old)
     tokens = _pack(parts, plan, replies, logp_old_N)
     reward_B, advantage_N = _advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
-    batch = Batch(plan=plan, tokens=tokens, temperature=config.rollout.temperature)
+    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
     done = [
         update(policy, parts.optimizer, objective, batch, index, seed=_seed(config.seed, step, index))
         for index in range(len(plan.steps))
@@ -128,6 +140,7 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
         clipped_N=batch.clipped_N,
         losses=tuple(loss for loss, _ in done),
         updates=tuple(u for _, u in done),
+        routed=routing.outcome(policy.model),
     )
 
 
@@ -135,7 +148,7 @@ def _sample(parts: Parts, prompts: Sequence[Prompt], *, stream: str) -> list[lis
     r = parts.config.rollout
     seed, version = parts.config.seed, parts.optimizer.updates
     return parts.engine.generate(
-        prompts, samples=r.replies, sampling=r.sampling, seed=seed, stream=stream, version=version
+        prompts, samples=r.replies, sampling=r.sampling, seed=seed, stream=stream, version=version, routes=True
     )
 
 
@@ -154,6 +167,13 @@ def _plan(parts: Parts, replies: Sequence[Counted], step: int) -> Plan:
         pad_id=parts.policy.pad_id,
         seed=f"{parts.config.seed}/mini-batches/{step}",
     )
+
+
+def _routing(parts: Parts, plan: Plan, replies: Sequence[Counted]) -> Unrouted:
+    """How the routers of a mixture of experts are to be treated in this batch, and what the sampler's chose."""
+    settings, policy = parts.config.routing, parts.policy
+    sampled = [r.completion.routes for r in replies]
+    return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
 def _pack(parts: Parts, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:

@@ -27,6 +27,7 @@ from gspo.data.task import build_task
 from gspo.errors import ConfigError, GspoError, NumericalError, RewardError
 from gspo.evaluate import Estimate, Evaluation, evaluate
 from gspo.objective.advantage import batch_whitened, external
+from gspo.objective.auto_clip import AutoClip, at_limit, take_auto
 from gspo.objective.loss import build as build_objective
 from gspo.objective.objective import Objective, settings_of
 from gspo.objective.table import TABLE
@@ -129,7 +130,7 @@ def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> 
 
 def run_objective(config: Config) -> Objective:
     """The config's objective, refused where a run cannot use it."""
-    name, settings = config.objective.name, dict(config.objective.settings)
+    name, (_, settings) = config.objective.name, _auto_clip(config)
     if name in TABLE and "max_length" in settings_of(TABLE[name]):
         settings.setdefault("max_length", config.rollout.max_tokens)
     objective = build_objective(name, **settings)
@@ -144,6 +145,17 @@ def run_objective(config: Config) -> Objective:
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
+
+
+def _auto_clip(config: Config) -> tuple[AutoClip | None, dict[str, Any]]:
+    """The adapting clip range, if the settings ask for one, and the objective's other settings."""
+    name, settings = config.objective.name, dict(config.objective.settings)
+    if name not in TABLE:
+        return None, settings
+    auto, settings = take_auto(dataclasses.replace(TABLE[name], name=name), settings)
+    if auto and config.learner.mini_batches == 1:
+        raise ConfigError(f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; set more, or a number")  # fmt: skip
+    return auto, settings
 
 
 # ------------------------------------------------------------------------------------------------- building
@@ -168,7 +180,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
-        run=run.path, step=state.step, steps=config.steps, stopped_by=stop.signal if state.step < config.steps else None,
+        run=run.path, step=state.step, steps=config.steps, stopped_by=None if loop.over(state.step, state.tokens) else stop.signal,
         before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
     )  # fmt: skip
 
@@ -192,18 +204,20 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
     task = build_task(config.data.task, config.data.task_options) if config.data.task else None
     rewards = RewardPool(config.reward, (config.data.task, config.data.task_options) if task else None)
     stack.callback(rewards.close)
-    model = config.model if begin is None else dataclasses.replace(config.model, path=str(begin), build="")
+    model = config.model if begin is None else _kept_model(config.model, begin)
     tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
     problems = load_problems(config.data, tokenizer, config.seed)
     rewards.check_columns(set().union(*(p.columns for p in problems.train)))
-    policy = load_policy(model, tokenizer, seed=config.seed)
+    policy = load_policy(model, tokenizer, seed=config.seed, routing=config.routing)
     _check_positions(policy, problems, config.rollout.max_tokens)
     engine = build_engine(
         config.rollout.engine,
-        EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids),
+        EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers),
         config.rollout.engine_options,
     )
     stack.callback(engine.close)
+    if config.routing.replay == "sampler" and not engine.reports_routes:
+        raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
     return Parts(
         config=config,
         objective=objective,
@@ -214,7 +228,13 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         engine=engine,
         rewards=rewards,
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
+        auto_clip=_auto_clip(config)[0],
     )
+
+
+def _kept_model(config: ModelConfig, path: Path) -> ModelConfig:
+    """The same settings for a model that this run has saved."""
+    return dataclasses.replace(config, path=str(path), build="", build_options={})
 
 
 def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:
@@ -233,7 +253,7 @@ def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
         return None
     kept = run.path / "reference"
     if kept.is_dir():
-        config = dataclasses.replace(config, path=str(kept), build="")
+        config = _kept_model(config, kept)
     config = dataclasses.replace(config, gradient_checkpointing=False)
     return load_policy(config, load_tokenizer(config), seed=0).model.requires_grad_(False)
 
@@ -262,7 +282,7 @@ class _Loop:
                 return None
         if self.parts.objective.kl:
             self._keep_reference()
-        first = {"step": 0, **self._evaluate(0)}
+        first = {"step": 0, "tokens/sampled": 0, **self._evaluate(0, last=not self.config.steps)}
         self.run.metrics(first)
         self.display.evaluated(first)
         state = TrainerState(offsets=self.run.offsets(), problems=self._fingerprint)
@@ -285,30 +305,55 @@ class _Loop:
 
     def run_steps(self, state: TrainerState) -> TrainerState:
         """Loop until the last step or a request to stop; the state is always that of a finished step."""
-        while state.step < self.config.steps and not self.stop:
+        while not self.over(state.step, state.tokens) and not self.stop:
             state = self._step(state)
-            if state.step % self.config.checkpoint.every == 0 or state.step == self.config.steps:
+            if state.step % self.config.checkpoint.every == 0:
                 self._save(state)
         self._save(state)
         return state
 
+    def over(self, step: int, tokens: int) -> bool:
+        """Whether a run that has come this far is finished."""
+        if not self.config.tokens:
+            return step >= self.config.steps
+        return tokens >= self.config.tokens or step >= 2 * self.config.steps
+
     def _step(self, state: TrainerState) -> TrainerState:
         step, clock = state.step + 1, Clock()
+        parts = self._with_range(state.clip_scale)
         with clock.measure("step"):
-            collected = collect(self.parts, step=step, cursor=state.cursor, clock=clock)
+            collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
             self._check_scores(collected, state)
             with clock.measure("learn"):
-                learned = learn(self.parts, collected.gathered.groups, step=step)
+                learned = learn(parts, collected.gathered.groups, step=step)
             skipped = self._check_updates(step, learned, state.skipped_in_row)
+            tokens = state.tokens + collected.tokens
             with clock.measure("eval"):
-                evaluation = self._evaluate(step)
-        metrics = {"step": step, **step_metrics(self.parts.objective, collected, learned), **evaluation}
+                evaluation = self._evaluate(step, last=self.over(step, tokens))
+        metrics = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned), **evaluation}  # fmt: skip
         timings = {"step": step, **{f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}}
         self._write(step, metrics, timings, collected, learned)
         return TrainerState(
             step=step, cursor=collected.cursor, updates=self.parts.optimizer.updates, skipped_in_row=skipped,
-            offsets=self.run.offsets(), problems=state.problems,
+            tokens=tokens, clip_scale=self._next_range(step, state.clip_scale, learned), offsets=self.run.offsets(), problems=state.problems,
         )  # fmt: skip
+
+    def _with_range(self, scale: float) -> Parts:
+        """The parts with the clip range that this step uses."""
+        if self.parts.auto_clip is None:
+            return self.parts
+        return dataclasses.replace(self.parts, objective=self.parts.auto_clip.scaled(self.parts.objective, scale))
+
+    def _next_range(self, step: int, scale: float, learned: Learned | None) -> float:
+        """The scale of the next step's clip range; says so when it can adapt no further."""
+        if self.parts.auto_clip is None or learned is None:
+            return scale
+        wanted = self.parts.auto_clip.next_scale(self.parts.objective, scale, learned.tokens)
+        why = at_limit(wanted)
+        if why and not at_limit(scale):
+            self.run.event("clip range at its limit", step=step, what=why)
+            self.display.message(f"step {step}: the clip range stops adapting: {why}")
+        return wanted
 
     def _write(
         self, step: int, metrics: dict[str, Any], timings: dict[str, Any], collected: Collected, learned: Learned | None
@@ -369,8 +414,8 @@ class _Loop:
 
     # ---- evaluation and cold start
 
-    def _evaluate(self, step: int) -> dict[str, Any]:
-        settings, last = self.config.eval, step == self.config.steps
+    def _evaluate(self, step: int, *, last: bool) -> dict[str, Any]:
+        settings = self.config.eval
         if not settings.every or (step % settings.every and not last):
             return {}
         sampling, held_out = self.config.rollout.sampling, self.parts.problems.held_out
@@ -381,6 +426,7 @@ class _Loop:
             "eval/accuracy": sampled.value,
             "eval/accuracy_low": sampled.low,
             "eval/accuracy_high": sampled.high,
+            "eval/length_mean": done.mean_length,
         }
         if settings.greedy:
             greedy = self._held_out(held_out, sampling.greedy, 1, "eval-greedy")

@@ -73,6 +73,19 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The experts that computed a sequence in the sampling engine, compact: [tokens, layers, top_k] in C order."""
+
+    experts: bytes
+    """For every token of prompt and reply but the last, which no forward has read."""
+    layers: int
+    """MoE layers; dense ones are not counted."""
+    top_k: int
+    width: int
+    """Bytes per choice: 1 or 2 (little-endian)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled reply."""
 
@@ -88,6 +101,8 @@ class Completion:
     stop: StopReason
     version: int
     """Optimiser updates the sampling policy had seen."""
+    routes: Routes | None = None
+    """None: a dense model, an engine that does not know, or nobody asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,8 +163,9 @@ def _check_types(row: Objective, settings: dict[str, Any]) -> None:
             continue
         wanted: Any = str if key in words else numbers.Real
         if not isinstance(value, wanted) or isinstance(value, bool):
+            hint = "; a range that adapts is for runs (objective.clip_low in a recipe)" if str(value).startswith("auto:") else ""  # fmt: skip
             raise ConfigError(
-                f"objective {row.name!r}: {key} must be {'text' if key in words else 'a number'}, not {value!r}"
+                f"objective {row.name!r}: {key} must be {'text' if key in words else 'a number'}, not {value!r}{hint}"
             )
 
 

@@ -6,13 +6,18 @@ clock, and unscored replies are counted but are in no mean.
 
 from __future__ import annotations
 
+import math
 import statistics as st
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gspo.objective.counted import left_out
 from gspo.objective.loss import statistics
 from gspo.objective.objective import Objective
+from gspo.policy.replay import Routed
 from gspo.step import Collected, Learned
 from gspo.types import Completion, Group, Score, Status, StopReason
 
@@ -42,7 +47,7 @@ def _sampled(collected: Collected) -> dict[str, Any]:
         "length/mean": _mean(lengths),
         "length/max": max(lengths, default=0),
         "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
-        "tokens/generated": sum(lengths),
+        "tokens/generated": collected.tokens,
     }
 
 
@@ -76,7 +81,38 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
         "advantage/std": float(learned.advantage_B.std(correction=0)),
         "tokens/trained": len(learned.ratio_N),
     }
-    return metrics | ({"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {})
+    region: Any = objective.trust_region
+    if hasattr(region, "clip_low"):
+        metrics |= {"clip/low": region.clip_low, "clip/high": region.clip_high}
+    metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
+    return metrics | (_routing(learned.routed) if learned.routed else {})
+
+
+def _routing(routed: Routed) -> dict[str, Any]:
+    """How many of the chosen experts changed, and how evenly the experts are used."""
+    after_N = routed.update_N > 0
+    flipped, native = routed.flipped_N[after_N], routed.native_N[after_N]
+    sampler = routed.sampler_N[routed.sampler_N >= 0]
+    by_update = routed.native_N[routed.update_N == 1], routed.native_N[routed.update_N == routed.update_N.max()]
+    metrics = {
+        "routing/flip_fraction": _share(flipped, routed.choices),
+        "routing/flip_fraction_first": _share(by_update[0], routed.choices),
+        "routing/flip_fraction_last": _share(by_update[1], routed.choices),
+        "routing/flip_fraction_sampler": _share(sampler, routed.choices),
+    }
+    if routed.replayed:
+        metrics["routing/flip_fraction_native"] = _share(native, routed.choices)
+    share_LE = routed.load_LE.double() / routed.load_LE.sum(-1, keepdim=True)
+    entropy_L = torch.special.entr(share_LE).sum(-1) / math.log(share_LE.shape[1])
+    busiest_L = share_LE.amax(-1) * share_LE.shape[1]
+    metrics |= {"routing/load_entropy": float(entropy_L.mean()), "routing/load_max": float(busiest_L.max())}
+    for layer, (entropy, busiest) in enumerate(zip(entropy_L.tolist(), busiest_L.tolist(), strict=True)):
+        metrics |= {f"routing/load_entropy/{layer}": entropy, f"routing/load_max/{layer}": busiest}
+    return metrics | ({"loss/balance": _mean(routed.balance_losses)} if routed.balance_losses else {})
+
+
+def _share(counts: Tensor, of: int) -> float:
+    return float(counts.double().mean() / of) if len(counts) else NAN
 
 
 def rollout_records(objective: Objective, collected: Collected, learned: Learned | None) -> Iterator[dict[str, Any]]:
@@ -122,6 +158,7 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
     """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
     tokens = learned.tokens
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
+    flipped = learned.routed.flipped_N.tolist() if learned.routed else None
     old, new, clipped = tokens.logp_old_N.tolist(), tokens.logp_N.tolist(), learned.clipped_N.tolist()
     records, start = [], 0
     for ratio, length in zip(ratio_B, tokens.sequences.length_B.long().tolist(), strict=True):
@@ -134,6 +171,7 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
                 "clipped_tokens": flags,
                 "logp_old": _rounded(old[start:end]),
                 "logp_new": _rounded(new[start:end]),
+                **({} if flipped is None else {"flipped_experts": flipped[start:end]}),
             }
         )
         start = end

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class MicroBatch:
     target_N: Tensor
     at_N: Tensor
     """Where each reply token stands among the batch's packed tokens."""
+    input_at: Tensor
+    """Where each of `input_ids` stands among the batch's input tokens (see `Plan.input_starts`); -1: padding."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -63,6 +65,15 @@ class Plan:
     def tokens(self) -> int:
         return len(self.sequence_N)
 
+    @property
+    def input_starts(self) -> list[int]:
+        """Where each row begins among the input tokens: prompt and reply of all rows, one after the other."""
+        return [0, *accumulate(row.length for row in self.rows)][:-1]
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(row.length for row in self.rows)
+
     def lengths(self, rows: Sequence[int]) -> Tensor:
         """Reply tokens of some rows, in float64."""
         return torch.tensor([len(self.rows[r].reply_ids) for r in rows], dtype=torch.float64)
@@ -73,15 +84,17 @@ def make_plan(
 ) -> Plan:
     """Deal groups, in seeded order, into `mini_batches` optimiser steps of equal size (to one reply); a group stays whole
     unless it stands across a cut."""
-    start_B = [0]
-    for row in rows:
-        start_B.append(start_B[-1] + len(row.reply_ids))
+    start_B = [0, *accumulate(len(row.reply_ids) for row in rows)]
+    input_start_B = [0, *accumulate(row.length for row in rows)]
     sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r.reply_ids) for r in rows], dtype=torch.long))  # fmt: skip
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(rows))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     steps = tuple(
-        tuple(_micro_batch(rows, part, start_B, pad_id) for part in _by_budget(rows, order[a:b], token_budget))
+        tuple(
+            _micro_batch(rows, part, start_B, input_start_B, pad_id)
+            for part in _by_budget(rows, order[a:b], token_budget)
+        )
         for a, b in pairwise(cuts)
     )
     return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps)
@@ -110,13 +123,17 @@ def _by_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[
     return parts
 
 
-def _micro_batch(rows: Sequence[Row], chosen: Sequence[int], start_B: Sequence[int], pad_id: int) -> MicroBatch:
+def _micro_batch(
+    rows: Sequence[Row], chosen: Sequence[int], start_B: Sequence[int], input_start_B: Sequence[int], pad_id: int
+) -> MicroBatch:
     width = max(rows[r].length for r in chosen)
     input_ids = torch.full((len(chosen), width), pad_id)
+    input_at = torch.full((len(chosen), width), -1)
     row_N, position_N, target_N, at_N = [], [], [], []
     for i, r in enumerate(chosen):
         prompt, reply = rows[r].prompt_ids, rows[r].reply_ids
         input_ids[i, : rows[r].length] = torch.tensor(prompt + reply)
+        input_at[i, : rows[r].length] = torch.arange(input_start_B[r], input_start_B[r + 1])
         row_N.append(torch.full((len(reply),), i))
         position_N.append(torch.arange(len(prompt) - 1, len(prompt) + len(reply) - 1))
         target_N.append(torch.tensor(reply))
@@ -128,4 +145,5 @@ def _micro_batch(rows: Sequence[Row], chosen: Sequence[int], start_B: Sequence[i
         position_N=torch.cat(position_N),
         target_N=torch.cat(target_N),
         at_N=torch.cat(at_N),
+        input_at=input_at,
     )

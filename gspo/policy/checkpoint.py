@@ -39,6 +39,10 @@ class TrainerState:
     updates: int = 0
     """Optimiser steps applied; the policy's version."""
     skipped_in_row: int = 0
+    tokens: int = 0
+    """Reply tokens sampled so far."""
+    clip_scale: float = 1.0
+    """Factor on the objective's clip range, where that adapts."""
     offsets: Mapping[str, int] = field(default_factory=dict)
     """Lengths of metrics and timings when this was saved."""
     problems: str = ""

@@ -6,6 +6,8 @@ because the policy is the distribution that was sampled from; the end token coun
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,12 +36,21 @@ def reply_logprobs(
 
 @torch.no_grad()
 def planned_logprobs(
-    model: Any, plan: Plan, temperature: float, device: torch.device, step: int | None = None
+    model: Any,
+    plan: Plan,
+    temperature: float,
+    device: torch.device,
+    *,
+    step: int | None = None,
+    routed: Callable[[MicroBatch], AbstractContextManager[Any]] = lambda micro: nullcontext(),
 ) -> tuple[Tensor, Tensor]:
-    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient."""
+    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
+
+    Each forward runs inside `routed(micro_batch)`."""
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     for micro_batches in plan.steps if step is None else plan.steps[step : step + 1]:
         for cpu_batch in micro_batches:
             batch = cpu_batch.to(device)
-            logp_N[batch.at_N], entropy_N[batch.at_N] = reply_logprobs(model, batch, temperature)
+            with routed(batch):
+                logp_N[batch.at_N], entropy_N[batch.at_N] = reply_logprobs(model, batch, temperature)
     return logp_N, entropy_N

@@ -6,6 +6,7 @@ probabilities are the sampler's; no code from the model's repository unless it w
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
-from gspo.config import ModelConfig
+from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
+from gspo.policy.routing import Routers, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
 """Below this, threads cost more than they give."""
@@ -30,6 +32,8 @@ class Policy:
     model: Any
     tokenizer: Any
     device: torch.device
+    routers: Routers | None = None
+    """None: a dense model, or routing was left alone."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -77,16 +81,34 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
 
 
-def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int) -> Policy:
-    """The model of the config, on its device, without noise."""
+def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
+    """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
     device = _device(config.device)
     model = (_build(config, tokenizer, seed) if config.build else _load(config)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
-    policy = Policy(model=model, tokenizer=tokenizer, device=device)
+    policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
         raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip
     return policy
+
+
+def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
+    """The model's routers, if they are to be watched; asked for in vain is an error."""
+    if config is None or not config.record:
+        return None
+    routers = find_routers(model)
+    for key in ("replay", "balance_loss"):
+        if routers is None and getattr(config, key) not in ("off", 0.0):
+            what = (
+                "is a mixture of experts, but no router was found in it that chooses by top-k"
+                if says_it_routes(model)
+                else "is a dense model: it has no routers"
+            )
+            raise ConfigError(f"routing.{key}: {type(model).__name__} {what}; leave routing.{key} out")
+    if routers is not None and config.replay != "off":
+        check_replay(model, routers)
+    return routers
 
 
 def _device(name: str) -> torch.device:
@@ -165,6 +187,12 @@ def _build(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     if config.build == "tiny_moe":
         kind = "qwen3_moe"
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    known = set(AutoConfig.for_model(kind).to_dict()) - {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}
+    for option in config.build_options:
+        if option not in known:
+            hint = difflib.get_close_matches(option, known, n=1)
+            raise ConfigError(f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}")  # fmt: skip
+    shape |= config.build_options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype))

@@ -24,6 +24,7 @@ from gspo.policy.batch import MicroBatch, Plan
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer, Update
+from gspo.policy.replay import Unrouted
 
 
 @dataclass(kw_only=True)
@@ -34,6 +35,8 @@ class Batch:
     tokens: Tokens
     """All its reply tokens; sequence i is row i of the plan."""
     temperature: float
+    routing: Unrouted = field(default_factory=Unrouted)
+    """What a mixture of experts does with its routers in learning forwards."""
     logp_N: Tensor = field(init=False)
     """The learning policy's log-probabilities at the moment each token was used."""
     ratio_N: Tensor = field(init=False)
@@ -55,12 +58,13 @@ def update(
     losses = []
     for cpu_batch in micro_batches:
         micro = cpu_batch.to(policy.device)
-        logp_N, entropy_N = reply_logprobs(
-            policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
-        )
-        tokens = _learning(batch.tokens, micro, logp_N, entropy_N, selected_N)
-        loss = loss_of(objective, tokens, weight_N[micro.at_N])
-        loss.total.backward()
+        with batch.routing.learning(micro) as seen:
+            logp_N, entropy_N = reply_logprobs(
+                policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
+            )
+            tokens = _learning(batch.tokens, micro, logp_N, entropy_N, selected_N)
+            loss = loss_of(objective, tokens, weight_N[micro.at_N])
+            (loss.total + batch.routing.balance_loss(micro, seen, index)).backward()
         batch.logp_N[micro.at_N] = logp_N.detach()
         batch.ratio_N[micro.at_N] = loss.surrogate.ratio_N
         batch.clipped_N[micro.at_N] = loss.surrogate.clipped_N
@@ -82,7 +86,9 @@ def _select(policy: Policy, objective: Objective, batch: Batch, index: int, seed
     if not isinstance(objective.trust_region, CovarianceRegion):
         return None
     at_N = torch.cat([micro.at_N for micro in batch.plan.steps[index]]).sort().values.to(policy.device)
-    logp_N, _ = planned_logprobs(policy.model, batch.plan, batch.temperature, policy.device, step=index)
+    logp_N, _ = planned_logprobs(
+        policy.model, batch.plan, batch.temperature, policy.device, step=index, routed=batch.routing.learning
+    )
     chosen = select(objective, replace(_take(batch.tokens, at_N), logp_N=logp_N[at_N]), seed)
     assert chosen is not None
     return torch.zeros_like(batch.clipped_N).index_put((at_N,), chosen)

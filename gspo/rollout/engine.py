@@ -18,17 +18,32 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError
+from gspo.policy.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
 
 class Engine(Protocol):
     """Draws replies from the current policy."""
 
+    @property
+    def reports_routes(self) -> bool:
+        """Whether replies can carry the experts that computed them."""
+        ...
+
     def generate(
-        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        stream: str,
+        version: int,
+        routes: bool = False,
     ) -> list[list[Completion]]:
         """`samples` replies for each prompt. `stream` names the occasion (`train/12`, `eval/20`), so that meeting a
-        prompt again draws anew; `version` is stamped on every reply."""
+        prompt again draws anew; `version` is stamped on every reply; `routes` asks for the experts, where the engine
+        reports them."""
         ...
 
     def close(self) -> None:
@@ -44,6 +59,8 @@ class EngineContext:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     """Token ids that end a reply."""
+    routers: Routers | None = None
+    """The model's routers; None: a dense model, or nobody asks for its experts."""
 
 
 def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:

@@ -8,13 +8,15 @@ tries before `CachedRows` is used. Shape suffixes as in `engines/local.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+
+from gspo.policy.routing import Routers
 
 BLOCK = 64
 """Columns that a cache is given at a time, at the least."""
@@ -36,8 +38,9 @@ def evaluating(model: Any) -> Iterator[None]:
 class Rows(Protocol):
     """What the model has read of every slot. The first rows are the live ones; column = position."""
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> None:
-        """Read prompts, all together, and hold them until the next call."""
+    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
+        """Read prompts, all together, and hold them until the next call. Gives the experts of each token, [U, T, L, K],
+        if they are being noted."""
 
     def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
         """Rows `first ...` become copies of held prompts, each named by its place in the last `prefill`."""
@@ -45,8 +48,22 @@ class Rows(Protocol):
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Rows `target` become copies of rows `source`."""
 
-    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> Tensor:
-        """Read one more token per live row and give the logits after it."""
+    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
+        """Read one more token per live row and give the logits after it, and its experts, [R, L, K], if they are noted."""
+
+
+class _Noted:
+    """Runs a forward and gives the experts it used beside its output; None without routers to watch."""
+
+    def __init__(self, routers: Routers | None) -> None:
+        self.routers = routers
+
+    def __call__(self, forward: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+        if self.routers is None:
+            return forward(), None
+        with self.routers.watch() as seen:
+            output = forward()
+        return output, seen.used_ILK
 
 
 def padded(prompt_U: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -58,8 +75,9 @@ def padded(prompt_U: list[tuple[int, ...]], device: torch.device) -> Tensor:
 class CachedRows:
     """Keys and values of every row, so that a step computes one token per row."""
 
-    def __init__(self, model: Any, slots: int, limit: int) -> None:
+    def __init__(self, model: Any, slots: int, limit: int, routers: Routers | None = None) -> None:
         self.model = model
+        self.noted = _Noted(routers)
         self.cache = _KeyValueCache(slots, limit)
         self.held = DynamicCache()
         self.kinds = attention_kinds(model.config)
@@ -69,12 +87,15 @@ class CachedRows:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.prefill_options = {**self.options, "logits_to_keep": 1} if keeps else self.options
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> None:
+    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
         # Without a configuration every layer keeps all columns, sliding ones too; the model makes the masks itself.
         self.held = DynamicCache()
-        if len(prompt_U[0]):
-            ids_UT = padded(prompt_U, self.model.device)
-            self.model(input_ids=ids_UT, past_key_values=self.held, use_cache=True, **self.prefill_options)
+        if not len(prompt_U[0]):
+            return None
+        ids_UT = padded(prompt_U, self.model.device)
+        options = {"past_key_values": self.held, "use_cache": True, **self.prefill_options}
+        _, routes_ILK = self.noted(lambda: self.model(input_ids=ids_UT, **options))
+        return None if routes_ILK is None else routes_ILK.unflatten(0, ids_UT.shape)
 
     def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
         self.cache.reserve(columns)
@@ -85,17 +106,20 @@ class CachedRows:
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         self.cache.move(source, target, columns)
 
-    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> Tensor:
+    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
         self.cache.aim(position_R, columns)
-        output = self.model(
-            input_ids=input_R[:, None],
-            position_ids=position_R[:, None],
-            attention_mask=self._mask(position_R, columns),
-            past_key_values=self.cache,
-            use_cache=True,
-            **self.options,
+        mask = self._mask(position_R, columns)
+        output, routes_RLK = self.noted(
+            lambda: self.model(
+                input_ids=input_R[:, None],
+                position_ids=position_R[:, None],
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                **self.options,
+            )
         )
-        return output.logits[:, -1]
+        return output.logits[:, -1], routes_RLK
 
     def _mask(self, position_R: Tensor, columns: int) -> Tensor | dict[str, Tensor]:
         """What to add to the attention scores, [rows, 1, 1, columns]; by kind of layer where the model has several."""
@@ -182,15 +206,20 @@ class _KeyValueCache(Cache):
 class RecomputedRows:
     """Only the token ids of every row: a step computes the whole row. Right for any causal model, and slow."""
 
-    def __init__(self, model: Any, slots: int, limit: int, forward_tokens: int) -> None:
+    def __init__(self, model: Any, slots: int, limit: int, forward_tokens: int, routers: Routers | None = None) -> None:
         self.model = model
+        self.noted = _Noted(routers)
         self.forward_tokens = forward_tokens
         self.ids = torch.zeros(slots, limit, dtype=torch.int64, device=model.device)
         self.held_UT = self.ids[:0]
         self.options = _forward_options(model)
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> None:
+    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
         self.held_UT = padded(prompt_U, self.model.device)
+        if self.noted.routers is None or not len(prompt_U[0]):
+            return None
+        _, routes_ILK = self.noted(lambda: self.model(input_ids=self.held_UT, use_cache=False, **self.options))
+        return None if routes_ILK is None else routes_ILK.unflatten(0, self.held_UT.shape)
 
     def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
         self.ids[first : first + len(prompt_A), : self.held_UT.shape[1]] = self.held_UT[prompt_A]
@@ -198,17 +227,18 @@ class RecomputedRows:
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         self.ids[target] = self.ids[source]
 
-    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> Tensor:
+    def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
         self.ids[torch.arange(len(input_R), device=input_R.device), position_R] = input_R
-        # No mask and no positions are given: the padding is on the right, where no causal model looks.
         rows = max(1, self.forward_tokens // columns)
-        logits = [
-            self.model(input_ids=ids[:, :columns], use_cache=False, **self.options).logits.take_along_dim(
-                position[:, None, None], dim=1
-            )
-            for ids, position in zip(self.ids[: len(input_R)].split(rows), position_R.split(rows), strict=True)
-        ]
-        return torch.cat(logits)[:, 0]
+        parts = zip(self.ids[: len(input_R), :columns].split(rows), position_R.split(rows), strict=True)
+        logits, routes = zip(*(self._last(ids, position) for ids, position in parts), strict=True)
+        return torch.cat(logits), None if routes[0] is None else torch.cat(routes)
+
+    def _last(self, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+        # No mask and no positions are given: the padding is on the right, where no causal model looks.
+        output, routes_ILK = self.noted(lambda: self.model(input_ids=ids, use_cache=False, **self.options))
+        row = torch.arange(len(ids), device=ids.device)
+        return output.logits[row, position], None if routes_ILK is None else routes_ILK.unflatten(0, ids.shape)[row, position]  # fmt: skip
 
 
 def _forward_options(model: Any) -> dict[str, Any]:
@@ -267,7 +297,7 @@ def _trial(model: Any) -> float:
             position = [n + step for n in lengths]
             token_R = torch.tensor([ids[p] for ids, p in zip(sequences, position, strict=True)], device=model.device)
             position_R = torch.tensor(position, device=model.device)
-            cached_RV = rows.step(token_R, position_R, max(position) + 1).float()
+            cached_RV = rows.step(token_R, position_R, max(position) + 1)[0].float()
             expected_RV = torch.stack([logits[p] for logits, p in zip(plain, position, strict=True)])
             errors.append((cached_RV - expected_RV).abs().amax(-1) / expected_RV.std(-1))
     return float(torch.cat(errors).quantile(0.75))

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.policy.model import position_limit
+from gspo.policy.routing import Routers
 from gspo.rollout.draw import draw, uniform
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.rows import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
-from gspo.types import Completion, Prompt, Sampling, StopReason
+from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
@@ -54,8 +55,20 @@ class LocalEngine:
                 f"engine 'local' recomputes every token, which is slow: {obstacle}", RuntimeWarning, stacklevel=3
             )
 
+    @property
+    def reports_routes(self) -> bool:
+        return self.context is not None and self.context.routers is not None
+
     def generate(
-        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        stream: str,
+        version: int,
+        routes: bool = False,
     ) -> list[list[Completion]]:
         if self.context is None:
             raise RuntimeError("engine 'local' was closed")
@@ -65,7 +78,7 @@ class LocalEngine:
         check_fits(model, prompts, sampling)
         queue = _queue(prompts, samples=samples, seed=seed, stream=stream)
         with evaluating(model), torch.no_grad():
-            replies = self._decode(model, queue, sampling)
+            replies = self._decode(model, queue, sampling, self.context.routers if routes else None)
         text_B = self.context.tokenizer.batch_decode(replies.token_ids, skip_special_tokens=True)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
         for b, (p, sample) in enumerate(queue.place_B):
@@ -77,17 +90,21 @@ class LocalEngine:
                 logp_sampler=tuple(replies.logp[b]),
                 stop=StopReason.EOS if replies.ended[b] else StopReason.LENGTH,
                 version=version,
+                routes=replies.routes[b],
             )
         return groups
 
-    def _decode(self, model: Any, queue: _Queue, sampling: Sampling) -> _Replies:
+    def _decode(self, model: Any, queue: _Queue, sampling: Sampling, routers: Routers | None) -> _Replies:
         assert self.context is not None
         slots = min(self.slots, len(queue.place_B))
         limit = max(map(len, queue.prompt_U)) + sampling.max_tokens
         rows = (
-            CachedRows(model, slots, limit) if self.cached else RecomputedRows(model, slots, limit, self.prefill_tokens)
+            CachedRows(model, slots, limit, routers)
+            if self.cached
+            else RecomputedRows(model, slots, limit, self.prefill_tokens, routers)
         )
-        return _Batch(model, rows, queue, sampling, self.context.stop_ids, slots, self.prefill_tokens).run()
+        routes = _Routes(routers, queue) if routers else None
+        return _Batch(model, rows, queue, sampling, self.context.stop_ids, slots, self.prefill_tokens, routes).run()
 
     def close(self) -> None:
         self.context = None
@@ -144,6 +161,40 @@ class _Replies:
     token_ids: list[list[int]]
     logp: list[list[float]]
     ended: list[bool]
+    routes: Sequence[Routes | None]
+
+
+class _Routes:
+    """The experts of every token: those of a prompt once, those of a reply as it grows. A reply's first entry is of the
+    last prompt token, its first input."""
+
+    def __init__(self, routers: Routers, queue: _Queue) -> None:
+        self.routers, self.queue = routers, queue
+        self.prompt_U: list[Tensor] = []
+        self.reply_BTLK: Tensor | None = None
+
+    def prefilled(self, routes_UTLK: Tensor | None, prompt_U: Sequence[tuple[int, ...]]) -> None:
+        empty = torch.zeros(0, self.routers.layers, self.routers.top_k, dtype=self.routers.compact)
+        for u, ids in enumerate(prompt_U):
+            self.prompt_U.append(empty if routes_UTLK is None else routes_UTLK[u, : len(ids)].cpu())
+
+    def drawn(self, routes_RLK: Tensor, request_R: Tensor, drawn_R: Tensor, width: int) -> None:
+        if self.reply_BTLK is None:
+            self.reply_BTLK = routes_RLK.new_zeros(len(self.queue.place_B), width, *routes_RLK.shape[1:])
+        if width > self.reply_BTLK.shape[1]:
+            more = self.reply_BTLK.new_zeros(
+                len(self.reply_BTLK), width - self.reply_BTLK.shape[1], *routes_RLK.shape[1:]
+            )
+            self.reply_BTLK = torch.cat([self.reply_BTLK, more], dim=1)
+        self.reply_BTLK[request_R, drawn_R] = routes_RLK
+
+    def packed(self, length_B: Sequence[int]) -> list[Routes | None]:
+        assert self.reply_BTLK is not None
+        reply_BTLK = self.reply_BTLK.cpu()
+        return [
+            self.routers.pack(torch.cat([self.prompt_U[u], reply_BTLK[b, :length]]))
+            for b, (u, length) in enumerate(zip(self.queue.prompt_of_B, length_B, strict=True))
+        ]
 
 
 # --- The loop ---
@@ -164,8 +215,9 @@ class _Batch:
         stop_ids: tuple[int, ...],
         slots: int,
         prefill_tokens: int,
+        routes: _Routes | None,
     ) -> None:
-        self.rows, self.queue, self.sampling = rows, queue, sampling
+        self.rows, self.queue, self.sampling, self.routes = rows, queue, sampling, routes
         self.slots, self.prefill_tokens = slots, prefill_tokens
         device, requests = model.device, len(queue.place_B)
         # request, input token, its position, tokens drawn so far, random stream
@@ -221,15 +273,20 @@ class _Batch:
         width = len(self.queue.prompt_U[self.first_prompt])
         count = max(1, self.prefill_tokens // width)
         self.prefilled = min(self.first_prompt + count, len(self.queue.prompt_U))
-        self.rows.prefill([ids[:-1] for ids in self.queue.prompt_U[self.first_prompt : self.prefilled]])
+        prompts = [ids[:-1] for ids in self.queue.prompt_U[self.first_prompt : self.prefilled]]
+        routes_UTLK = self.rows.prefill(prompts)
+        if self.routes:
+            self.routes.prefilled(routes_UTLK, prompts)
 
     def _step(self) -> None:
         request_R, input_R, position_R, drawn_R, key_R = self.state[:, : self.live]
-        logits_RV = self.rows.step(input_R, position_R, self.columns)
+        logits_RV, routes_RLK = self.rows.step(input_R, position_R, self.columns)
         token_R, logp_R = draw(logits_RV, self.sampling, uniform(key_R, drawn_R))
         self._widen()
         self.token_BT[request_R, drawn_R] = token_R.to(torch.int32)
         self.logp_BT[request_R, drawn_R] = logp_R
+        if self.routes and routes_RLK is not None:
+            self.routes.drawn(routes_RLK, request_R, drawn_R, self.token_BT.shape[1])
         input_R.copy_(token_R)
         self.state[2:4, : self.live] += 1
         self.columns += 1
@@ -275,4 +332,5 @@ class _Batch:
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ended=self.ended_B.tolist(),
+            routes=self.routes.packed(length_B) if self.routes else [None] * len(length_B),
         )

@@ -38,8 +38,20 @@ class ScriptedEngine:
         self.replies = replies
         self.default = default
 
+    @property
+    def reports_routes(self) -> bool:
+        return False
+
     def generate(
-        self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        stream: str,
+        version: int,
+        routes: bool = False,
     ) -> list[list[Completion]]:
         return [self._group(prompt, samples, sampling, version) for prompt in prompts]
 
