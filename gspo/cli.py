@@ -79,6 +79,27 @@ def objectives(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def compare(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Train several objectives at equal sampled tokens from the same cold start, and report."""
+    from gspo.compare.comparison import Request, report
+    from gspo.compare.comparison import compare as run
+
+    if options.report:
+        _no_overrides([*overrides, *filter(None, (options.recipe, options.objectives))])
+        return report(options.report)
+    if not options.recipe or not options.objectives:
+        raise ConfigError(
+            "compare: name a recipe and --objectives, for example gspo compare demo --objectives grpo,gspo"
+        )
+    steps = [f"--steps={options.steps}"] if options.steps is not None else []
+    return run(
+        Request(
+            recipe=options.recipe, objectives=options.objectives, seeds=options.seeds, tokens=options.tokens,
+            out=options.out, jobs=options.jobs, overrides=steps + overrides,
+        )
+    )  # fmt: skip
+
+
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
     common = {"run_dir": options.run_dir, "seed": options.seed, "steps": options.steps}
     overrides = [f"{key}={value}" for key, value in common.items() if value is not None] + overrides
@@ -167,6 +188,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--json", metavar="FILE", help="write the numbers to this file")
     sub.add_argument("--replies", metavar="FILE", help="write every reply to this file (JSONL)")
+    sub = command("compare", compare, "Objectives side by side: equal sampled tokens, the same cold start, one report.", "Repeating a command goes on where it stopped. Settings of 'gspo train --help' apply to all arms; docs/compare.md has more.")  # fmt: skip
+    sub.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
+    sub.add_argument("--objectives", metavar="ARMS", help="comma-separated: NAME[+replay][+KEY=VALUE][+SECTION.KEY=VALUE], for example grpo,grpo+replay,gspo")  # fmt: skip
+    sub.add_argument("--seeds", default="0,1,2", help="for example 0,1,2 or 0-4 (default: 0,1,2)")
+    sub.add_argument("--tokens", type=int, help="reply tokens that each run samples (default: what the recipe's steps take at the reply length after the cold start)")  # fmt: skip
+    sub.add_argument("--steps", type=int, help="training steps that set the schedule and, without --tokens, the budget")
+    sub.add_argument("--out", metavar="DIR", help="directory of the comparison (default: runs/compare-NAME)")
+    sub.add_argument(
+        "--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)"
+    )
+    sub.add_argument("--report", metavar="DIR", help="only write the report of this comparison anew")
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser

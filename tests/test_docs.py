@@ -28,13 +28,15 @@ def spaces(prompts, completions, **columns):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A very small run that writes every key there is: KL penalty, two rewards, unscored replies, evaluation."""
+    """A very small run that writes every key there is: a mixture of experts with replay and balancing,
+    KL penalty, two rewards, unscored replies, evaluation."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "rewards.py").write_text(REWARDS)
     tree = {
         "run_dir": str(folder / "run"),
         "steps": 2,
-        "model": {"build": "tiny_dense"},
+        "model": {"build": "tiny_moe"},
+        "routing": {"replay": "old", "balance_loss": 0.01},
         "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
         "rollout": {"engine": "local", "prompts": 4, "replies": 4, "max_tokens": 8},
         "reward": {
@@ -58,7 +60,11 @@ def defined(section: str) -> set[str]:
 
 
 def keys(rows: list[dict[str, Any]]) -> set[str]:
-    return {re.sub(r"^reward/part/.*", "reward/part/NAME", key) for row in rows for key in row}
+    general = ((r"^reward/part/.*", "reward/part/NAME"), (r"^(routing/load_\w+)/\d+$", r"\1/L"))
+    found = {key for row in rows for key in row}
+    for pattern, name in general:
+        found = {re.sub(pattern, name, key) for key in found}
+    return found
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "timings.jsonl"])

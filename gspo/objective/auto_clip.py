@@ -8,6 +8,9 @@ moved (move/high where A > 0, -move/low where A < 0), a range scaled by c clips 
 scale that would have met the target on this step is a quantile of e, and the next step takes a part of the way to it:
 
     log c <- log c + GAIN (log quantile_{1 - target}(e) - log c)
+
+A step in which fewer tokens than the target share have moved that way at all (few groups with a signal) says nothing about
+the range, and leaves it as it is.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ class AutoClip:
     def next_scale(self, row: Objective, scale: float, tokens: Tokens) -> float:
         """The scale after a step whose tokens were judged with `row` scaled by `scale`."""
         wanted = self._quantile(row, tokens)
-        way = math.log(wanted / scale) if wanted > 0 else -math.inf
+        if wanted <= 0:
+            return scale
+        way = math.log(wanted / scale)
         way = max(-MOST_PER_STEP, min(MOST_PER_STEP, GAIN * way))
         return max(LIMITS[0], min(LIMITS[1], scale * math.exp(way)))
 

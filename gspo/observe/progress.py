@@ -72,7 +72,7 @@ class _Recent:
         """Seconds left at the pace so far."""
         if self._started is None or step <= self._first:
             return 0.0
-        return (time.monotonic() - self._started) / (step - self._first) * (steps - step)
+        return (time.monotonic() - self._started) / (step - self._first) * max(0, steps - step)
 
     def cells(self) -> list[tuple[str, str]]:
         """Name and text of what is shown."""

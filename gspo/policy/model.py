@@ -187,7 +187,7 @@ def _build(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     if config.build == "tiny_moe":
         kind = "qwen3_moe"
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    known = set(AutoConfig.for_model(kind).to_dict()) - {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}
+    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}  # fmt: skip
     for option in config.build_options:
         if option not in known:
             hint = difflib.get_close_matches(option, known, n=1)
