@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.errors import ConfigError
+from gspo.observe.alarms import NAMES as ALARMS
 from gspo.types import Sampling
 
 MOST_THREADS = 1024
@@ -185,8 +186,10 @@ class LearnerConfig:
     """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
+    spike: float = 8.0
+    """Skip an optimiser step whose gradient norm is this many standard deviations (in log space, over the last 128) above the mean; 0: never."""
     max_skipped: int = 5
-    """Stop after this many optimiser steps in a row with a non-finite loss or gradient."""
+    """Stop after this many optimiser steps in a row that were skipped: non-finite loss or gradient, or a spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +208,14 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step and a stop always write one."""
     keep: int = 2
     """How many of the newest to keep; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmsConfig:
+    steps: int = 5
+    """An alarm (uniform rewards, entropy collapse, length pinned, repetition) needs its sign in this many steps in a row."""
+    stop: tuple[str, ...] = ()
+    """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +248,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -324,6 +336,9 @@ def check(config: Config) -> None:
     for key in config.reward.options:
         if key not in functions:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
+    for name in config.alarms.stop:
+        if name not in ALARMS:
+            raise ConfigError(f"alarms.stop: no alarm {name!r}; there are: {', '.join(ALARMS)}")
     known = {"tensorboard", "wandb", "trackio"}
     for sink in config.log.sinks:
         if sink not in known:
@@ -364,7 +379,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.replies": 1, "rollout.max_tokens": 1, "rollout.top_k": 0, "rollout.refill_budget": 1,
         "reward.workers": 1, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,
         "learner.learning_rate": 0, "learner.weight_decay": 0, "learner.max_skipped": 1, "eval.every": 0,
-        "eval.samples": 1, "checkpoint.every": 1, "checkpoint.keep": 0, "cold_start.learning_rate": 0,
+        "eval.samples": 1, "alarms.steps": 1, "learner.spike": 0, "checkpoint.every": 1, "checkpoint.keep": 0, "cold_start.learning_rate": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         if not get(config, key) >= least:
@@ -387,6 +402,25 @@ def get(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by dotted key, as TOML would give it back."""
+    return flatten(tomllib.loads(to_toml(config)))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return values
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys that are not the same in all of them; a missing key is not the same as any value."""
+    keys = sorted({key for values in settings for key in values})
+    return [k for k in keys if any(k not in s or s[k] != settings[0].get(k) for s in settings)]
 
 
 def to_toml(config: Config) -> str:

@@ -24,4 +24,12 @@ class CheckpointError(GspoError, RuntimeError):
 
 
 class NumericalError(GspoError, RuntimeError):
-    """Loss or gradient stayed non-finite."""
+    """Loss, gradient or weights are not finite, or gradients keep jumping."""
+
+
+class AlarmError(GspoError, RuntimeError):
+    """An alarm that the settings call fatal."""
+
+
+class MemoryLimitError(GspoError, RuntimeError):
+    """There is too little memory, however small the micro-batch."""

@@ -92,6 +92,8 @@ class Learned:
     updates: tuple[Update, ...]
     routed: Routed | None = None
     """What the routers did; None for a dense model."""
+    halvings: int = 0
+    """How often micro-batches had to be cut in two to fit into memory."""
 
 
 def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
@@ -141,6 +143,7 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
         losses=tuple(loss for loss, _ in done),
         updates=tuple(u for _, u in done),
         routed=routing.outcome(policy.model),
+        halvings=batch.halvings,
     )
 
 

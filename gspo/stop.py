@@ -1,12 +1,21 @@
-"""Asking a run to stop: the first SIGINT or SIGTERM lets the current step finish and be saved, the second leaves at once."""
+"""Asking a run to stop: the first SIGINT or SIGTERM ends the current phase and saves, the second leaves at once.
+
+In: signals. Out: a flag, and `Interrupted` where a phase may be left in its middle. Invariant: a phase that changes weights is
+never left in its middle.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+
+class Interrupted(BaseException):
+    """A request to stop came in a phase that can be left at once. No error, so no `except Exception` may catch it."""
 
 
 class StopRequest:
@@ -16,6 +25,18 @@ class StopRequest:
         self.signal: int | None = None
         self._announce = announce
         self._before: dict[int, Any] = {}
+        self._interruptible = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A phase that a request ends at once, with `Interrupted`; one that came before it too."""
+        if self:
+            raise Interrupted
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -35,4 +56,6 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+        if self._interruptible:
+            raise Interrupted
         self._announce("Stopping as soon as what is under way is finished. Once more to leave at once.")

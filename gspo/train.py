@@ -7,50 +7,38 @@ function of the config, so a resumed run writes the same `metrics.jsonl` to the 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import hashlib
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gspo.config import Config, ModelConfig, RolloutConfig, check
-from gspo.data.chat import render
-from gspo.data.problems import Problems, PromptOrder, demonstrations, load_problems, shown
+from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
-from gspo.errors import ConfigError, GspoError, NumericalError, RewardError
-from gspo.evaluate import Estimate, Evaluation, evaluate
+from gspo.errors import ConfigError, GspoError, MemoryLimitError
+from gspo.evaluate import Estimate
+from gspo.loop import Loop
 from gspo.objective.advantage import batch_whitened, external
-from gspo.objective.auto_clip import AutoClip, at_limit, take_auto
+from gspo.objective.auto_clip import AutoClip, take_auto
 from gspo.objective.loss import build as build_objective
 from gspo.objective.objective import Objective, settings_of
 from gspo.objective.table import TABLE
-from gspo.observe.clock import Clock
-from gspo.observe.metrics import rollout_records, step_metrics
 from gspo.observe.picture import draw_curves
 from gspo.observe.progress import Display
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
-from gspo.policy.batch import Row
-from gspo.policy.checkpoint import TrainerState
-from gspo.policy.cold_start import cold_start
+from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
-from gspo.step import Collected, Learned, Parts, collect, learn
+from gspo.step import Parts
 from gspo.stop import StopRequest
-from gspo.types import Prompt, Sampling, Status
-
-COLD_START_CHECK = 128
-"""Fresh problems per accuracy check of the cold start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +161,13 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         parts = _build_parts(run, config, objective, begin, stack)
         if begin is None:
             run.describe(config)
-        loop = _Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
-        state = loop.begin_fresh() if begin is None else loop.begin_from(begin)
-        state = loop.run_steps(state) if state else TrainerState()
-        picture = draw_curves(run.path) if state.step else None
+        loop = Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
+        state = loop.run_from(begin)
+        picture = draw_curves(run.path) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
-        run=run.path, step=state.step, steps=config.steps, stopped_by=None if loop.over(state.step, state.tokens) else stop.signal,
+        run=run.path, step=state.step, steps=config.steps, stopped_by=None if loop.over(state) else stop.signal,
         before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
     )  # fmt: skip
 
@@ -194,6 +181,11 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
         if run.started:
             run.event("error", error=type(error).__name__, what=str(error))
         raise
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        run.event("error", error="MemoryLimitError", what=str(error))
+        raise MemoryLimitError(f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, then: gspo train --resume {run.path}") from error  # fmt: skip
     except KeyboardInterrupt:
         if run.started:
             display.message(f"Left at once. Continue with:  gspo train --resume {run.path}")
@@ -256,259 +248,6 @@ def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
         config = _kept_model(config, kept)
     config = dataclasses.replace(config, gradient_checkpointing=False)
     return load_policy(config, load_tokenizer(config), seed=0).model.requires_grad_(False)
-
-
-# ------------------------------------------------------------------------------------------------- running
-
-
-class _Loop:
-    """The steps of one run."""
-
-    def __init__(self, *, run: RunDir, parts: Parts, display: Display, sinks: Sinks, stop: StopRequest) -> None:
-        self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
-        self.config = parts.config
-        self._saved: int | None = None
-        self._fingerprint = fingerprint(parts.problems)
-        self.unscored = 0
-
-    def begin_fresh(self) -> TrainerState | None:
-        """Cold start, first evaluation, checkpoint 0. None if it was stopped before that."""
-        self.run.rewind(-1, {})
-        self.run.event("start", steps=self.config.steps)
-        self._describe()
-        if self.config.cold_start.steps:
-            self._cold_start()
-            if self.stop:
-                return None
-        if self.parts.objective.kl:
-            self._keep_reference()
-        first = {"step": 0, "tokens/sampled": 0, **self._evaluate(0, last=not self.config.steps)}
-        self.run.metrics(first)
-        self.display.evaluated(first)
-        state = TrainerState(offsets=self.run.offsets(), problems=self._fingerprint)
-        self._save(state)
-        return state
-
-    def begin_from(self, path: Path) -> TrainerState:
-        """Restore a checkpoint and forget everything after it."""
-        state = checkpoint.read_state(path)
-        if state.problems != self._fingerprint:
-            raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
-        checkpoint.restore(path, self.parts.optimizer, state.updates)
-        self.run.rewind(state.step, state.offsets)
-        self.run.event("resume", step=state.step)
-        self.display.message(f"resumed {self.run.path} at step {state.step}")
-        for row in read_jsonl(self.run.path / "metrics.jsonl"):
-            self.display.evaluated(row)
-        self._saved = state.step
-        return state
-
-    def run_steps(self, state: TrainerState) -> TrainerState:
-        """Loop until the last step or a request to stop; the state is always that of a finished step."""
-        while not self.over(state.step, state.tokens) and not self.stop:
-            state = self._step(state)
-            if state.step % self.config.checkpoint.every == 0:
-                self._save(state)
-        self._save(state)
-        return state
-
-    def over(self, step: int, tokens: int) -> bool:
-        """Whether a run that has come this far is finished."""
-        if not self.config.tokens:
-            return step >= self.config.steps
-        return tokens >= self.config.tokens or step >= 2 * self.config.steps
-
-    def _step(self, state: TrainerState) -> TrainerState:
-        step, clock = state.step + 1, Clock()
-        parts = self._with_range(state.clip_scale)
-        with clock.measure("step"):
-            collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
-            self._check_scores(collected, state)
-            with clock.measure("learn"):
-                learned = learn(parts, collected.gathered.groups, step=step)
-            skipped = self._check_updates(step, learned, state.skipped_in_row)
-            tokens = state.tokens + collected.tokens
-            with clock.measure("eval"):
-                evaluation = self._evaluate(step, last=self.over(step, tokens))
-        metrics = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned), **evaluation}  # fmt: skip
-        timings = {"step": step, **{f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}}
-        self._write(step, metrics, timings, collected, learned)
-        return TrainerState(
-            step=step, cursor=collected.cursor, updates=self.parts.optimizer.updates, skipped_in_row=skipped,
-            tokens=tokens, clip_scale=self._next_range(step, state.clip_scale, learned), offsets=self.run.offsets(), problems=state.problems,
-        )  # fmt: skip
-
-    def _with_range(self, scale: float) -> Parts:
-        """The parts with the clip range that this step uses."""
-        if self.parts.auto_clip is None:
-            return self.parts
-        return dataclasses.replace(self.parts, objective=self.parts.auto_clip.scaled(self.parts.objective, scale))
-
-    def _next_range(self, step: int, scale: float, learned: Learned | None) -> float:
-        """The scale of the next step's clip range; says so when it can adapt no further."""
-        if self.parts.auto_clip is None or learned is None:
-            return scale
-        wanted = self.parts.auto_clip.next_scale(self.parts.objective, scale, learned.tokens)
-        why = at_limit(wanted)
-        if why and not at_limit(scale):
-            self.run.event("clip range at its limit", step=step, what=why)
-            self.display.message(f"step {step}: the clip range stops adapting: {why}")
-        return wanted
-
-    def _write(
-        self, step: int, metrics: dict[str, Any], timings: dict[str, Any], collected: Collected, learned: Learned | None
-    ) -> None:
-        if self.config.log.rollouts:
-            self.run.rollouts(step, rollout_records(self.parts.objective, collected, learned))
-        self.run.metrics(metrics)
-        self.run.timings(timings)
-        self.sinks.log(step, metrics | timings)
-        self.display.step(step, self.config.steps, metrics, timings)
-
-    def _check_scores(self, collected: Collected, state: TrainerState) -> None:
-        """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
-        scores = [s for g in collected.gathered.sampled for s in g.scores]
-        failed = [s.failure for s in scores if s.status is Status.UNSCORED]
-        if failed and not self.unscored:
-            self.display.message(
-                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored; they are left out. The first: {failed[0]}"
-            )
-        self.unscored += len(failed)
-        if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
-            self._save(state)
-            self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
-            raise RewardError(
-                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
-                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}. Mend the reward, then: gspo train --resume {self.run.path}"
-            )
-
-    def _check_updates(self, step: int, learned: Learned | None, in_row: int) -> int:
-        """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
-        if learned is None:
-            self.run.event("nothing to learn", step=step)
-            self.display.message(
-                f"step {step}: no group to learn from (all uniform or unscored); the policy stays as it is"
-            )
-            return in_row
-        for index, update in enumerate(learned.updates):
-            in_row = 0 if update.applied else in_row + 1
-            if not update.applied:
-                loss = float(learned.losses[index].total)
-                self.run.event("skipped update", step=step, mini_batch=index, loss=loss, grad_norm=update.grad_norm)
-                self.display.message(f"step {step}: update {index} skipped, loss {loss:g} or gradient norm {update.grad_norm:g} is not finite")  # fmt: skip
-            if in_row >= self.config.learner.max_skipped:
-                raise NumericalError(
-                    f"step {step}: {in_row} updates in a row had a non-finite loss or gradient (learner.max_skipped); lower "
-                    f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
-                )
-        return in_row
-
-    def _save(self, state: TrainerState) -> None:
-        if self._saved == state.step:
-            return
-        checkpoint.save(
-            self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
-        )
-        self._saved = state.step
-        self.run.event("checkpoint", step=state.step)
-
-    # ---- evaluation and cold start
-
-    def _evaluate(self, step: int, *, last: bool) -> dict[str, Any]:
-        settings = self.config.eval
-        if not settings.every or (step % settings.every and not last):
-            return {}
-        sampling, held_out = self.config.rollout.sampling, self.parts.problems.held_out
-        done = self._held_out(held_out, sampling, settings.samples, "eval")
-        sampled = done.accuracy
-        values = {
-            "eval/unscored": done.unscored,
-            "eval/accuracy": sampled.value,
-            "eval/accuracy_low": sampled.low,
-            "eval/accuracy_high": sampled.high,
-            "eval/length_mean": done.mean_length,
-        }
-        if settings.greedy:
-            greedy = self._held_out(held_out, sampling.greedy, 1, "eval-greedy")
-            values["eval/accuracy_greedy"] = greedy.accuracy.value
-        return values
-
-    def _held_out(self, prompts: Sequence[Prompt], sampling: Sampling, samples: int, stream: str) -> Evaluation:
-        parts = self.parts
-        return evaluate(
-            parts.engine, parts.rewards, prompts, samples=samples, sampling=sampling, seed=self.config.seed, stream=stream,
-            version=parts.optimizer.updates,
-        )  # fmt: skip
-
-    def _cold_start(self) -> None:
-        parts, config = self.parts, self.config.cold_start
-        fresh = self._fresh_problems()
-
-        def accuracy(step: int) -> float:
-            prompts = [next(fresh)[0] for _ in range(COLD_START_CHECK)]
-            sampling = Sampling(max_tokens=self.config.rollout.max_tokens, temperature=self.config.rollout.temperature)
-            done = self._held_out(prompts, sampling, 1, f"cold-start/{step}")
-            if not done.verdicts:
-                raise RewardError(f"cold start: not one reply could be scored; the first: {done.scores[0][0].failure}")
-            return done.accuracy.value
-
-        def report(step: int, loss: float, reached: float) -> None:
-            self.display.cold_start(step, config.steps, loss, reached)
-
-        rows = (Row(prompt_ids=p.token_ids, reply_ids=reply) for p, reply in fresh)
-        done = cold_start(parts.policy, config, rows, accuracy, report, lambda: bool(self.stop))
-        parts.optimizer.adopt_weights()
-        if self.stop:
-            self.display.message("cold start interrupted: a resume begins it anew, with the same outcome")
-            return
-        self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
-        reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"
-        self.display.message(f"cold start: {done.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} (now {done.accuracy:.0%})")  # fmt: skip
-
-    def _fresh_problems(self) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
-        """Endless (prompt, demonstration ids) that are not held out."""
-        tokenizer, data = self.parts.policy.tokenizer, self.config.data
-        held_out = {p.content for p in self.parts.problems.held_out if isinstance(p.content, str)}
-        end = self.parts.policy.end_id
-        for number, problem in zip(count(), demonstrations(data, self.config.seed, exclude=held_out), strict=False):
-            text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
-            columns = {"answer": problem.answer, **problem.columns}
-            prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
-            reply = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
-            yield prompt, (*reply, end)
-
-    def _keep_reference(self) -> None:
-        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that."""
-        parts = self.parts
-        if self.config.model.build or self.config.cold_start.steps:
-            checkpoint.save_model(parts.policy, self.run.path / "reference")
-        reference = copy.deepcopy(parts.policy.model).eval().requires_grad_(False)
-        self.parts = dataclasses.replace(parts, reference=reference)
-
-    def _describe(self) -> None:
-        parts, config = self.parts, self.config
-        size = sum(p.numel() for p in parts.policy.model.parameters())
-        self.display.message(
-            f"{type(parts.policy.model).__name__}, {size / 1e6:.2f}M parameters on {parts.policy.device}; "
-            f"{len(parts.problems.train)} training and {len(parts.problems.held_out)} held-out problems; objective {parts.objective.name}; "
-            f"run directory {self.run.path}"
-        )
-        if parts.problems.overlapping:
-            self.display.message(f"left out {parts.problems.overlapping} training problems that are also held out")
-        if parts.problems.skipped:
-            self.display.message(f"left out {parts.problems.skipped} bad rows (data.on_bad_row = skip)")
-        if config.rollout.top_p < 1 or config.rollout.top_k:
-            text = "sampling with top_p or top_k draws from a truncated distribution that the learner's probabilities are not: mismatch/k3 will show it; 1 and 0 are safe"
-            self.run.event("warning", what=text)
-            self.display.message(f"warning: {text}")
-
-
-def fingerprint(problems: Problems) -> str:
-    """A digest of every prompt, its place and its columns."""
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in (*problems.train, *problems.held_out):
-        digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())
-    return digest.hexdigest()
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:

@@ -18,9 +18,8 @@ from typing import Any
 from gspo import config as settings
 from gspo.compare.arms import Arm
 from gspo.compare.curves import Run, read_run
-from gspo.compare.flat import differing, flat
 from gspo.compare.record import log_path, run_path, start_path
-from gspo.config import Config
+from gspo.config import Config, differing, flat
 from gspo.errors import ConfigError, GspoError
 
 OWN = {"objective.name": "--objectives", "run_dir": "--out", "seed": "--seeds", "tokens": "--tokens N"}

@@ -17,13 +17,13 @@ from typing import Any
 
 from gspo.compare import figures, sentences
 from gspo.compare.curves import Run, Series, read_run, window_of
-from gspo.compare.flat import differing, flatten
 from gspo.compare.logs import tail
 from gspo.compare.record import Record, log_path, read, run_path
 from gspo.compare.rows import SEED_TITLES, as_text, seed_rows, table_rows
 from gspo.compare.spread import LengthBin, length_bins
 from gspo.compare.table import ArmNumbers, arm_numbers
 from gspo.compare.wording import NONE
+from gspo.config import differing, flatten
 
 DPI = 140
 PAGE = Path(__file__).with_name("page.html")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics as st
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from gspo.step import Collected, Learned
 from gspo.types import Completion, Group, Score, Status, StopReason
 
 NAN = float("nan")
+LONG = 16
+"""Tokens from which on a reply can be called repetitive."""
 
 
 def step_metrics(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, Any]:
@@ -47,8 +50,15 @@ def _sampled(collected: Collected) -> dict[str, Any]:
         "length/mean": _mean(lengths),
         "length/max": max(lengths, default=0),
         "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
+        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in replies]),
         "tokens/generated": collected.tokens,
     }
+
+
+def _repetitive(completion: Completion) -> bool:
+    """Whether a reply of some length is little but one token."""
+    most = max(Counter(completion.token_ids).values(), default=0)
+    return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 
 
 def _parts(replies: Sequence[tuple[Completion, Score]]) -> dict[str, float]:

@@ -60,6 +60,7 @@ class Plan:
     sequence_N: Tensor
     """Sequence of each packed reply token."""
     steps: tuple[tuple[MicroBatch, ...], ...]
+    pad_id: int
 
     @property
     def tokens(self) -> int:
@@ -74,6 +75,18 @@ class Plan:
     def input_tokens(self) -> int:
         return sum(row.length for row in self.rows)
 
+    def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
+        """The rows of a micro-batch in two; a single row cannot be cut."""
+        middle = len(micro.rows) // 2
+        return tuple(_micro_batch(self.rows, part, self.pad_id) for part in (micro.rows[:middle], micro.rows[middle:]) if part)  # fmt: skip
+
+    def halved(self, step: int) -> Plan | None:
+        """The plan with the micro-batches of an optimiser step cut in two; None if they are single rows already."""
+        smaller = tuple(part for micro in self.steps[step] for part in self.halves(micro))
+        if len(smaller) == len(self.steps[step]):
+            return None
+        return replace(self, steps=(*self.steps[:step], smaller, *self.steps[step + 1 :]))
+
     def lengths(self, rows: Sequence[int]) -> Tensor:
         """Reply tokens of some rows, in float64."""
         return torch.tensor([len(self.rows[r].reply_ids) for r in rows], dtype=torch.float64)
@@ -84,20 +97,15 @@ def make_plan(
 ) -> Plan:
     """Deal groups, in seeded order, into `mini_batches` optimiser steps of equal size (to one reply); a group stays whole
     unless it stands across a cut."""
-    start_B = [0, *accumulate(len(row.reply_ids) for row in rows)]
-    input_start_B = [0, *accumulate(row.length for row in rows)]
     sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r.reply_ids) for r in rows], dtype=torch.long))  # fmt: skip
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(rows))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     steps = tuple(
-        tuple(
-            _micro_batch(rows, part, start_B, input_start_B, pad_id)
-            for part in _by_budget(rows, order[a:b], token_budget)
-        )
+        tuple(_micro_batch(rows, part, pad_id) for part in _by_budget(rows, order[a:b], token_budget))
         for a, b in pairwise(cuts)
     )
-    return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps)
+    return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps, pad_id=pad_id)
 
 
 def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
@@ -123,9 +131,9 @@ def _by_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[
     return parts
 
 
-def _micro_batch(
-    rows: Sequence[Row], chosen: Sequence[int], start_B: Sequence[int], input_start_B: Sequence[int], pad_id: int
-) -> MicroBatch:
+def _micro_batch(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBatch:
+    start_B = [0, *accumulate(len(row.reply_ids) for row in rows)]
+    input_start_B = [0, *accumulate(row.length for row in rows)]
     width = max(rows[r].length for r in chosen)
     input_ids = torch.full((len(chosen), width), pad_id)
     input_at = torch.full((len(chosen), width), -1)

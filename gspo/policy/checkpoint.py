@@ -20,11 +20,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gspo.errors import CheckpointError
+from gspo.errors import CheckpointError, NumericalError
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer
 
@@ -47,10 +49,17 @@ class TrainerState:
     """Lengths of metrics and timings when this was saved."""
     problems: str = ""
     """Fingerprint of the problems; a resume on other problems would not be the same run."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings by dotted key, for the same reason."""
+    pending: Mapping[str, Any] | None = None
+    """Metrics of the step whose evaluation was interrupted, and which is not written down yet."""
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
     """Write `folder/STEP`, then delete all but the newest `keep` (0: none are deleted)."""
+    bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+    if bad is not None:
+        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower learner.learning_rate")  # fmt: skip
     target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
     save_model(policy, partial)

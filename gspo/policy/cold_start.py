@@ -34,9 +34,8 @@ def cold_start(
     demonstrations: Iterator[Row],
     accuracy: Callable[[int], float],
     report: Callable[[int, float, float], None],
-    stop: Callable[[], bool],
 ) -> ColdStart:
-    """Fine-tune until `accuracy(step)` reaches the target, the steps run out, or `stop()` says so.
+    """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
     `report(step, loss, accuracy)` is called at every check."""
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
@@ -47,7 +46,7 @@ def cold_start(
         if step % config.check_every == 0:
             reached = accuracy(step)
             report(step, loss, reached)
-            if reached >= config.stop_accuracy or stop():
+            if reached >= config.stop_accuracy:
                 break
     return ColdStart(steps=step, accuracy=reached)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.memory import out_of_memory
 
 
 def reply_logprobs(
@@ -48,9 +49,17 @@ def planned_logprobs(
 
     Each forward runs inside `routed(micro_batch)`."""
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
-    for micro_batches in plan.steps if step is None else plan.steps[step : step + 1]:
-        for cpu_batch in micro_batches:
-            batch = cpu_batch.to(device)
+    steps = plan.steps if step is None else plan.steps[step : step + 1]
+    waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]
+    while waiting:
+        cpu_batch = waiting.pop()
+        batch = cpu_batch.to(device)
+        try:
             with routed(batch):
                 logp_N[batch.at_N], entropy_N[batch.at_N] = reply_logprobs(model, batch, temperature)
+        except Exception as error:
+            halves = plan.halves(cpu_batch)
+            if not out_of_memory(error) or len(halves) < 2:
+                raise
+            waiting += reversed(halves)
     return logp_N, entropy_N

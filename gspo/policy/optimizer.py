@@ -8,6 +8,8 @@ name, so that it is saved and restored without pickle.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,11 @@ import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
+
+WINDOW = 128
+"""Gradient norms that a spike is judged by; an eighth of them must be known."""
+LEAST_SPREAD = 0.5
+"""Of the logarithms: norms that hardly vary would make a spike of every doubling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,8 @@ class Update:
     applied: bool
     grad_norm: float
     learning_rate: float
+    skipped: str = ""
+    """Why it was not applied."""
 
 
 class Optimizer:
@@ -31,6 +40,7 @@ class Optimizer:
 
     def __init__(self, model: Any, config: LearnerConfig, total_updates: int) -> None:
         self.config, self.total_updates, self.updates = config, total_updates, 0
+        self._norms: deque[float] = deque(maxlen=WINDOW)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
@@ -44,12 +54,12 @@ class Optimizer:
         )
 
     def step(self, *, loss_finite: bool) -> Update:
-        """Clip and apply the accumulated gradients; skip if the loss or the gradient is not finite."""
+        """Clip and apply the accumulated gradients; skip if loss or gradient is not finite, or the gradient a spike."""
         self._lift_gradients()
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self.config.max_grad_norm))
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        applied = loss_finite and math.isfinite(norm)
-        if applied:
+        skipped = self._why_skip(loss_finite, norm)
+        if not skipped:
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
@@ -58,7 +68,20 @@ class Optimizer:
         for weight in self._weights.values():
             weight.grad = None
         self._adamw.zero_grad(set_to_none=True)
-        return Update(applied=applied, grad_norm=norm, learning_rate=rate)
+        return Update(applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped)
+
+    def _why_skip(self, loss_finite: bool, norm: float) -> str:
+        """A spike is judged by the logarithms of earlier norms, skipped ones included, so that a lasting change is accepted."""
+        if not (loss_finite and math.isfinite(norm)):
+            return "a loss or gradient that is not finite"
+        if not norm:
+            return ""
+        known, log = list(self._norms), math.log(norm)
+        self._norms.append(log)
+        if not self.config.spike or len(known) < WINDOW // 8:
+            return ""
+        deviation = (log - statistics.fmean(known)) / max(statistics.pstdev(known), LEAST_SPREAD)
+        return f"a spike, {deviation:.0f} standard deviations above the last {len(known)}" if deviation > self.config.spike else ""  # fmt: skip
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
@@ -75,11 +98,12 @@ class Optimizer:
                 tensors[f"{key}/{name}"] = value.detach().contiguous()
             if master is not self._weights[name]:
                 tensors[f"master/{name}"] = master.detach()
-        return tensors
+        return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore what `state` gave."""
         self.updates = updates
+        self._norms.extend(tensors.get("norms", torch.zeros(0)).tolist())
         for name, master in self._masters.items():
             if f"master/{name}" in tensors:
                 master.data.copy_(tensors[f"master/{name}"])

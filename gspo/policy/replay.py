@@ -107,7 +107,7 @@ class Routing(Unrouted):
         self.flipped_N, self.changed_N, self.sampler_N = (
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
         )
-        self.balance_losses = [0.0] * len(plan.steps)
+        self._balance: dict[tuple[int, tuple[int, ...]], float] = {}
 
     def _from_engine(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
         chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
@@ -182,8 +182,12 @@ class Routing(Unrouted):
             load_LE=self.load_LE,
             choices=self.routers.layers * self.routers.top_k,
             replayed=self.replay != "off",
-            balance_losses=tuple(self.balance_losses) if self.balance else (),
+            balance_losses=self._balance_losses(),
         )
+
+    def _balance_losses(self) -> tuple[float, ...]:
+        steps = sorted({step for step, _ in self._balance})
+        return tuple(sum(loss for (at, _), loss in self._balance.items() if at == step) for step in steps)
 
     def _updates_between(self, model: Any) -> Tensor:
         """How many updates each token's learning forward came after. With a single optimiser step that is none, so one
@@ -218,7 +222,10 @@ class Routing(Unrouted):
             for layer, logits_IE in sorted(seen.logits.items())
         ]
         loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
-        self.balance_losses[step] += float(loss.detach())
+        again = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.rows)]
+        for key in again:  # a step begun anew with smaller micro-batches
+            del self._balance[key]
+        self._balance[step, micro.rows] = float(loss.detach())
         return loss
 
     def _shares(self, step: int) -> tuple[Tensor, int]:

@@ -22,6 +22,7 @@ from gspo.objective.sequences import Sequences, Tokens
 from gspo.objective.trust_region import CovarianceRegion
 from gspo.policy.batch import MicroBatch, Plan
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
+from gspo.policy.memory import out_of_memory, release_memory
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer, Update
 from gspo.policy.replay import Unrouted
@@ -41,6 +42,8 @@ class Batch:
     """The learning policy's log-probabilities at the moment each token was used."""
     ratio_N: Tensor = field(init=False)
     clipped_N: Tensor = field(init=False)
+    halvings: int = 0
+    """How often micro-batches had to be cut in two to fit into memory, at most."""
 
     def __post_init__(self) -> None:
         self.logp_N = self.tokens.logp_old_N.clone()
@@ -51,7 +54,26 @@ class Batch:
 def update(
     policy: Policy, optimizer: Optimizer, objective: Objective, batch: Batch, index: int, *, seed: int
 ) -> tuple[Loss, Update]:
-    """Run optimiser step `index` of the plan: add the micro-batches' gradients up, then update once."""
+    """Run optimiser step `index` of the plan: add the micro-batches' gradients up, then update once. What does not fit into
+    memory is cut in two and begun anew, with the same gradient."""
+    halvings = 0
+    while True:
+        try:
+            loss = _gradients(policy, objective, batch, index, seed)
+            break
+        except Exception as error:
+            smaller = batch.plan.halved(index) if out_of_memory(error) else None
+            if smaller is None:
+                raise
+            batch.plan, halvings = smaller, halvings + 1
+            policy.model.zero_grad(set_to_none=True)
+            release_memory()
+    batch.halvings = max(batch.halvings, halvings)
+    return loss, optimizer.step(loss_finite=math.isfinite(float(loss.total)))
+
+
+def _gradients(policy: Policy, objective: Objective, batch: Batch, index: int, seed: int) -> Loss:
+    """The gradient of one optimiser step, on the model; the batch remembers what the forwards found."""
     micro_batches = batch.plan.steps[index]
     weight_N = step_weights(objective, batch.plan, micro_batches).to(policy.device)
     selected_N = _select(policy, objective, batch, index, seed)
@@ -69,8 +91,7 @@ def update(
         batch.ratio_N[micro.at_N] = loss.surrogate.ratio_N
         batch.clipped_N[micro.at_N] = loss.surrogate.clipped_N
         losses.append(loss)
-    total = _sum(losses)
-    return total, optimizer.step(loss_finite=math.isfinite(float(total.total)))
+    return _sum(losses)
 
 
 def step_weights(objective: Objective, plan: Plan, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -1,0 +1,317 @@
+"""The steps of a run: collect, learn, evaluate, write, save; begin, go on, stop.
+
+In: the parts of a run and its directory. Out: a `TrainerState` after every step. Invariant: what is saved is always the
+state of a finished step, or of one whose evaluation is still to come, with that step's weights. A signal is obeyed at once
+while replies are sampled, scored or evaluated; a batch that is being learned from is learned from to its end, because half
+of its updates are no state that anything could go on from.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gspo.config import differing, flat
+from gspo.data.problems import Problems
+from gspo.errors import AlarmError, ConfigError, NumericalError, RewardError
+from gspo.evaluate import Evaluation, evaluate
+from gspo.objective.auto_clip import at_limit
+from gspo.observe.alarms import holding
+from gspo.observe.clock import Clock
+from gspo.observe.metrics import rollout_records, step_metrics
+from gspo.observe.progress import Display
+from gspo.observe.run_dir import RunDir, read_jsonl
+from gspo.observe.sinks import Sinks
+from gspo.policy import checkpoint
+from gspo.policy.checkpoint import TrainerState
+from gspo.start import describe, supervised_start
+from gspo.step import Collected, Learned, Parts, collect, learn
+from gspo.stop import Interrupted, StopRequest
+from gspo.types import Sampling, Status
+
+MAY_CHANGE = (
+    "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
+    "reward.timeout_s", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
+)  # fmt: skip
+"""Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned."""
+
+
+class Loop:
+    """The steps of one run."""
+
+    def __init__(self, *, run: RunDir, parts: Parts, display: Display, sinks: Sinks, stop: StopRequest) -> None:
+        self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
+        self.config = parts.config
+        self.unscored = 0
+        self._saved: int | None = None
+        self._fingerprint = fingerprint(parts.problems)
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=self.config.alarms.steps)
+        self._alarms: set[str] = set()
+
+    # ---- begin, go on
+
+    def run_from(self, begin: Path | None) -> TrainerState:
+        """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
+        state = TrainerState(problems=self._fingerprint, settings=flat(self.config))
+        try:
+            state = self._begin_from(begin, state) if begin else self._begin_fresh(state)
+            while not self.over(state) and not self.stop:
+                state = self._step(state)
+                if state.step % self.config.checkpoint.every == 0:
+                    self._save(state)
+        except Interrupted:
+            state = self._last
+        if self._begun:
+            self._save(state)
+        return state
+
+    def over(self, state: TrainerState) -> bool:
+        """Whether a run that has come this far is finished."""
+        if not self.config.tokens:
+            return state.step >= self.config.steps
+        return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
+
+    _begun = False
+    """Whether there is a state that weights belong to: not before the cold start has ended."""
+    _last: TrainerState = TrainerState()
+    """The state that the weights are now in."""
+
+    def _reached(self, state: TrainerState) -> TrainerState:
+        self._begun, self._last = True, state
+        return state
+
+    def _begin_fresh(self, state: TrainerState) -> TrainerState:
+        self.run.rewind(-1, {})
+        self.run.event("start", steps=self.config.steps)
+        describe(self.parts, self.run.path, self.display, self._warn)
+        if self.config.cold_start.steps:
+            try:
+                with self.stop.interruptible():
+                    done = supervised_start(self.parts, self.display)
+            except Interrupted:
+                self.display.message("cold start interrupted: a resume begins it anew, with the same outcome")
+                raise
+            self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
+        if self.parts.objective.kl:
+            self._keep_reference()
+        self._reached(replace(state, pending={"step": 0, "tokens/sampled": 0}))
+        state = self._finish(self._last)
+        self._save(state)
+        return state
+
+    def _begin_from(self, path: Path, fresh: TrainerState) -> TrainerState:
+        """Restore a checkpoint and forget everything after it."""
+        state = checkpoint.read_state(path)
+        if state.problems != self._fingerprint:
+            raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
+        self._check_settings(state.settings)
+        checkpoint.restore(path, self.parts.optimizer, state.updates)
+        self.run.rewind(state.step, state.offsets)
+        self.run.event("resume", step=state.step)
+        self.display.message(f"resumed {self.run.path} at step {state.step}")
+        rows = read_jsonl(self.run.path / "metrics.jsonl")
+        self._recent.extend(rows)
+        self._alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
+        for row in rows:
+            self.display.evaluated(row)
+        self._saved = state.step
+        state = self._reached(replace(state, settings=fresh.settings))
+        return self._finish(state) if state.pending is not None else state
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Say which settings differ from those of the checkpoint; refuse a difference that would make it another run."""
+        now = flat(self.config)
+        changed = [k for k in differing([saved, now]) if saved and k not in ("steps", "run_dir")]
+        said = [f"{k}: {saved.get(k)!r} then, {now.get(k)!r} now" for k in changed]
+        if said:
+            self.display.message("settings changed since the checkpoint: " + "; ".join(said))
+        refused = [text for key, text in zip(changed, said, strict=True) if not key.startswith(MAY_CHANGE)]
+        if refused:
+            raise ConfigError(f"{self.run.path}/config.toml: a resume cannot change {'; '.join(refused)}; put it back, or start a new run")  # fmt: skip
+
+    def _keep_reference(self) -> None:
+        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that."""
+        parts = self.parts
+        if self.config.model.build or self.config.cold_start.steps:
+            checkpoint.save_model(parts.policy, self.run.path / "reference")
+        reference = copy.deepcopy(parts.policy.model).eval().requires_grad_(False)
+        self.parts = replace(parts, reference=reference)
+
+    # ---- one step
+
+    def _step(self, state: TrainerState) -> TrainerState:
+        step, clock = state.step + 1, Clock()
+        parts = self._with_range(state.clip_scale)
+        with clock.measure("step"):
+            with self.stop.interruptible():
+                collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
+            self._check_scores(collected, state)
+            with clock.measure("learn"):
+                learned = learn(parts, collected.gathered.groups, step=step)
+        skipped = self._check_updates(step, learned, state.skipped_in_row)
+        tokens = state.tokens + collected.tokens
+        pending = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned)}
+        if self.config.log.rollouts:
+            self.run.rollouts(step, rollout_records(parts.objective, collected, learned))
+        learned_state = replace(
+            state, step=step, cursor=collected.cursor, updates=parts.optimizer.updates, skipped_in_row=skipped, tokens=tokens,
+            clip_scale=self._next_range(step, state.clip_scale, learned), pending=pending,
+        )  # fmt: skip
+        self._remember_memory(step, learned)
+        return self._finish(self._reached(learned_state), clock)
+
+    def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
+        """Evaluate, if it is time, and write the step down. A stop during it leaves the step pending."""
+        assert state.pending is not None
+        clock = clock or Clock()
+        with clock.measure("step"), clock.measure("eval"), self.stop.interruptible():
+            evaluation = self._evaluate(state)
+        metrics = {**state.pending, **evaluation}
+        timings = {"step": state.step, **{f"time/{name}_s": round(s, 6) for name, s in clock.seconds.items()}}
+        self.run.metrics(metrics)
+        if state.step:
+            self.run.timings(timings)
+            self.sinks.log(state.step, metrics | timings)
+            self.display.step(state.step, self.config.steps, metrics, timings)
+        else:
+            self.display.evaluated(metrics)
+        state = self._reached(replace(state, pending=None, offsets=self.run.offsets()))
+        self._raise_alarms(metrics, state)
+        return state
+
+    def _with_range(self, scale: float) -> Parts:
+        """The parts with the clip range that this step uses."""
+        if self.parts.auto_clip is None:
+            return self.parts
+        return replace(self.parts, objective=self.parts.auto_clip.scaled(self.parts.objective, scale))
+
+    def _next_range(self, step: int, scale: float, learned: Learned | None) -> float:
+        """The scale of the next step's clip range; says so when it can adapt no further."""
+        if self.parts.auto_clip is None or learned is None:
+            return scale
+        wanted = self.parts.auto_clip.next_scale(self.parts.objective, scale, learned.tokens)
+        why = at_limit(wanted)
+        if why and not at_limit(scale):
+            self.run.event("clip range at its limit", step=step, what=why)
+            self.display.message(f"step {step}: the clip range stops adapting: {why}")
+        return wanted
+
+    def _remember_memory(self, step: int, learned: Learned | None) -> None:
+        """Micro-batches that did not fit once are not tried at that size again."""
+        if learned is None or not learned.halvings:
+            return
+        smaller = max(1, self.parts.config.learner.micro_batch_tokens >> learned.halvings)
+        config = replace(self.parts.config, learner=replace(self.parts.config.learner, micro_batch_tokens=smaller))
+        self.parts = replace(self.parts, config=config)
+        self.run.event("out of memory", step=step, micro_batch_tokens=smaller)
+        self.display.message(
+            f"step {step}: out of memory; the same gradient was computed with micro-batches of {smaller} tokens, which are used from now on"
+        )
+
+    # ---- what may be wrong
+
+    def _warn(self, text: str) -> None:
+        self.run.event("warning", what=text)
+        self.display.message(f"warning: {text}")
+
+    def _raise_alarms(self, metrics: Mapping[str, Any], state: TrainerState) -> None:
+        """Say when an alarm begins to hold; stop at those that the config says are fatal."""
+        self._recent.append(metrics)
+        now = holding(list(self._recent), self.config.alarms.steps)
+        for alarm in now:
+            if alarm.name not in self._alarms:
+                self.run.event("alarm", step=state.step, name=alarm.name, what=alarm.what)
+                self.display.message(f"ALARM at step {state.step}, {alarm.name}: {alarm.what}")
+        new = [alarm for alarm in now if alarm.name not in self._alarms and alarm.name in self.config.alarms.stop]
+        self._alarms = {alarm.name for alarm in now}
+        if new:
+            self._save(state)
+            raise AlarmError(f"step {state.step}: {new[0].name} (alarms.stop): {new[0].what}. The run is saved: gspo train --resume {self.run.path}")  # fmt: skip
+
+    def _check_scores(self, collected: Collected, state: TrainerState) -> None:
+        """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
+        scores = [s for g in collected.gathered.sampled for s in g.scores]
+        failed = [s.failure for s in scores if s.status is Status.UNSCORED]
+        if failed and not self.unscored:
+            self.display.message(
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored; they are left out. The first: {failed[0]}"
+            )
+        self.unscored += len(failed)
+        if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
+            self._save(state)
+            self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
+            raise RewardError(
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
+                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}. Mend the reward, then: gspo train --resume {self.run.path}"
+            )
+
+    def _check_updates(self, step: int, learned: Learned | None, in_row: int) -> int:
+        """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
+        if learned is None:
+            self.run.event("nothing to learn", step=step)
+            self.display.message(
+                f"step {step}: no group to learn from (all uniform or unscored); the policy stays as it is"
+            )
+            return in_row
+        for index, update in enumerate(learned.updates):
+            in_row = 0 if update.applied else in_row + 1
+            if not update.applied:
+                loss = float(learned.losses[index].total)
+                self.run.event("skipped update", step=step, mini_batch=index, loss=loss, grad_norm=update.grad_norm, why=update.skipped)  # fmt: skip
+                self.display.message(f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {update.grad_norm:g}: {update.skipped}")  # fmt: skip
+            if in_row >= self.config.learner.max_skipped:
+                raise NumericalError(
+                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} (learner.max_skipped); lower "
+                    f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
+                )
+        return in_row
+
+    def _save(self, state: TrainerState) -> None:
+        if self._saved == state.step:
+            return
+        checkpoint.save(
+            self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
+        )
+        self._saved = state.step
+        self.run.event("checkpoint", step=state.step)
+
+    # ---- evaluation
+
+    def _evaluate(self, state: TrainerState) -> dict[str, Any]:
+        settings = self.config.eval
+        if not settings.every or (state.step % settings.every and not self.over(state)):
+            return {}
+        sampling = self.config.rollout.sampling
+        done = self._held_out(sampling, settings.samples, "eval")
+        sampled = done.accuracy
+        values = {
+            "eval/unscored": done.unscored,
+            "eval/accuracy": sampled.value,
+            "eval/accuracy_low": sampled.low,
+            "eval/accuracy_high": sampled.high,
+            "eval/length_mean": done.mean_length,
+        }
+        if settings.greedy:
+            values["eval/accuracy_greedy"] = self._held_out(sampling.greedy, 1, "eval-greedy").accuracy.value
+        return values
+
+    def _held_out(self, sampling: Sampling, samples: int, stream: str) -> Evaluation:
+        parts = self.parts
+        return evaluate(
+            parts.engine, parts.rewards, parts.problems.held_out, samples=samples, sampling=sampling, seed=self.config.seed,
+            stream=stream, version=parts.optimizer.updates,
+        )  # fmt: skip
+
+
+def fingerprint(problems: Problems) -> str:
+    """A digest of every prompt, its place and its columns."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in (*problems.train, *problems.held_out):
+        digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())
+    return digest.hexdigest()
