@@ -13,13 +13,14 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
-from gspo.errors import AlarmError, ConfigError, NumericalError, RewardError
+from gspo.errors import AlarmError, CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.objective.auto_clip import at_limit
 from gspo.observe.alarms import holding
@@ -64,7 +65,7 @@ class Loop:
             while not self.over(state) and not self.stop:
                 state = self._step(state)
                 if state.step % self.config.checkpoint.every == 0:
-                    self._save(state)
+                    self._save(state, must=False)
         except Interrupted:
             state = self._last
         if self._begun:
@@ -157,8 +158,7 @@ class Loop:
         skipped = self._check_updates(step, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         pending = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned)}
-        if self.config.log.rollouts:
-            self.run.rollouts(step, rollout_records(parts.objective, collected, learned))
+        self._write_rollouts(parts, step, collected, learned)
         learned_state = replace(
             state, step=step, cursor=collected.cursor, updates=parts.optimizer.updates, skipped_in_row=skipped, tokens=tokens,
             clip_scale=self._next_range(step, state.clip_scale, learned), pending=pending,
@@ -184,6 +184,15 @@ class Loop:
         state = self._reached(replace(state, pending=None, offsets=self.run.offsets()))
         self._raise_alarms(metrics, state)
         return state
+
+    def _write_rollouts(self, parts: Parts, step: int, collected: Collected, learned: Learned | None) -> None:
+        """Replies are for looking at: training goes on without them."""
+        if not self.config.log.rollouts:
+            return
+        try:
+            self.run.rollouts(step, rollout_records(parts.objective, collected, learned))
+        except OSError as error:
+            self.display.message(f"warning: step {step}: the replies could not be written ({error})")
 
     def _with_range(self, scale: float) -> Parts:
         """The parts with the clip range that this step uses."""
@@ -272,12 +281,22 @@ class Loop:
                 )
         return in_row
 
-    def _save(self, state: TrainerState) -> None:
+    def _save(self, state: TrainerState, *, must: bool = True) -> None:
+        """Write a checkpoint. One that cannot be written (a full disk) leaves the last one; training goes on unless it must."""
         if self._saved == state.step:
             return
-        checkpoint.save(
-            self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
-        )
+        try:
+            checkpoint.save(
+                self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
+            )
+        except OSError as error:
+            text = f"the checkpoint of step {state.step} could not be written ({error}); the one before it is untouched"
+            with suppress(OSError):
+                self.run.event("checkpoint failed", step=state.step, what=str(error))
+            if must:
+                raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run.path}") from error
+            self.display.message(f"warning: {text}; the next one is tried in {self.config.checkpoint.every} steps")
+            return
         self._saved = state.step
         self.run.event("checkpoint", step=state.step)
 

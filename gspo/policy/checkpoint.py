@@ -62,20 +62,31 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
         raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower learner.learning_rate")  # fmt: skip
     target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(policy, partial)
-    save_file(optimizer.state(), partial / "trainer.safetensors")
-    (partial / "trainer.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
-    files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
-    for path in partial.iterdir():
-        _flush(path)
-    _flush(partial)
+    try:
+        _write(partial, policy, optimizer, state)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
     _flush(folder)
     _retire(folder, keep)
     return target
+
+
+def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerState) -> None:
+    try:
+        save_model(policy, partial)
+        save_file(optimizer.state(), partial / "trainer.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    (partial / "trainer.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+    files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
+    (partial / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
+    for path in partial.iterdir():
+        _flush(path)
+    _flush(partial)
 
 
 def save_model(policy: Policy, folder: Path) -> None:

@@ -1,0 +1,455 @@
+"""Faults inside a run: signals in every phase, numbers that go wrong, memory and disks that run out.
+
+Every injector counts its shots: a test whose fault did not happen fails. Numbers (F7, ...) are those of docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gspo.loop
+import gspo.policy.update
+from gspo.config import Config
+from gspo.errors import AlarmError, CheckpointError, ConfigError, MemoryLimitError, NumericalError
+from gspo.observe.alarms import ALARMS, holding
+from gspo.observe.run_dir import read_jsonl
+from gspo.policy import checkpoint
+from gspo.policy.optimizer import Optimizer
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engines.local import LocalEngine
+from gspo.train import resume, train
+
+
+def run_of(config: Config) -> Path:
+    return Path(config.run_dir)
+
+
+class Injector:
+    """Replaces a function by one that does something else at its n-th call, once."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, shot: Callable[[], None]
+    ) -> None:
+        self.calls, self.shots, original = 0, 0, getattr(owner, name)
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                self.shots += 1
+                shot()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, instead)
+
+
+def events(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == kind]
+
+
+def same_end(a: Config, b: Config) -> None:
+    """Byte-identical metrics and replies, and the same last checkpoint to the bit."""
+    assert (run_of(a) / "metrics.jsonl").read_bytes() == (run_of(b) / "metrics.jsonl").read_bytes()
+    for file in sorted((run_of(a) / "rollouts").iterdir()):
+        assert file.read_bytes() == (run_of(b) / "rollouts" / file.name).read_bytes()
+    last = [checkpoint.saved(run_of(c) / "checkpoints")[-1] for c in (a, b)]
+    assert last[0].name == last[1].name
+    for name in ("model.safetensors", "trainer.safetensors"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- F7: signals
+
+PHASES: dict[str, tuple[Any, str, int, int]] = {
+    # where, function, which call, the step whose state must be saved
+    "generate": (LocalEngine, "_decode", 6, 1),
+    "reward": (RewardPool, "score", 6, 1),
+    "learn": (gspo.loop, "learn", 2, 2),
+    "save": (checkpoint, "save", 2, 1),
+    "evaluate": (gspo.loop, "evaluate", 5, 2),
+    "first evaluation": (gspo.loop, "evaluate", 1, 0),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("phase", PHASES)
+def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
+    phase: str, number: int, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, at, step = PHASES[phase]
+    whole, cut = tiny("steps=3", "eval.every=1", run_dir="whole"), tiny("steps=3", "eval.every=1", run_dir="cut")
+    train(whole, display)
+    asked: list[float] = []
+
+    def ask() -> None:
+        asked.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        injector = Injector(patch, owner, name, at, ask)
+        stopped = train(cut, display)
+    assert injector.shots == 1
+    assert stopped.stopped_by == number
+    assert time.monotonic() - asked[0] < 5
+    newest = checkpoint.newest(run_of(cut) / "checkpoints")[0]
+    assert int(newest.name) == step
+    resume(run_of(cut), display)
+    same_end(whole, cut)
+
+
+def test_f7_an_interrupted_evaluation_leaves_its_step_pending(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=3", "eval.every=1")
+    with monkeypatch.context() as patch:
+        Injector(patch, gspo.loop, "evaluate", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(config, display)
+    state = checkpoint.read_state(run_of(config) / "checkpoints/000002")
+    assert state.pending is not None
+    assert state.pending["step"] == 2
+    assert [r["step"] for r in read_jsonl(run_of(config) / "metrics.jsonl")] == [0, 1]
+
+
+def test_f7_a_stop_during_the_cold_start_begins_it_anew(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ("steps=2", "cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9")
+    whole, cut = tiny(*start, run_dir="whole"), tiny(*start, run_dir="cut")
+    train(whole, display)
+    with monkeypatch.context() as patch:
+        injector = Injector(patch, LocalEngine, "_decode", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(cut, display).stopped_by == signal.SIGTERM
+    assert injector.shots == 1
+    assert not checkpoint.saved(run_of(cut) / "checkpoints")
+    resume(run_of(cut), display)
+    same_end(whole, cut)
+
+
+# ------------------------------------------------------------------------------------------------- F10: changed settings
+
+
+def edit(config: Config, old: str, new: str) -> None:
+    file = run_of(config) / "config.toml"
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("learning_rate = 0.001", "learning_rate = 0.002", "learner.learning_rate"),
+        ("replies = 4", "replies = 3", "rollout.replies"),
+        ('name = "gspo"', 'name = "grpo"', "objective.name"),
+    ],
+)
+def test_f10_a_resume_names_and_refuses_a_change_that_makes_it_another_run(
+    old: str, new: str, key: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("steps=2")
+    train(config, display)
+    before = (run_of(config) / "metrics.jsonl").read_bytes()
+    edit(config, old, new)
+    with pytest.raises(ConfigError, match=key):
+        resume(run_of(config), display, steps=4)
+    assert (run_of(config) / "metrics.jsonl").read_bytes() == before
+
+
+def test_f10_a_harmless_change_is_said_and_allowed(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=2")
+    train(config, display)
+    edit(config, "micro_batch_tokens = 16384", "micro_batch_tokens = 100")
+    edit(config, "rollouts = true", "rollouts = false")
+    resume(run_of(config), display, steps=3)
+    said = "".join(display.messages)
+    assert "learner.micro_batch_tokens: 16384 then, 100 now" in said
+    assert "log.rollouts: True then, False now" in said
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 3
+
+
+# ------------------------------------------------------------------------------------------------- F16, F17: numbers
+
+
+def test_f16_weights_that_are_not_finite_are_never_saved(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, original, shots = tiny("steps=4", "eval.every=0"), gspo.loop.learn, []
+
+    def poisoned(parts: Any, groups: Any, *, step: int) -> Any:
+        learned = original(parts, groups, step=step)
+        if step == 2:
+            shots.append(step)
+            next(parts.policy.model.parameters()).data[0, 0] = torch.nan
+        return learned
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gspo.loop, "learn", poisoned)
+        with pytest.raises(NumericalError, match="not finite"):
+            train(config, display)
+    assert shots == [2]
+    assert checkpoint.newest(run_of(config) / "checkpoints")[0].name == "000001"
+    assert events(config, "error")[0]["error"] == "NumericalError"
+    assert resume(run_of(config), display).step == 4
+
+
+def scale_gradient(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> list[int]:
+    """Multiplies the gradient of the n-th optimiser step."""
+    original, calls, shots = Optimizer.step, [0], []
+
+    def step(self: Optimizer, *, loss_finite: bool) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            shots.append(at)
+            for weight in self._weights.values():
+                if weight.grad is not None:
+                    weight.grad *= factor
+        return original(self, loss_finite=loss_finite)
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    return shots
+
+
+def test_f17_a_gradient_spike_is_skipped_and_an_ordinary_run_has_none(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = ("steps=12", "eval.every=0", "checkpoint.every=1")
+    golden, spiked = tiny(*setting, run_dir="golden"), tiny(*setting, run_dir="spiked")
+    train(golden, display)
+    assert not events(golden, "skipped update")
+    shots = scale_gradient(monkeypatch, 21, 1000.0)
+    train(spiked, display)
+    assert shots == [21]
+    (event,) = events(spiked, "skipped update")
+    assert (event["step"], event["mini_batch"]) == (11, 0)
+    assert "spike" in event["why"]
+    states = [checkpoint.read_state(run_of(spiked) / f"checkpoints/{n:06d}") for n in (10, 11, 12)]
+    assert [s.updates for s in states] == [20, 21, 23]  # the schedule waits too
+
+
+def test_f17_norms_are_remembered_by_a_resume(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=10", "eval.every=0")
+    train(config, display)
+    shots = scale_gradient(monkeypatch, 1, 1000.0)
+    resume(run_of(config), display, steps=11)
+    assert shots == [1]
+    assert "spike" in events(config, "skipped update")[0]["why"]
+
+
+# ------------------------------------------------------------------------------------------------- F18: alarms
+
+HEALTHY = {
+    "groups/uniform_fraction": 0.4,
+    "entropy/mean": 0.3,
+    "reward/correct_fraction": 0.5,
+    "length/truncated_fraction": 0.1,
+    "length/repetitive_fraction": 0.0,
+}
+SICK = {
+    "uniform rewards": {"groups/uniform_fraction": 1.0},
+    "entropy collapse": {"entropy/mean": 1e-5},
+    "length pinned": {"length/truncated_fraction": 1.0},
+    "repetition": {"length/repetitive_fraction": 0.9},
+}
+
+
+def test_f18_every_alarm_is_covered_here() -> None:
+    assert set(SICK) == {alarm.name for alarm in ALARMS}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_f18_an_alarm_needs_its_sign_in_every_step(name: str) -> None:
+    healthy = [{"step": 0}] + [{"step": i, **HEALTHY} for i in range(1, 6)]
+    sick = [{"step": i, **HEALTHY, **SICK[name]} for i in range(6, 11)]
+    assert holding(healthy, 5) == []
+    assert [alarm.name for alarm in holding(healthy + sick, 5)] == [name]
+    assert holding(healthy + sick[:4], 5) == []
+    assert holding([*healthy, *sick[:4], healthy[-1], sick[4]], 5) == []
+
+
+def test_f18_a_solved_task_may_be_certain() -> None:
+    rows = [{"step": i, **HEALTHY, "entropy/mean": 1e-6, "reward/correct_fraction": 1.0} for i in range(1, 6)]
+    assert holding(rows, 5) == []
+
+
+@pytest.fixture
+def constant(tmp_path: Path) -> str:
+    """A reward that says the same of everything."""
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    return f"reward.functions={tmp_path}/same.py:same"
+
+
+def test_f18_uniform_rewards_are_an_event_once_with_a_remedy(
+    constant: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("steps=6", "alarms.steps=3", "eval.every=0", constant)
+    train(config, display)
+    found = [e for e in events(config, "alarm") if e["name"] == "uniform rewards"]
+    assert [e["step"] for e in found] == [3]
+    assert "problems that are sometimes solved" in found[0]["what"]
+
+
+def test_f18_an_alarm_can_stop_the_run_with_a_checkpoint(
+    constant: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny(
+        "steps=6", "alarms.steps=2", "eval.every=0", 'alarms.stop=["uniform rewards"]', "checkpoint.every=50", constant
+    )
+    with pytest.raises(AlarmError, match=r"uniform rewards.*--resume"):
+        train(config, display)
+    assert checkpoint.newest(run_of(config) / "checkpoints")[0].name == "000002"
+
+
+def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"alarms\.stop: no alarm 'boredom'.*repetition"):
+        tiny("alarms.stop=boredom")
+
+
+# ------------------------------------------------------------------------------------------------- F22: memory
+
+
+def starve(monkeypatch: pytest.MonkeyPatch, most_rows: int, module: Any, error: type[Exception]) -> list[int]:
+    """Forwards of more rows than this run out of memory."""
+    original, shots = module.reply_logprobs, []
+
+    def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(batch.rows) > most_rows:
+            shots.append(len(batch.rows))
+            raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+        return original(model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(module, "reply_logprobs", instead)
+    return shots
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("where", ["gspo.policy.update", "gspo.policy.logprobs"])
+def test_f22_what_does_not_fit_is_halved_with_the_same_result(
+    where: str, error: type[Exception], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    setting = ("steps=2", "eval.every=0", "model.build=tiny_moe", "routing.balance_loss=0.01")
+    plenty, scarce = tiny(*setting, run_dir="plenty"), tiny(*setting, run_dir="scarce")
+    train(plenty, display)
+    with monkeypatch.context() as patch:
+        shots = starve(patch, 3, importlib.import_module(where), error)
+        train(scarce, display)
+    assert shots
+    for a, b in zip(*(read_jsonl(run_of(c) / "metrics.jsonl")[1:] for c in (plenty, scarce)), strict=True):
+        assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
+        assert a["loss/balance"] == pytest.approx(b["loss/balance"], rel=1e-4)
+        assert a["reward/mean"] == b["reward/mean"]
+    if where.endswith("update"):
+        first = events(scarce, "out of memory")[0]
+        assert first["step"] == 1
+        assert first["micro_batch_tokens"] < 16384
+
+
+def test_f22_memory_for_not_even_one_row_is_a_typed_stop_with_a_checkpoint(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=2", "eval.every=0")
+    with monkeypatch.context() as patch:
+        shots = starve(patch, 0, gspo.policy.update, torch.OutOfMemoryError)
+        with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens.*--resume"):
+            train(config, display)
+    assert shots[-1] == 1
+    assert checkpoint.newest(run_of(config) / "checkpoints")[0].name == "000000"
+    assert resume(run_of(config), display).step == 2
+
+
+# ------------------------------------------------------------------------------------------------- F4, F5: disks
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, at: int, error: OSError) -> Injector:
+    def shot() -> None:
+        raise error
+
+    return Injector(monkeypatch, checkpoint, "save_file", at, shot)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
+def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
+    error: OSError, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", run_dir="cut")
+    train(whole, display)
+    with monkeypatch.context() as patch:
+        injector = fail_once(patch, 3, error)
+        train(cut, display)
+    assert injector.shots == 1
+    assert [e["step"] for e in events(cut, "checkpoint failed")] == [2]
+    assert [p.name for p in checkpoint.saved(run_of(cut) / "checkpoints")] == ["000000", "000001", "000003", "000004"]
+    assert not list((run_of(cut) / "checkpoints").glob(".tmp-*"))
+    same_end(whole, cut)
+
+
+def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tiny("steps=3", "checkpoint.every=2", run_dir="whole"), tiny("steps=3", "checkpoint.every=2", run_dir="cut")  # fmt: skip
+    train(whole, display)
+    with monkeypatch.context() as patch:
+        injector = fail_once(patch, 3, OSError(28, "No space left on device"))
+        with pytest.raises(CheckpointError, match=r"No space left.*--resume"):
+            train(cut, display)
+    assert injector.shots == 1
+    resume(run_of(cut), display)
+    same_end(whole, cut)
+
+
+def test_f23_replies_that_cannot_be_written_do_not_stop_a_run(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gspo.observe.run_dir import RunDir
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    whole, cut = tiny("steps=3", run_dir="whole"), tiny("steps=3", run_dir="cut")
+    train(whole, display)
+    with monkeypatch.context() as patch:
+        injector = Injector(patch, RunDir, "rollouts", 2, full)
+        train(cut, display)
+    assert injector.shots == 1
+    assert (run_of(whole) / "metrics.jsonl").read_bytes() == (run_of(cut) / "metrics.jsonl").read_bytes()
+    assert any("could not be written" in m for m in display.messages)
+
+
+def test_f25_a_jumping_wall_clock_changes_nothing(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tiny(run_dir="whole"), tiny(run_dir="cut")
+    train(whole, display)
+    jumps, real = [0], time.time
+
+    def jumping() -> float:
+        jumps[0] += 1
+        return real() + (3600 if jumps[0] % 2 else -3600)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", jumping)
+        time.time()
+        train(cut, display)
+    assert jumps[0] >= 1
+    same_end(whole, cut)
+    assert all(v >= 0 for t in read_jsonl(run_of(cut) / "timings.jsonl") for k, v in t.items() if k.startswith("time/"))
+
+
+def test_events_are_whole_json(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny()
+    train(config, display)
+    for line in (run_of(config) / "events.jsonl").read_text().splitlines():
+        assert "event" in json.loads(line)
