@@ -7,7 +7,7 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow lint docs bench-rollout clean
+.PHONY: demo test test-slow test-faults lint docs bench-rollout clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -16,7 +16,10 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --ignore=tests/faults $(ARGS)
+
+test-faults: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
