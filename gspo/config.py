@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -590,6 +591,7 @@ def _type_name(hint: Any) -> str:
     return "table" if origin else hint.__name__
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Field -> the string under it, for any dataclass whose source is at hand."""
     body = ast.parse(inspect.getsource(cls)).body[0]

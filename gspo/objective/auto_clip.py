@@ -54,7 +54,7 @@ class AutoClip:
     def next_scale(self, row: Objective, scale: float, tokens: Tokens) -> float:
         """The scale after a step whose tokens were judged with `row` scaled by `scale`."""
         wanted = self._quantile(row, tokens)
-        if wanted <= 0:
+        if not wanted > 0:  # too few have moved, or the numbers are none
             return scale
         way = math.log(wanted / scale)
         way = max(-MOST_PER_STEP, min(MOST_PER_STEP, GAIN * way))

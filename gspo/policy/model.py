@@ -19,7 +19,7 @@ import torch
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
-from gspo.policy.routing import Routers, check_replay, find_routers, says_it_routes
+from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
 """Below this, threads cost more than they give."""
@@ -108,6 +108,8 @@ def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
             raise ConfigError(f"routing.{key}: {type(model).__name__} {what}; leave routing.{key} out")
     if routers is not None and config.replay != "off":
         check_replay(model, routers)
+    if routers is not None and config.balance_loss:
+        check_balance(model, routers)
     return routers
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gspo.errors import ConfigError
 from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.memory import out_of_memory
 from gspo.policy.routing import Forced, Routers, Seen, changed
 from gspo.types import Routes
 
@@ -108,6 +109,7 @@ class Routing(Unrouted):
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
         )
         self._balance: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._shares_of: dict[int, tuple[Tensor, int]] = {}
 
     def _from_engine(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
         chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
@@ -119,11 +121,19 @@ class Routing(Unrouted):
                         'routing.replay = "sampler": the engine did not report the experts of its replies'
                     )
                 continue
-            reported = self.routers.unpack(routes)
-            assert len(reported) == row.length - 1, f"experts of {len(reported)} tokens for a row of {row.length}"
+            reported = self._checked(routes, row.length - 1)
             chosen_ILK[start : start + len(reported)] = reported
             known_I[start : start + len(reported)] = True
         return chosen_ILK.to(device), known_I.to(device)
+
+    def _checked(self, routes: Routes, tokens: int) -> Tensor:
+        """What an engine reported for a row, if it can be this model's."""
+        reported, shape = self.routers.unpack(routes), (tokens, self.routers.layers, self.routers.top_k)
+        if tuple(reported.shape) != shape:
+            raise ConfigError(f"the engine reported experts of the shape {tuple(reported.shape)} (tokens, layers, experts per token), where {shape} was expected: it does not run this model")  # fmt: skip
+        if tokens and int(reported.max()) >= self.routers.experts:
+            raise ConfigError(f"the engine reported expert {int(reported.max())}, and the model has {self.routers.experts}: it does not run this model")  # fmt: skip
+        return reported
 
     # ---- the two kinds of forward
 
@@ -191,19 +201,30 @@ class Routing(Unrouted):
 
     def _updates_between(self, model: Any) -> Tensor:
         """How many updates each token's learning forward came after. With a single optimiser step that is none, so one
-        more forward over its first micro-batch looks at the routing after the update."""
+        more forward over one of its micro-batches looks at the routing after the update."""
         updates_N = torch.full_like(self.flipped_N, -1)
         for index, micro_batches in enumerate(self.plan.steps):
             for micro in micro_batches:
                 updates_N[micro.at_N.to(updates_N.device)] = index
         if len(self.plan.steps) == 1:
-            micro = self.plan.steps[0][0].to(updates_N.device)
-            forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
+            self._probe(model, self.plan.steps[0][len(self.plan.steps[0]) // 2], updates_N)
+        return updates_N
+
+    def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
+        """Count the flips of a forward that nothing is learned from."""
+        micro = cpu_batch.to(updates_N.device)
+        forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
+        try:
             with self.routers.watch(forced) as seen, torch.no_grad():
                 model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=1)
-            self._count_flips(micro, seen)
-            updates_N[micro.at_N] = 1
-        return updates_N
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            if len(micro.rows) > 1:
+                self._probe(model, self.plan.halves(cpu_batch)[0], updates_N)
+            return
+        self._count_flips(micro, seen)
+        updates_N[micro.at_N] = 1
 
     # ---- auxiliary load-balancing loss
 
@@ -229,6 +250,12 @@ class Routing(Unrouted):
         return loss
 
     def _shares(self, step: int) -> tuple[Tensor, int]:
+        """Shares of the choices by layer and expert, and tokens, of an optimiser step."""
+        if step not in self._shares_of:
+            self._shares_of[step] = self._counted_shares(step)
+        return self._shares_of[step]
+
+    def _counted_shares(self, step: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
         at_I = torch.cat([micro.input_at.flatten() for micro in self.plan.steps[step]])
         at_I = at_I[at_I >= 0].to(self.native_ILK.device)

@@ -30,6 +30,9 @@ from gspo.types import Routes
 MAY_ROUTE = re.compile(r"(Router|Gate|Gating|MoE|Moe|MoeBlock|MoEBlock|MoeMLP|FeedForward)$")
 """Names of classes that may hold a router; which of them do is found by running the model."""
 
+RANKS = ("DogeCDMoE",)
+"""Their top-k gives places in a list that was sorted before, not experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forced:
@@ -49,6 +52,8 @@ class Seen:
     used: dict[int, Tensor] = field(default_factory=dict)
     native: dict[int, Tensor] = field(default_factory=dict)
     logits: dict[int, Tensor] = field(default_factory=dict)
+    gates: dict[int, Tensor] = field(default_factory=dict)
+    """Weights of the experts used, of routers that return them."""
 
     @property
     def used_ILK(self) -> Tensor:
@@ -113,15 +118,18 @@ class Routers:
                 output = forward(*args, **kwargs)
             if logits:
                 seen.logits.setdefault(layer, self._logits(output))
+            if forced is not None and (gates := _floats(output, self.top_k)):
+                seen.gates.setdefault(layer, gates[0].detach())
             return output
 
         return routed
 
     def _logits(self, output: Any) -> Tensor:
-        first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor) or first.shape[-1] != self.experts:
-            raise ConfigError("routing.balance_loss: this model's routers do not return their logits; set it to 0")
-        return first.reshape(-1, self.experts)
+        """The router logits among what a router returns. Scores that are 0 for the experts not chosen are no logits."""
+        found = [t for t in _floats(output, self.experts) if not bool((t == 0).any())]
+        if not found:
+            raise ConfigError("routing.balance_loss: this model's routers do not return their logits; leave it out")
+        return found[0].reshape(-1, self.experts)
 
     def unpack(self, routes: Routes) -> Tensor:
         """[tokens, L, K] of what an engine reported."""
@@ -137,6 +145,14 @@ class Routers:
             top_k=self.top_k,
             width=self.compact.itemsize,
         )
+
+
+def _floats(output: Any, width: int) -> list[Tensor]:
+    """The matrices of numbers, this wide, among what a router returns."""
+    parts = output if isinstance(output, tuple) else (output,)
+    return [
+        t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.shape[-1] == width
+    ]
 
 
 def changed(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
@@ -227,7 +243,8 @@ def _candidates(model: Any) -> list[Any]:
     return [
         m
         for m in model.modules()
-        if MAY_ROUTE.search(type(m).__name__) or (isinstance(named, type) and isinstance(m, named))
+        if type(m).__name__ not in RANKS
+        and (MAY_ROUTE.search(type(m).__name__) or (isinstance(named, type) and isinstance(m, named)))
     ]
 
 
@@ -239,23 +256,37 @@ def says_it_routes(model: Any) -> bool:
 
 
 def check_replay(model: Any, routers: Routers) -> None:
-    """Replay must take effect: a forward's own choices change nothing (but rounding, on a GPU), others do and are used."""
+    """Replay must take effect: a forward's own choices change nothing (but rounding, on a GPU), others do, are used, and
+    get a weight."""
     plain = _try(model)
     with routers.watch() as seen:
         _try(model)
     own_ILK = seen.used_ILK
-    known_I = torch.ones(len(own_ILK), dtype=torch.bool, device=own_ILK.device)
-    other_ILK = ((own_ILK.long() + 1) % routers.experts).to(own_ILK.dtype)
-    with routers.watch(Forced(chosen_ILK=own_ILK, known_I=known_I)):
-        again = _try(model)
-    with routers.watch(Forced(chosen_ILK=other_ILK, known_I=known_I)) as forced:
-        different = _try(model)
-    taken = torch.equal(forced.used_ILK, other_ILK) and not torch.equal(different, plain)
-    same = torch.allclose(again, plain, atol=1e-2 * float(plain.std()), rtol=0)
-    if not same or not (taken or routers.experts == routers.top_k):
-        raise ConfigError(
-            f'routing.replay: replaying experts has no exact effect in {type(model).__name__}; set routing.replay = "off"'
-        )
+    if not torch.allclose(_replayed(model, routers, own_ILK)[0], plain, atol=1e-2 * float(plain.std()), rtol=0):
+        raise ConfigError(_no_replay(model, "replaying a forward's own experts changes it"))
+    for shift in {1, routers.experts // 2} if routers.experts > routers.top_k else ():
+        other_ILK = ((own_ILK.long() + shift) % routers.experts).to(own_ILK.dtype)
+        logits, forced = _replayed(model, routers, other_ILK)
+        if not torch.equal(forced.used_ILK, other_ILK) or torch.equal(logits, plain):
+            raise ConfigError(_no_replay(model, "other experts change nothing"))
+        if any(bool((gate == 0).any()) for gate in forced.gates.values()):
+            raise ConfigError(_no_replay(model, "its routers give no weight to experts that they would not choose"))
+
+
+def check_balance(model: Any, routers: Routers) -> None:
+    """The balance loss needs router logits."""
+    with routers.watch(logits=True):
+        _try(model)
+
+
+def _replayed(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, Seen]:
+    known_I = torch.ones(len(chosen_ILK), dtype=torch.bool, device=chosen_ILK.device)
+    with routers.watch(Forced(chosen_ILK=chosen_ILK, known_I=known_I)) as seen:
+        return _try(model), seen
+
+
+def _no_replay(model: Any, why: str) -> str:
+    return f'routing.replay: replaying experts has no exact effect in {type(model).__name__}: {why}; set routing.replay = "off"'
 
 
 @torch.no_grad()
