@@ -100,15 +100,28 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     )  # fmt: skip
 
 
+def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Look a recipe over before it costs anything."""
+    _quiet_libraries()
+    from gspo.doctor.report import doctor as run
+
+    overrides = _given(options) + overrides
+    return run(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
+
+
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
-    common = {"run_dir": options.run_dir, "seed": options.seed, "steps": options.steps}
-    overrides = [f"{key}={value}" for key, value in common.items() if value is not None] + overrides
-    settings = config.load(recipe, overrides)
+    settings = config.load(recipe, _given(options) + overrides)
     _quiet_libraries()
     from gspo.observe.progress import make_display
     from gspo.train import train as run
 
     return _report(run(settings, make_display()))
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    """The settings that have an option of their own, as overrides."""
+    common = {"run_dir": options.run_dir, "seed": options.seed, "steps": options.steps}
+    return [f"{key}={value}" for key, value in common.items() if value is not None]
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -199,6 +212,14 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)"
     )
     sub.add_argument("--report", metavar="DIR", help="only write the report of this comparison anew")
+    sub = command("doctor", doctor, "Look a recipe over before it costs anything; exit code 1 if something would fail.", "Settings are given as to 'gspo train'; docs/doctor.md has every check.")  # fmt: skip
+    sub.add_argument("recipe", help="a .toml recipe, or the name of a shipped one")
+    sub.add_argument("--quick", action="store_true", help="load no weights: only what files and settings can tell")
+    sub.add_argument(
+        "--prompts", type=_positive, help="groups of replies to sample (default: up to 16, as time allows)"
+    )
+    sub.add_argument("--json", action="store_true", help="for programs")
+    _common(sub)
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -226,6 +247,12 @@ def _ks(text: str) -> list[int]:
     if not ks or ks[0] < 1:
         raise ConfigError(f"--k: {text!r} is not a list of positive numbers; write for example --k 1,8")
     return ks
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _no_overrides(overrides: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""`gspo doctor`: a recipe looked over before it costs anything. See docs/doctor.md."""
