@@ -43,6 +43,11 @@ from gspo.reward import rewards
 RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may receive beside the row's columns."""
 
+
+class RewardWarning(UserWarning):
+    """Something that the user must see, although it happens in a worker when the functions are loaded."""
+
+
 Result = dict[str, Any]
 """`{"value": number or None}`, or `{"failure": "kind: why"}`."""
 

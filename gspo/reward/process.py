@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 import gspo
 from gspo.errors import ConfigError, RewardError
-from gspo.reward.function import Source, one_line
+from gspo.reward.function import RewardWarning, Source, one_line
 
 START_LIMIT_S = 120.0
 """For importing the functions: a user's file may import torch."""
@@ -93,6 +94,8 @@ class WorkerProcess:
         if "error" in answer:
             self.kill()
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
+        for text in answer["warnings"]:
+            warnings.warn(text, RewardWarning, stacklevel=2)
         self.needs = answer["needs"]
         self._ready = True
 

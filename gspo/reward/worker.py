@@ -13,10 +13,11 @@ import json
 import os
 import signal
 import sys
+import warnings
 from typing import Any, BinaryIO
 
 from gspo.errors import ConfigError, GspoError
-from gspo.reward.function import RewardFunction, Source, load
+from gspo.reward.function import RewardFunction, RewardWarning, Source, load
 
 _PR_SET_PDEATHSIG = 1
 
@@ -47,10 +48,13 @@ def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[st
 
 def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dict[str, Any]:
     try:
-        functions[:] = [load(Source(**source)) for source in sources]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RewardWarning)
+            functions[:] = [load(Source(**source)) for source in sources]
     except GspoError as error:
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
-    return {"ready": True, "needs": [sorted(f.columns_needed) for f in functions]}
+    needs = [sorted(f.columns_needed) for f in functions]
+    return {"ready": True, "needs": needs, "warnings": [str(w.message) for w in caught if w.category is RewardWarning]}
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:

@@ -51,7 +51,7 @@ def test_user_code_is_never_imported_by_the_trainer(make_pool, reward_file, tmp_
     ("functions", "settings", "words"),
     [
         (["math_answr"], {}, "did you mean math_answer?"),
-        (["nothing"], {}, "known: exact_answer"),
+        (["nothing"], {}, "known: code_tests, exact_answer"),
         (["missing.py:score"], {}, "no file"),
         (["missing.py"], {}, "missing.py:score"),
         (["module.path:score"], {}, "file.py:function"),

@@ -1,0 +1,103 @@
+"""1 when the reply's Python program passes the row's tests, else 0. Programs run in a sandbox; see docs/sandbox.md.
+
+The program is the reply's last fenced Python block (else its last unnamed block, else all of the reply). The row's tests
+are in `tests`, a list of one kind: `{"input": ..., "output": ...}` for standard input and output, `{"function": ...,
+"args": [...], "expected": ...}` for calls, or lines of test code with asserts; or in `test_list` as in MBPP; or in `test`
+and `entry_point` as in HumanEval. The program never sees what is expected of it. With `all_or_nothing = false` the score
+is the share of tests passed. A program that does not finish, dies or attacks scores 0; when the sandbox or the tests
+themselves fail, the reply stays unscored.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from gspo.errors import ConfigError
+from gspo.reward.reply import reply_text
+from gspo.reward.sandbox.grade import Grader, Limits
+from gspo.reward.sandbox.probe import sandbox_level
+from gspo.reward.sandbox.suite import COLUMNS, read_suite
+
+EXAMPLE: dict[str, Any] = {
+    "reply": "Add them:\n```python\ndef add(a, b):\n    return a + b\n```",
+    "columns": {"tests": [{"function": "add", "args": [1, 2], "expected": 3}, "assert add('a', 'b') == 'ab'"]},
+    "options": {},
+}
+_FENCES = ("python", "python3", "py")
+
+
+def score(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    limit_s: float = 5.0,
+    memory_mb: int = 512,
+    all_or_nothing: bool = True,
+    python: str = "",
+    packages: bool = False,
+    allow_unsafe: bool = False,
+    **columns: Any,
+) -> list[float | Exception]:
+    rows = [{name: columns[name][i] for name in COLUMNS if name in columns} for i in range(len(completions))]
+    suites = [read_suite(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    if not suites:
+        return []
+    level = sandbox_level(python, packages, allow_unsafe)
+    limits = Limits(limit_s=limit_s, memory_mb=memory_mb, stop=all_or_nothing)
+    with ExitStack() as stack:
+        graders = {suite: stack.enter_context(Grader(suite, level, limits)) for suite in set(suites)}
+        grades = [graders[s].grade(program_of(reply_text(c))) for s, c in zip(suites, completions, strict=True)]
+    return [g if isinstance(g, Exception) else g.value(all_or_nothing=all_or_nothing) for g in grades]
+
+
+def check(
+    limit_s: Any = 5.0,
+    memory_mb: Any = 512,
+    all_or_nothing: Any = True,
+    python: Any = "",
+    packages: Any = False,
+    allow_unsafe: Any = False,
+) -> None:
+    """Refuse unusable options, and a machine without a sandbox, before the run starts."""
+    where = "reward.options.code_tests"
+    if not _is_number(limit_s) or not 0 < limit_s <= 3600:
+        raise ConfigError(f"{where}.limit_s: {limit_s!r}: must be a number of seconds above 0")
+    if not _is_number(memory_mb) or memory_mb < 64 or int(memory_mb) != memory_mb:
+        raise ConfigError(f"{where}.memory_mb: {memory_mb!r}: must be a whole number, at least 64")
+    if not isinstance(python, str):
+        raise ConfigError(f"{where}.python: {python!r}: must be the path of a Python")
+    flags = {"all_or_nothing": all_or_nothing, "packages": packages, "allow_unsafe": allow_unsafe}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.{name}: {value!r}: must be true or false")
+    sandbox_level(python, packages, allow_unsafe)
+
+
+def program_of(reply: str) -> str:
+    """The program in a reply. A block that was never closed goes to the end of the reply."""
+    named: str | None = None
+    unnamed: str | None = None
+    block: list[str] | None = None
+    label = ""
+    for line in reply.split("\n"):
+        mark = line.strip()
+        if block is None and mark.startswith("```"):
+            block, label = [], mark[3:].strip().lower()
+        elif block is not None and mark == "```":
+            named, unnamed = _kept(block, label, named, unnamed)
+            block = None
+        elif block is not None:
+            block.append(line)
+    if block is not None:
+        named, unnamed = _kept(block, label, named, unnamed)
+    return named if named is not None else unnamed if unnamed is not None else reply
+
+
+def _kept(block: list[str], label: str, named: str | None, unnamed: str | None) -> tuple[str | None, str | None]:
+    text = "\n".join(block)
+    return (text, unnamed) if label in _FENCES else (named, text if not label else unnamed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

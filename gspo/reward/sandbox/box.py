@@ -1,0 +1,205 @@
+"""One sandboxed process, from its start to its end.
+
+In: a level, and lines to send. Out: the lines that come back, or `Hung` / `Ended`. Invariant: every wait has a deadline on
+a monotonic clock, what comes back has a largest size, and the process with all it started is gone when `close` returns.
+A process that cannot be started or confined is a `SandboxError`: our failure, never the program's.
+"""
+
+from __future__ import annotations
+
+import marshal
+import math
+import os
+import select
+import subprocess
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Any
+
+from gspo.errors import RewardError
+from gspo.reward.function import one_line
+from gspo.reward.sandbox.inside.candidate import READY, TOKEN
+from gspo.reward.sandbox.inside.values import LENGTH
+from gspo.reward.sandbox.interpreter import ENVIRONMENT, INSIDE
+from gspo.reward.sandbox.level import Level, identity, settings
+
+START_S = 30.0
+"""For starting a process: a machine may be busy."""
+
+_BOOTSTRAP = f"""
+import marshal, os, sys
+sys.path[:] = [folder for folder in sys.path if folder]
+def take(count):
+    data = b""
+    while len(data) < count:
+        part = os.read(0, count - len(data))
+        if not part: os._exit(1)
+        data += part
+    return data
+code, role, settings = marshal.loads(take(int(take(8))))
+package = sys.modules["{INSIDE}"] = type(sys)("{INSIDE}")
+for name, body in marshal.loads(code):
+    module = sys.modules[name] = type(sys)(name)
+    setattr(package, name.rpartition(".")[2], module)
+    if not name.endswith("judge") or role == "judge": exec(body, module.__dict__)
+sys.modules["{INSIDE}." + role].main(settings)
+"""
+
+
+class SandboxError(RewardError):
+    """The sandbox itself failed."""
+
+
+class Hung(Exception):
+    """The deadline passed."""
+
+
+class Ended(Exception):
+    """The process ended, or broke the protocol: how."""
+
+
+class Box:
+    """Owns a process. Belongs to the thread that made it: the kernel ends the process with that thread."""
+
+    def __init__(self, level: Level, role: str, *, mode: str = "calls", limit_s: float, memory_mb: int) -> None:
+        user = identity(level.own_users)
+        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level, user)}
+        header = marshal.dumps((level.python.code, role, told), 2)
+        self._pending = b"%8d" % len(header) + header
+        self._received, self._token = bytearray(), b""
+        try:
+            self._process = subprocess.Popen(
+                level.command(_BOOTSTRAP),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=ENVIRONMENT,
+                cwd="/",
+                **user,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SandboxError(
+                f"sandbox: cannot start a process: {one_line(error)}; use fewer reward.workers"
+            ) from None
+        self._poller = select.poll()
+        for pipe in self._pipes[:2]:
+            os.set_blocking(pipe.fileno(), False)
+        self._poller.register(self._pipes[1].fileno(), select.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self) -> None:
+        """Wait until the process has confined itself."""
+        try:
+            line = self.receive(time.monotonic() + START_S)
+        except (Hung, Ended) as error:
+            words = self._last_words() or f"no answer in {START_S:g} s" * isinstance(error, Hung) or str(error)
+            raise SandboxError(f"sandbox: cannot start a process: {words}") from None
+        if line != READY.encode():
+            raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
+
+    def ask(self, line: bytes, deadline: float) -> bytes:
+        """Send a line and wait for the one that answers it."""
+        self.check_silence()
+        self.tell(line)
+        return self.receive(deadline)
+
+    def check_silence(self) -> None:
+        """Whatever has come before the question is no answer to it."""
+        if self._poller.poll(0):
+            self._take()
+        if self._received:
+            raise Ended("protocol: it wrote without being asked")
+
+    def tell(self, line: bytes) -> None:
+        """Send a line, with a token that its answer must repeat."""
+        self._token = os.urandom(TOKEN // 2).hex().encode()
+        self._pending += self._token + line + b"\n"
+
+    def waited(self) -> float:
+        """Seconds that the process and what it started were ready to run and the machine was busy with others."""
+        return sum(map(_waited, [self.pid, *_descendants(self.pid)]))
+
+    def close(self) -> None:
+        """End the process and wait for it. May be called twice."""
+        self._process.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        process: Any = self._process
+        return process.stdin, process.stdout, process.stderr
+
+    def receive(self, deadline: float) -> bytes:
+        """The next line. After `Hung` it may be asked for again."""
+        while b"\n" not in self._received:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Hung
+            self._watch_for_room()
+            for descriptor, _ in self._poller.poll(1000 * left + 1):
+                self._take() if descriptor == self._pipes[1].fileno() else self._give()
+        line, _, rest = self._received.partition(b"\n")
+        self._received = bytearray()
+        if rest or not line.startswith(self._token):
+            raise Ended("protocol: it wrote what it was not asked for")
+        return bytes(line[len(self._token) :])
+
+    def _watch_for_room(self) -> None:
+        into = self._pipes[0].fileno()
+        if self._pending:
+            self._poller.register(into, select.POLLOUT)
+        else:
+            with suppress(KeyError):
+                self._poller.unregister(into)
+
+    def _give(self) -> None:
+        try:
+            self._pending = self._pending[os.write(self._pipes[0].fileno(), self._pending[: 2**16]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            raise Ended("died: it ended") from None
+
+    def _take(self) -> None:
+        try:
+            data = os.read(self._pipes[1].fileno(), 2**16)
+        except BlockingIOError:
+            return
+        if not data:
+            raise Ended("died: it ended")
+        self._received += data
+        if len(self._received) > LENGTH + 2 + TOKEN:
+            raise Ended(f"output: more than {LENGTH} bytes")
+
+    def _last_words(self) -> str:
+        os.set_blocking(self._pipes[2].fileno(), False)
+        with suppress(OSError):
+            lines = (os.read(self._pipes[2].fileno(), 2**16) or b"").decode(errors="replace").strip().splitlines()
+            return one_line(lines[-1]) if lines else ""
+        return ""
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [one for child in file.read().split() for one in (int(child), *_descendants(int(child)))]
+    return []
+
+
+def _waited(pid: int) -> float:
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0

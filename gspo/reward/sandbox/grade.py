@@ -1,0 +1,336 @@
+"""Program and tests brought together, in two processes that never see each other.
+
+In: programs and a `Suite`. Out: a `Grade` per program, or the exception that kept it from being graded. Invariant: the
+program's process gets inputs and nothing else; what it answers is carried as text to the judge's process, where the
+tests run. What the program does wrong, down to taking its sandbox with it, is its grade; what the sandbox or the tests do
+wrong is an exception, never a 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
+
+from gspo.errors import RewardError
+from gspo.reward.function import one_line
+from gspo.reward.sandbox.box import Box, Ended, Hung, SandboxError
+from gspo.reward.sandbox.inside.candidate import no_references
+from gspo.reward.sandbox.inside.values import Refused, decode, encode
+from gspo.reward.sandbox.level import Level
+from gspo.reward.sandbox.suite import Suite
+
+PROGRAM = 2**18
+"""Characters of a program."""
+SPARE_S = 1.0
+"""The tests' own time, after a program has used all of its."""
+PREPARE_S = 10.0
+"""For reading the tests."""
+JUDGE_S = 3600.0
+"""Processor time of a judge, which serves many programs."""
+SLACK = 0.1
+"""Of the limit: not worth another wait."""
+PATIENCE = 3.0
+"""A program gets back the time it waited for a processor, until it took so many times its limit."""
+LOADED = b"vnull"
+_MEND = "mend the row, or set reward.options.code_tests.packages = true if a package is missing"
+_SIGXFSZ = 25
+
+
+class End(StrEnum):
+    """How a program came out."""
+
+    PASSED = "passed"
+    WRONG = "wrong"
+    """A test did not hold."""
+    ERROR = "error"
+    """It raised, or is no Python."""
+    TIMEOUT = "timeout"
+    DIED = "died"
+    """Its process ended before the tests did."""
+    OUTPUT = "output"
+    """It wrote too much."""
+    PROTOCOL = "protocol"
+    """It wrote into the pipe that carries its answers."""
+    EMPTY = "empty"
+    """There is no program."""
+
+
+class Busy(TimeoutError):
+    """The machine, not the program, was too slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """What the tests said of one program."""
+
+    passed: int = 0
+    total: int
+    end: End
+    detail: str = ""
+
+    def value(self, *, all_or_nothing: bool) -> float:
+        """From 0 to 1."""
+        if all_or_nothing:
+            return 1.0 if self.end is End.PASSED else 0.0
+        return self.passed / self.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use."""
+
+    limit_s: float
+    memory_mb: int
+    stop: bool
+    """Whether the first failure ends it."""
+
+
+def grade_all(programs: Sequence[str], suite: Suite, level: Level, limits: Limits) -> list[Grade | Exception]:
+    """Grade programs one after the other, each in a fresh sandbox."""
+    with Grader(suite, level, limits) as grader:
+        return [grader.grade(program) for program in programs]
+
+
+class Grader:
+    """Owns the judge, which serves all programs that are tested in the same way."""
+
+    def __init__(self, suite: Suite, level: Level, limits: Limits) -> None:
+        self._suite, self._level, self._limits = suite, level, limits
+        self._judge: _Judge | None = None
+
+    def grade(self, program: str) -> Grade | Exception:
+        """One program's grade."""
+        if not program.strip() or not _encodable(program):
+            return self._grade(0, "empty: there is no program")
+        if len(program) > PROGRAM:
+            return self._grade(0, f"error: the program is longer than {PROGRAM} characters")
+        source = encode(self._suite.program(program), len).encode()
+        try:
+            return self._by_output(source) if self._suite.pairs else self._by_judge(source)
+        except (RewardError, Busy) as error:
+            return error
+
+    def close(self) -> None:
+        """End the judge."""
+        if self._judge is not None:
+            self._judge.close()
+        self._judge = None
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _by_output(self, source: bytes) -> Grade:
+        with self._box("candidate", mode="stdin") as box:
+            box.ready()
+            program = _Program(box, self._limits.limit_s)
+            program.ask(source)
+            results = [*self._outputs(program)]
+        return self._grade(sum(not why for why in results), next(filter(None, results), ""))
+
+    def _outputs(self, program: _Program) -> Iterator[str]:
+        """For each test why it failed, or nothing."""
+        for given, expected in self._suite.pairs:
+            answer = program.ask(encode(given, len).encode())
+            why = program.gone or _difference(answer, expected)
+            yield why
+            if why and (self._limits.stop or program.gone):
+                return
+
+    def _by_judge(self, source: bytes) -> Grade:
+        with self._box("candidate") as box:
+            self._judge = self._judge or _Judge(self._box("judge"), self._suite, self._limits)
+            try:
+                box.ready()
+                self._judge.prepare()
+                program = _Program(box, self._limits.limit_s)
+                loaded = program.ask(source)
+                if program.gone or loaded != LOADED:
+                    return self._grade(0, program.gone or _raised(loaded))
+                return self._judged(self._judge.verdict(program), program)
+            except (RewardError, Busy):
+                self.close()
+                raise
+
+    def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
+        passed, total = verdict["passed"], verdict["passed"] + verdict["failed"]
+        if verdict["cut"]:  # what was written but not reached counts as well
+            total = max(total, self._suite.asserts)
+        if passed == total > 0:
+            return self._grade(passed, "", total)
+        return self._grade(passed, program.gone or verdict["gone"] or _reason(verdict["why"]), max(total, 1))
+
+    def _box(self, role: str, mode: str = "calls") -> Box:
+        limit_s = JUDGE_S if role == "judge" else self._limits.limit_s
+        return Box(self._level, role, mode=mode, limit_s=limit_s, memory_mb=self._limits.memory_mb)
+
+    def _grade(self, passed: int, why: str, total: int = 0) -> Grade:
+        kind, _, detail = why.partition(": ")
+        return Grade(
+            passed=passed,
+            total=total or self._suite.total,
+            end=End(kind) if why else End.PASSED,
+            detail=one_line(detail),
+        )
+
+
+class _Program:
+    """The candidate's process, with a clock that runs while it works and the machine lets it."""
+
+    def __init__(self, box: Box, limit_s: float) -> None:
+        self._box, self._limit_s = box, limit_s
+        self._used = 0.0
+        self._waited = box.waited()
+        self.deadline = time.monotonic() + limit_s + SPARE_S
+        """When the tests must be done with it."""
+        self.gone = ""
+        """Why there are no more answers."""
+
+    def ask(self, line: bytes) -> bytes:
+        """Its answer; empty when it is gone."""
+        if self.gone:
+            return b""
+        try:
+            self._box.check_silence()
+            self._box.tell(line)
+            answer = self._receive()
+            if answer[:1] not in (b"v", b"e", b"o") or not answer.isascii():
+                raise Ended("protocol: an answer of unknown form")
+            return answer
+        except Hung:
+            self.gone = f"timeout: more than {self._limit_s:g} s"
+        except Ended as error:
+            self.gone = str(error)
+        return b""
+
+    def _receive(self) -> bytes:
+        start, before, allowed = time.monotonic(), self._used, self._limit_s
+        while True:
+            try:
+                return self._box.receive(start - before + allowed)
+            except Hung:
+                allowed = self._extended(allowed)
+            finally:
+                self._used = before + time.monotonic() - start
+
+    def _extended(self, allowed: float) -> float:
+        """More time, for the time that other processes took; raises when it had its own."""
+        waited = self._box.waited() - self._waited
+        fair = min(self._limit_s + waited, PATIENCE * self._limit_s)
+        if fair - allowed > SLACK * self._limit_s:
+            self.deadline += fair - allowed
+            return fair
+        if allowed < PATIENCE * self._limit_s:
+            raise Hung
+        raise Busy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
+
+
+class _Judge:
+    """The judge's process: carries its questions to a program and the answers back."""
+
+    def __init__(self, box: Box, suite: Suite, limits: Limits) -> None:
+        self._box, self._limits, self._suite = box, limits, suite
+        self._ready = False
+
+    def prepare(self) -> None:
+        """Wait for the process, and tell it the tests."""
+        if not self._ready:
+            self._box.ready()
+            self._start()
+            self._ready = True
+
+    def _start(self) -> None:
+        try:
+            answer = self._box.ask(self._job(), time.monotonic() + PREPARE_S)
+        except (Hung, Ended) as error:
+            raise SandboxError(f"sandbox: the tests' process does not answer: {error or 'too slow'}") from None
+        if answer != b"v":
+            why = one_line(decode(answer[1:].decode(), no_references))
+            raise RewardError(f"the row's tests do not work: {why}; {_MEND}")
+
+    def verdict(self, program: _Program) -> dict[str, Any]:
+        """What the tests say. A failure of the judge itself is a `RewardError`."""
+        try:
+            return self._converse(program)
+        except Hung:
+            raise RewardError(
+                f"the tests themselves took more than {self._limits.limit_s:g} s; raise limit_s"
+            ) from None
+        except Ended as error:
+            raise SandboxError(f"sandbox: the tests' process ended: {error}; raise memory_mb") from None
+
+    def close(self) -> None:
+        self._box.close()
+
+    def _converse(self, program: _Program) -> dict[str, Any]:
+        line = b"."
+        while True:
+            answer = self._box.ask(line, program.deadline)
+            if answer[:1] == b"!":
+                return self._read(answer[1:].decode())
+            reply = program.ask(answer[1:])
+            line = b"x" + program.gone.encode() if program.gone else b"=" + reply
+
+    def _job(self) -> bytes:
+        suite = self._suite
+        job = {
+            "code": [suite.prelude, *suite.steps],
+            "modules": list(suite.modules),
+            "names": list(suite.names),
+            "stop": self._limits.stop,
+        }
+        return encode(job, len).encode()
+
+    @staticmethod
+    def _read(text: str) -> dict[str, Any]:
+        verdict: dict[str, Any] = decode(text, repr)
+        if verdict["broken"]:
+            raise RewardError(f"the row's tests do not work: {verdict['broken']}; {_MEND}")
+        return verdict
+
+
+def _difference(answer: bytes, expected: str) -> str:
+    code, output = _pair(answer, b"o", int) or (0, None)
+    if output is None:
+        return "protocol: an answer of unknown form"
+    if code == -_SIGXFSZ:
+        return "output: it printed too much"
+    if code:
+        return f"died: signal {-code}" if code < 0 else f"error: exit code {code}"
+    return "" if _plain(output) == _plain(expected) else "wrong: another output"
+
+
+def _plain(text: str) -> list[str]:
+    """Lines without the white space at their ends, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _raised(answer: bytes) -> str:
+    name, message = _pair(answer, b"e", str) or (None, None)
+    return f"error: {name}: {message}" if name else "protocol: an answer of unknown form"
+
+
+def _pair(answer: bytes, kind: bytes, first: type) -> tuple[Any, str] | None:
+    """Two values that a program's process sent, if they are what they should be."""
+    try:
+        value = decode(answer[1:].decode(), no_references)
+    except Refused:
+        return None
+    if answer[:1] != kind or type(value) is not list or [type(v) for v in value] != [first, str]:
+        return None
+    return value[0], value[1]
+
+
+def _reason(why: str) -> str:
+    return f"wrong: {why}" if why.startswith("AssertionError") else f"error: {why or 'some tests did not run'}"
+
+
+def _encodable(program: str) -> bool:
+    """Half of a character is no program; neither is one with a null character, but that Python says itself."""
+    return not any("\ud800" <= c <= "\udfff" for c in program)

@@ -1,0 +1,241 @@
+"""Which system calls a program may make: a seccomp filter assembled by hand, for x86_64 and aarch64.
+
+In: nothing but this process's number. Out: the filter in force, for ever. Invariant: no new process and no other program
+to run, no signal to anyone else, no socket that reaches anything, no namespaces, no mounts, no shared memory, no change
+to a file's attributes. Threads, memory, reading and writing of open files are free. A refused call gives EPERM; a call
+that this table is too old to know does not exist (ENOSYS), and neither does clone3, whose flags a filter cannot read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the tables below, and the kernel's name for the architecture."""
+
+DENIED = {
+    # network
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    # processes: new ones, other ones
+    "fork": (57, -1),
+    "vfork": (58, -1),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setpgid": (109, 154),
+    "setsid": (112, 157),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    # the kernel's larger machines
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "modify_ldt": (154, -1),
+    "personality": (135, 92),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    # files, where Landlock does not look
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "truncate": (76, 45),
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "utimensat": (280, 88),
+    "futimesat": (261, -1),
+    "mknod": (133, -1),
+    "mknodat": (259, 33),
+    # what outlives a process
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+}
+UNKNOWN = {"clone3": (435, 435), "openat2": (437, 437)}
+"""Their arguments lie in memory, where a filter cannot look."""
+NEWEST = 468
+"""From here on, system calls that this table does not know."""
+
+ONLY_SELF = {"kill": (62, 129), "tgkill": (234, 131)}
+"""Allowed when the first argument is this process."""
+ONLY_ZERO = {
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+}
+"""Allowed when the first argument is 0, which means this process."""
+REFUSED_COMMANDS = {
+    "fcntl": ((72, 25), 1, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to whom it likes
+    "ioctl": ((16, 29), 1, (0x5412, 0x541C, 0x8901, 0x8902)),  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
+    "prctl": ((157, 167), 0, (1,)),  # PR_SET_PDEATHSIG: it ends with its parent
+}
+"""Number, which argument, and the values of it that are refused."""
+
+_CLONE, _CLONE_THREAD = (56, 220), 0x10000
+_OPEN, _OPENAT = (2, -1), (257, 56)
+_O_TRUNC, _O_TRUNC_OR_WRITE = 0o1000, 0o1003
+_SOCKETPAIR, _AF_UNIX = (53, 199), 1
+_SENDTO = (44, 206)
+
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
+
+
+def install() -> None:
+    """Put this thread, and every thread it starts, under the filter."""
+    code = assemble(os.uname().machine, os.getpid())
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    orders = ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _FILTER, ctypes.addressof(program), 0, 0))
+    for order in orders:
+        if libc.prctl(*map(ctypes.c_ulong, order)):
+            raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
+
+
+def assemble(machine: str, pid: int) -> bytes:
+    """The filter as the kernel reads it: 8 bytes an instruction."""
+    if machine not in MACHINES:
+        raise OSError("seccomp: no table of system calls for " + machine)
+    column, architecture = MACHINES[machine]
+    code = [
+        *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
+        *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # the x32 calls too: they start at 2**30
+    ]
+    for table, answer in ((DENIED, _EPERM), (UNKNOWN, _ENOSYS)):
+        for numbers in table.values():
+            code += _when(numbers[column], [_return(answer)])
+    for numbers in ONLY_SELF.values():
+        code += _when(numbers[column], [_argument(0), *_unless(pid)])
+    for numbers in ONLY_ZERO.values():
+        code += _when(numbers[column], [_argument(0), *_unless(0)])
+    for numbers, which, values in REFUSED_COMMANDS.values():
+        tests = [step for value in values for step in _if(value)]
+        code += _when(numbers[column], [_argument(which), *tests, _return(_ALLOW)])
+    code += _when(_CLONE[column], [_argument(0), _and(_CLONE_THREAD), *_unless(_CLONE_THREAD)])
+    for numbers, which in ((_OPEN, 1), (_OPENAT, 2)):  # emptying a file that was opened for reading
+        steps = [_argument(which), _and(_O_TRUNC_OR_WRITE), *_if(_O_TRUNC), _return(_ALLOW)]
+        code += _when(numbers[column], steps)
+    code += _when(_SOCKETPAIR[column], [_argument(0), *_unless(_AF_UNIX)])  # asyncio needs one
+    steps = [_argument(4), _jump(_EQUAL, 0, 1, 0), _return(_EPERM), _load(16 + 8 * 4 + 4), *_unless(0)]
+    code += _when(_SENDTO[column], steps)  # within such a pair: without an address
+    return b"".join([*code, _return(_ALLOW)])
+
+
+def _when(number: int, steps: list[bytes]) -> list[bytes]:
+    """Steps for one system call; they end in a return."""
+    return [_jump(_EQUAL, number, 0, len(steps)), *steps] if number >= 0 else []
+
+
+def _unless(value: int) -> list[bytes]:
+    return [_jump(_EQUAL, value, 1, 0), _return(_EPERM), _return(_ALLOW)]
+
+
+def _if(value: int) -> list[bytes]:
+    return [_jump(_EQUAL, value, 0, 1), _return(_EPERM)]
+
+
+def _argument(which: int) -> bytes:
+    """Load the low half of an argument: as much as the kernel itself reads of an int."""
+    return _load(16 + 8 * which)
+
+
+def _load(offset: int) -> bytes:
+    return struct.pack("HBBI", _LOAD, 0, 0, offset)
+
+
+def _and(mask: int) -> bytes:
+    return struct.pack("HBBI", _AND, 0, 0, mask)
+
+
+def _jump(kind: int, value: int, when_true: int, when_false: int) -> bytes:
+    return struct.pack("HBBI", kind, when_true, when_false, value)
+
+
+def _return(answer: int) -> bytes:
+    return struct.pack("HBBI", _RETURN, 0, 0, answer)

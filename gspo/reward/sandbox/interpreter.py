@@ -1,0 +1,123 @@
+"""The Python that runs programs: which one, what it needs to read, and our own code compiled for it.
+
+In: a path, or nothing. Out: an `Interpreter`. Invariant: it was really started, by the user that programs run as, so a
+Python in a closed home directory is found out here and not in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.reward.function import one_line
+
+INSIDE = "gspo.reward.sandbox.inside"
+MODULES = ("values", "seccomp", "landlock", "confine", "candidate", "judge")
+SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache")
+"""Where shared libraries lie."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+"""All that a program sees. The fixed hash seed makes the order of sets, and so the score, the same each time."""
+_LIMIT_S = 30.0
+
+_QUERY = """
+import json, marshal, sys
+sources = json.load(sys.stdin)
+code = [(name, compile(text, "<" + name + ">", "exec", dont_inherit=True, optimize=2)) for name, text in sources]
+if sys.version_info < (3, 8): sys.exit("needs Python 3.8 or newer")
+json.dump({"version": sys.version.split()[0], "prefix": sys.prefix, "base": sys.base_prefix, "path": sys.path,
+           "code": marshal.dumps(code).hex()}, sys.stdout)
+"""
+
+
+class Unusable(Exception):
+    """This Python cannot run programs: why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """A Python, ready to be started in a sandbox."""
+
+    path: str
+    real: str
+    """The file itself, behind all links."""
+    version: str
+    packages: bool
+    """Whether programs may import installed packages."""
+    readable: tuple[str, ...]
+    """Files and folders it cannot work without."""
+    code: bytes
+    """The modules of `inside`, compiled by it."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("-s", "-B") if self.packages else ("-s", "-B", "-S")
+
+
+def choices(python: str, packages: bool) -> list[str]:
+    """Paths to try, best first."""
+    if python:
+        return [python]
+    own = sys.executable if packages else getattr(sys, "_base_executable", sys.executable)
+    found = [own, "/usr/bin/python3", "/usr/local/bin/python3", shutil.which("python3") or ""]
+    return [path for path in dict.fromkeys(found) if path]
+
+
+def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpreter:
+    """Start it, outside the sandbox, on nothing but our own code."""
+    found = shutil.which(path)
+    if not found:
+        raise Unusable(f"{path}: no such program")
+    flags = ["-s", "-B"] if packages else ["-s", "-B", "-S"]
+    try:
+        run = subprocess.run(
+            [found, *flags, "-c", _QUERY],
+            input=json.dumps(_sources()),
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+            cwd="/",
+            timeout=_LIMIT_S,
+            **identity,
+        )
+        answer = json.loads(run.stdout) if run.returncode == 0 else {}
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise Unusable(f"{path}: {one_line(error, 120)}{_reader(identity)}") from None
+    if run.returncode:
+        raise Unusable(f"{path}: {one_line((run.stderr.strip().splitlines() or [''])[-1], 160)}{_reader(identity)}")
+    return Interpreter(
+        path=found,
+        real=os.path.realpath(found),
+        version=answer["version"],
+        packages=packages,
+        readable=_readable(found, answer, packages),
+        code=bytes.fromhex(answer["code"]),
+    )
+
+
+def _sources() -> list[tuple[str, str]]:
+    folder = Path(__file__).parent / "inside"
+    return [(f"{INSIDE}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
+
+
+def _readable(path: str, answer: Mapping[str, Any], packages: bool) -> tuple[str, ...]:
+    own = [f"{answer['base']}/lib", f"{answer['base']}/lib64"]
+    if packages:
+        own += [f"{answer['prefix']}/lib", f"{answer['prefix']}/lib64", f"{Path(path).parent.parent}/pyvenv.cfg"]
+        homes = (answer["base"], answer["prefix"])
+        own += [folder for folder in answer["path"] if folder.startswith(tuple(f"{home}/" for home in homes))]
+    kept: list[str] = []
+    for place in [*SYSTEM, *own]:
+        if os.path.exists(place) and not any(place == k or place.startswith(f"{k}/") for k in kept):
+            kept.append(place)
+    return tuple(kept)
+
+
+def _reader(identity: Mapping[str, Any]) -> str:
+    return f" (as user {identity['user']}, which programs run as)" if identity else ""

@@ -1,0 +1,295 @@
+"""A row's tests, read and checked before anything is run.
+
+In: the row's columns. Out: a `Suite`: texts for standard input with the expected output, or test code for the judge.
+Invariant: a row without tests is an error, never a success; nothing of a test is executed here, it is only parsed.
+
+Three forms are read: `tests` (ours), `test_list` with `test_setup_code` and `test_imports` (MBPP), and `test` with
+`entry_point` and the prompt (HumanEval). Every assert is rewritten so that it is counted and the next one still runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.errors import RewardError
+from gspo.reward.function import one_line
+from gspo.reward.sandbox.inside.candidate import OUTPUT
+
+COLUMNS = ("tests", "test_list", "test_setup_code", "test_imports", "test", "entry_point", "prompt")
+_CALLABLE = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What a program is tested with."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Standard input and expected output; empty when the tests are code."""
+    steps: tuple[str, ...] = ()
+    """Test code, one step after the other; a step that raises is one failure."""
+    asserts: int = 0
+    """How many are written in the steps."""
+    names: tuple[str, ...] = ()
+    """What the steps take from the program."""
+    modules: tuple[str, ...] = ()
+    """Modules that the steps use without importing them."""
+    prelude: str = ""
+    """Code that stands before both the program and the tests."""
+    entry_point: str = ""
+
+    @property
+    def total(self) -> int:
+        return len(self.pairs) or self.asserts
+
+    def program(self, code: str) -> str:
+        """The whole program: with a prompt that is code, the reply may be its continuation or a function of its own."""
+        if not self.prelude:
+            return code
+        defines = re.search(rf"^(?:(?:async\s+)?def|class)\s+{self.entry_point}\b|^{self.entry_point}\s*=", code, re.M)
+        return f"{self.prelude}\n\n{code}" if defines else self.prelude + code
+
+
+def read_suite(row: Mapping[str, Any], prompt: Any) -> Suite:
+    """The tests of a row. Raises `RewardError` with the field and the remedy."""
+    if row.get("tests") is not None:
+        return _own(_parsed_json(row["tests"]), row)
+    if row.get("test_list") is not None:
+        return _mbpp(row)
+    if row.get("test") is not None:
+        return _humaneval(row, _text(row.get("prompt") or prompt))
+    raise RewardError(
+        "the row has no tests; give it a column `tests`, `test_list` (MBPP), or `test` and `entry_point` (HumanEval)"
+    )
+
+
+# ------------------------------------------------------------------------------------------- the three forms
+
+
+def _own(tests: Any, row: Mapping[str, Any]) -> Suite:
+    tests = _unzipped(tests) if isinstance(tests, Mapping) else tests
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise RewardError("tests: must be a list with at least one test")
+    pairs = [_pair(t, f"tests[{i}]") for i, t in enumerate(tests) if isinstance(t, Mapping) and "input" in t]
+    if len(pairs) == len(tests):
+        return Suite(pairs=tuple(pairs))
+    if pairs:
+        raise RewardError("tests: some have `input` and some do not; use one kind per row")
+    steps = [t if isinstance(t, str) else _call(t, f"tests[{i}]") for i, t in enumerate(tests)]
+    return _suite([("", ""), *((f"tests[{i}]", step) for i, step in enumerate(steps))], _entry_point(row))
+
+
+def _mbpp(row: Mapping[str, Any]) -> Suite:
+    tests = row["test_list"]
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests or not all(map(_is_text, tests)):
+        raise RewardError("test_list: must be a list with at least one line of test code")
+    setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+    if not all(map(_is_text, setup)):
+        raise RewardError("test_imports, test_setup_code: must be text")
+    named = [(f"test_list[{i}]", test) for i, test in enumerate(tests)]
+    return _suite([("test_setup_code", "\n".join(setup)), *named], _entry_point(row))
+
+
+def _humaneval(row: Mapping[str, Any], prompt: str) -> Suite:
+    test, entry_point = row["test"], _entry_point(row)
+    if not _is_text(test) or not entry_point:
+        raise RewardError(
+            "test: needs a column `entry_point` with the name of the function that check() is called with"
+        )
+    if not any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in _parse(test, "test").body):
+        raise RewardError("test: must define check(candidate)")
+    prelude = prompt if entry_point in _defined(prompt) else ""
+    return _suite([("test", ""), ("test", f"{test}\ncheck({entry_point})\n")], entry_point, prelude)
+
+
+def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = "") -> Suite:
+    """The first part sets up, each of the others must assert something."""
+    (where, setup), *parts = named
+    trees = [_parse(setup, where), *(_parse(text, place) for place, text in parts)]
+    own, modules = _free_names(trees, entry_point, _defined(prelude))
+    rewriter = _Rewriter()
+    steps = []
+    for (place, _), tree in zip([(where, setup), *parts], trees, strict=True):
+        before = rewriter.asserts
+        steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
+        if rewriter.asserts == before and tree is not trees[0]:
+            raise RewardError(f"{place}: has no assert in it; write what must hold as an assert")
+    return Suite(
+        steps=tuple(steps),
+        asserts=rewriter.asserts,
+        names=tuple(sorted(own)),
+        modules=tuple(sorted(modules)),
+        prelude=prelude,
+        entry_point=entry_point,
+    )
+
+
+# ------------------------------------------------------------------------------------------- code
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Turns asserts into reports to `__gspo__`, which counts them."""
+
+    def __init__(self) -> None:
+        self.asserts = 0
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        if isinstance(node.test, ast.Constant) and node.test.value:
+            return ast.Pass()  # it tests nothing
+        self.asserts += not isinstance(node.test, ast.Constant)
+        (block,) = ast.parse(
+            "try:\n    __gspo__.holds(0)\nexcept Exception as __gspo_error__:\n    __gspo__.failure(__gspo_error__)"
+        ).body
+        assert isinstance(block, ast.Try)
+        assert isinstance(block.body[0], ast.Expr)
+        assert isinstance(block.body[0].value, ast.Call)
+        block.body[0].value.args = [node.test]
+        return block
+
+
+def _free_names(trees: Sequence[ast.Module], entry_point: str, helpers: set[str]) -> tuple[set[str], set[str]]:
+    """What the tests take from the program, and modules they use without importing them.
+
+    Built-ins stay what they are, unless a built-in's name is all there is to test: MBPP has a function `sum`."""
+    used, bare, bound = set(), set(), set(helpers)
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        bound |= _bound(node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+            bare.add(node.id)
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            bare.discard(node.value.id)
+    bare |= {
+        n.func.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
+    free = used - bound - set(dir(builtins)) - {"__gspo__"}
+    modules = {name for name in free - bare if name in sys.stdlib_module_names}
+    own = (free - modules) | ({entry_point} if entry_point else set())
+    own = own or _tested_built_in(trees, bound)
+    if not own:
+        raise RewardError("the tests call no function of the program; name it in a column `entry_point`")
+    return own, modules
+
+
+def _tested_built_in(trees: Sequence[ast.Module], bound: set[str]) -> set[str]:
+    found = set()
+    for node in (n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Assert)):
+        side = node.test.left if isinstance(node.test, ast.Compare) else node.test
+        if isinstance(side, ast.Call) and isinstance(side.func, ast.Name):
+            found.add(side.func.id)
+    return found - bound if len(found) == 1 else set()
+
+
+def _bound(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return {node.id}
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.arg):
+        return {node.arg}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, ast.ExceptHandler) and node.name:
+        return {node.name}
+    return set()
+
+
+def _defined(text: str) -> set[str]:
+    """Names that a text defines, if it is code at all."""
+    try:
+        return {name for node in ast.parse(text).body for n in ast.walk(node) for name in _bound(n)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+
+
+def _parse(text: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"{where}: not Python: {one_line(error, 100)}; mend the row") from None
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def _pair(test: Mapping[str, Any], where: str) -> tuple[str, str]:
+    given, expected = (_lines(test.get(key), f"{where}.{key}") for key in ("input", "output"))
+    if max(len(given), len(expected)) > OUTPUT:
+        raise RewardError(f"{where}: longer than {OUTPUT} characters; leave the test out")
+    return given, expected
+
+
+def _lines(value: Any, where: str) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_text, value)):
+        return "\n".join(value)
+    if not _is_text(value):
+        raise RewardError(f"{where}: must be text, not {one_line(repr(value), 40)}")
+    return str(value)
+
+
+def _call(test: Any, where: str) -> str:
+    if not isinstance(test, Mapping) or "function" not in test or "expected" not in test:
+        raise RewardError(
+            f"{where}: must have `input` and `output`, or `function`, `args` and `expected`, or be a line of test code"
+        )
+    function, args, kwargs = test["function"], test.get("args") or [], test.get("kwargs") or {}
+    if not _is_text(function) or not _CALLABLE.fullmatch(function):
+        raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is no function's name")
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise RewardError(f"{where}: args must be a list and kwargs an object")
+    for value in (args, kwargs, test["expected"]):
+        _check_plain(value, where)
+    return f"assert __gspo__.same({function}(*{args!r}, **{kwargs!r}), {test['expected']!r})"
+
+
+def _check_plain(value: Any, where: str) -> None:
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        _check_plain(item, where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RewardError(f"{where}: {value} is not JSON; write the test as an assert")
+
+
+def _unzipped(tests: Mapping[str, Any]) -> list[Any]:
+    """The form of APPS and TACO: inputs and outputs side by side."""
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise RewardError("tests: an object needs two lists of one length, `inputs` and `outputs`")
+    if not tests.get("fn_name"):
+        return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    name = tests["fn_name"]
+    return [{"function": name, "args": i, "expected": o} for i, o in zip(inputs, outputs, strict=True)]
+
+
+def _parsed_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RewardError(
+            f"tests: text that is not JSON: {one_line(error, 100)}; give a list, or JSON of one"
+        ) from None
+
+
+def _entry_point(row: Mapping[str, Any]) -> str:
+    value = row.get("entry_point") or ""
+    if value and not (_is_text(value) and value.isidentifier()):
+        raise RewardError(f"entry_point: {one_line(repr(value), 60)} is no function's name")
+    return str(value)
+
+
+def _text(prompt: Any) -> str:
+    """The prompt's own text; of a chat, its last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -1,0 +1,207 @@
+"""`code_tests` as a reward: which program, which score, and what is said when there can be none."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from code_tests_problems import PROBLEMS, Problem
+from sandbox_attacks import ATTACKS, filled
+
+from gspo.errors import ConfigError, RewardError
+from gspo.reward.rewards import code_tests
+from gspo.reward.rewards.code_tests import program_of, score
+from gspo.reward.sandbox import probe
+from gspo.types import Status
+
+TESTS = [{"function": "double", "args": [x], "expected": 2 * x} for x in (1, 2, 3, 4)]
+RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
+WRONG = "```python\ndef double(x):\n    return x + 1\n```"
+LOOP = "```python\nwhile True: pass\n```"
+
+
+def scored(replies: list[str], prompt: Any = "?", options: Any = None, **row: Any) -> list[Any]:
+    columns = {key: [value] * len(replies) for key, value in row.items()}
+    return score(prompts=[prompt] * len(replies), completions=replies, **(options or {}), **columns)
+
+
+# ------------------------------------------------------------------------------------------- the fixed set
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_right_programs_score_1_and_wrong_ones_0(problem: Problem) -> None:
+    replies = [reply for pair in zip(problem.right * 9, problem.wrong, strict=False) for reply in pair]
+    replies += problem.right
+    expected = [1.0, 0.0] * len(problem.wrong) + [1.0] * len(problem.right)
+    assert scored(replies, problem.prompt, **problem.row) == expected
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.share], ids=lambda problem: problem.name)
+def test_shares(problem: Problem) -> None:
+    replies = [problem.right[0], *problem.wrong]
+    values = scored(replies, problem.prompt, {"all_or_nothing": False}, **problem.row)
+    assert values == pytest.approx([1.0, *problem.share])
+
+
+# ------------------------------------------------------------------------------------------- the program in a reply
+
+
+@pytest.mark.parametrize(
+    ("reply", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("    return 1\n", "    return 1\n"),
+        ("So:\n```python\nx = 1\n```\nDone.", "x = 1"),
+        ("```python\nx = 1\n```\nno:\n```python\nx = 2\n```", "x = 2"),
+        ("```py\nx = 1\n```", "x = 1"),
+        ("```Python3\r\nx = 1\n```", "x = 1"),
+        ("```\nx = 1\n```", "x = 1"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1"),
+        ("```\nx = 1\n```\n```bash\nls\n```", "x = 1"),
+        ("```python\nx = 1\ny = 2", "x = 1\ny = 2"),
+        ("```python\n    return 1\n```", "    return 1"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1"),
+        ("```python\n```", ""),
+        ("", ""),
+        ("``` python\nx\n```", "x"),
+        ("```python\nx = '```'\ny = 1\n```", "x = '```'\ny = 1"),
+    ],
+)
+def test_program_of(reply: str, program: str) -> None:
+    assert program_of(reply) == program
+
+
+def test_a_long_hostile_reply_is_read_in_no_time() -> None:
+    for reply in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 400_000):
+        start = time.monotonic()
+        program_of(reply)
+        assert time.monotonic() - start < 2
+
+
+# ------------------------------------------------------------------------------------------- options and errors
+
+
+def test_options() -> None:
+    start = time.monotonic()
+    assert scored([LOOP, RIGHT], options={"limit_s": 0.5}, tests=TESTS) == [0.0, 1.0]
+    assert time.monotonic() - start < 10
+    half = "def double(x):\n    return 2 * x if x < 3 else 0"
+    assert scored([half], options={"all_or_nothing": False}, tests=TESTS) == [0.5]
+    assert scored([half], tests=TESTS) == [0.0]
+    hungry = "data = bytearray(300 * 2**20)\ndef double(x): return 2 * x"
+    assert scored([hungry], tests=TESTS) == [1.0]
+    assert scored([hungry], options={"memory_mb": 128}, tests=TESTS) == [0.0]
+    assert scored([RIGHT], options={"python": probe.sandbox_level().python.path}, tests=TESTS) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit_s": 0}, "limit_s: 0: must be a number of seconds above 0"),
+        ({"limit_s": "5"}, "limit_s: '5'"),
+        ({"limit_s": True}, "limit_s: True"),
+        ({"memory_mb": 1}, "memory_mb: 1: must be a whole number, at least 64"),
+        ({"memory_mb": 100.5}, "memory_mb: 100.5"),
+        ({"all_or_nothing": "yes"}, "all_or_nothing: 'yes': must be true or false"),
+        ({"python": 3}, "python: 3: must be the path of a Python"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.options\.code_tests") as caught:
+        code_tests.check(**options)
+    assert words in str(caught.value)
+
+
+def test_a_row_without_tests_is_an_error_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_tests, "sandbox_level", lambda *_: pytest.fail("too late"))
+    for row in ({}, {"tests": []}, {"test_list": ["x = 1"]}, {"test": "def check(c): pass", "entry_point": "f"}):
+        with pytest.raises(RewardError):
+            scored([RIGHT], **row)
+
+
+def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
+    slow = {"test_list": ["import time\ntime.sleep(60)\nassert double(1) == 2"]}
+    (value,) = scored([RIGHT], options={"limit_s": 0.3}, **slow)
+    assert isinstance(value, RewardError)
+    assert "the tests themselves took more than" in str(value)
+    dead = {"test_list": ["import os\nassert double(1) == 2", "os._exit(0)\nassert double(1)"]}
+    values = scored([RIGHT, "x", RIGHT], **dead)
+    assert [type(v).__name__ for v in values] == ["SandboxError", "float", "SandboxError"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row"),
+    [
+        ("import no_such_module\ndef f(x):\n    'Doc.'\n", {"test": "def check(f): assert f(1)", "entry_point": "f"}),
+        ("", {"test_list": ["assert f(1)"], "test_imports": ["import no_such_module"]}),
+        ("", {"test": "def check(f):\n    import no_such_module\n    assert f(1)", "entry_point": "f"}),
+    ],
+)
+def test_a_row_that_needs_what_is_not_there(prompt: str, row: dict[str, Any]) -> None:
+    (value,) = scored(["def f(x): return x"], prompt, **row)
+    assert isinstance(value, RewardError)
+    assert "the row's tests do not work: ModuleNotFoundError: No module named 'no_such_module'; mend" in str(value)
+
+
+def test_a_program_that_needs_what_is_not_there() -> None:
+    programs = ["import no_such_module\ndef f(x): return x", "def f(x):\n    import no_such_module\n    return x"]
+    assert scored(programs, test_list=["y = f(1)\nassert y == 1"]) == [0.0, 0.0]
+
+
+def test_different_rows_in_one_call() -> None:
+    tests = [[{"function": "f", "args": [], "expected": x}] for x in (1, 2, 1)]
+    assert score(["?"] * 3, ["def f(): return 1"] * 3, tests=tests) == [1.0, 0.0, 1.0]
+
+
+def test_the_same_value_each_time() -> None:
+    """The order of a set of strings, and the tests' own random numbers, are the same in every process."""
+    program = "def f(xs):\n    return list(set(xs))"
+    words = ["assert f(['a', 'b', 'c', 'd']) == ['d', 'c', 'b', 'a']"]
+    assert len({scored([program], test_list=words)[0] for _ in range(6)}) == 1
+    lucky = ["import random\nassert f(random.random()) < 0.5"]
+    assert len({scored(["def f(x): return x"], test_list=lucky)[0] for _ in range(6)}) == 1
+
+
+# ------------------------------------------------------------------------------------------- through the pool
+
+
+def test_through_the_pool(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Attackers and honest programs in one batch; a row without tests is unscored, with the reason."""
+    attacks = ["S1 fork bomb", "S11 os._exit", "S11 killing itself", "S13 writing everywhere", "S18 daemon"]
+    places = {"secret": "", "place": "/tmp", "plant": "x", "pid": os.getpid()}
+    hostile = [f"```python\n{filled(ATTACKS[name], places).replace('solve', 'double')}\n```" for name in attacks]
+    replies = [r for h in hostile for r in (RIGHT, h, WRONG)]
+    pool = make_pool("code_tests", workers=2)
+    groups = [
+        group(replies, id="a", tests=TESTS),
+        group([RIGHT], id="b", tests=TESTS),
+        group([RIGHT], id="c", answer=1),
+    ]
+    first, second, third = pool.score(groups)
+    assert [s.reward for s in first] == [1.0, 0.0, 0.0] * len(hostile)
+    assert [s.correct for s in second] == [True]
+    assert third[0].status is Status.UNSCORED
+    assert third[0].failure == (
+        "raised: code_tests: RewardError: the row has no tests; give it a column `tests`, `test_list` (MBPP), or `test` "
+        "and `entry_point` (HumanEval) (suite.py:" + third[0].failure.rpartition("suite.py:")[2]
+    )
+
+
+def test_a_group_that_takes_longer_than_the_pool_allows(
+    make_pool: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    """Each program is within its limit, all of them together are not: they are tried one by one and keep their scores."""
+    pool = make_pool("code_tests", workers=2, timeout_s=2.5, options={"code_tests": {"limit_s": 0.6}})
+    sleep = "import time\ntime.sleep(60)"
+    (scores,) = pool.score([group([sleep, RIGHT, sleep, sleep, WRONG, sleep, sleep, RIGHT], tests=TESTS)])
+    assert [s.reward for s in scores] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_bad_settings_stop_the_run_at_once(make_pool: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.options\.code_tests\.limit_s"):
+        make_pool("code_tests", options={"code_tests": {"limit_s": -1}})
+    with pytest.raises(ConfigError, match="did you mean limit_s"):
+        make_pool("code_tests", options={"code_tests": {"limit": 1}})

@@ -1,0 +1,416 @@
+"""Attacks S1 to S22, at every level of sandbox that this machine has.
+
+Each attack scores 0 within its limit, its neighbours' scores do not change, and the host is as it was before. Attacks that
+try something note what came of it; the tests read the notes, so an attack that was never made does not pass for one
+that was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sandbox_attacks
+from sandbox_attacks import (
+    ASSERTS,
+    ATTACKS,
+    BAD,
+    CALLS,
+    GOOD,
+    GOOD_SCRIPT,
+    LIMIT_S,
+    LIMITS,
+    OUTPUT,
+    Attack,
+    filled,
+    graded,
+    notes_of,
+)
+
+from gspo.reward.sandbox.box import Box
+from gspo.reward.sandbox.grade import Busy, End, Grade, grade_all
+from gspo.reward.sandbox.level import FIRST_USER, NAMES, USERS, Level
+from gspo.reward.sandbox.probe import flaw
+from gspo.reward.sandbox.suite import read_suite
+
+ROOT = Path(__file__).parent.parent.parent
+SECRET = "hunter2-planted-in-the-environment"
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Level | str]:
+    return sandbox_attacks.levels()
+
+
+@pytest.fixture(scope="module", params=[5, 6], ids=lambda number: NAMES[number])
+def level(request: pytest.FixtureRequest, found: list[Level | str]) -> Level:
+    for candidate in found:
+        if isinstance(candidate, Level) and candidate.number == request.param:
+            return candidate
+    reasons = [reason for reason in found if isinstance(reason, str) and reason.startswith(NAMES[request.param])]
+    pytest.skip(f"this machine does not have this level: {'; '.join(reasons)}")
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[dict[str, Any]]:
+    """Things on the host that anybody may use, so that it is the sandbox that stops a program and not the file modes."""
+    folder = Path(tempfile.mkdtemp(prefix="gspo-attack-", dir="/tmp"))
+    folder.chmod(0o777)
+    (folder / "file").write_text(SECRET)
+    (folder / "file").chmod(0o666)
+    name = f"gspo-{os.urandom(6).hex()}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+    ):
+        unix.bind(f"{folder}/socket")
+        (folder / "socket").chmod(0o777)
+        abstract.bind(f"\0{name}")
+        datagrams.bind(f"\0{name}d")
+        for listener in (tcp, unix, abstract, datagrams):
+            listener.setblocking(False)
+        for listener in (unix, abstract):
+            listener.listen()
+        yield {
+            "place": str(folder),
+            "file": str(Path(__file__).absolute()),
+            "pid": os.getpid(),
+            "tcp": tcp.getsockname()[1],
+            "plant": name,
+            "secret": SECRET,
+        }
+        for listener in (tcp, unix, abstract):
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        with pytest.raises(BlockingIOError):
+            datagrams.recv(1)
+    assert sorted(os.listdir(folder)) == ["file", "socket"]
+    assert (folder / "file").read_text() == SECRET
+    assert (folder / "file").stat().st_mode & 0o777 == 0o666
+    for place in ("/tmp", "/", "/dev/shm", "/var/tmp", str(Path.cwd()), str(Path.home())):
+        assert not (Path(place) / name).exists()
+    shutil.rmtree(folder)
+
+
+def test_this_machine_has_a_sandbox(found: list[Level | str]) -> None:
+    """Never skipped: where there is none, the other tests here would prove nothing."""
+    assert [level for level in found if isinstance(level, Level)], f"install bubblewrap: {found}"
+
+
+JUDGED = [name for name in ATTACKS if name.startswith(("S12", "S13", "S20"))]
+"""Attacks on the verdict, which is reached in the same way at every level."""
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in JUDGED])
+def test_attack(name: str, level: Level, places: Mapping[str, Any]) -> None:
+    attack_fails(ATTACKS[name], level, places)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_attack_on_the_verdict(name: str, found: list[Level | str], places: Mapping[str, Any]) -> None:
+    attack_fails(ATTACKS[name], next(level for level in found if isinstance(level, Level)), places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JUDGED)
+def test_attack_on_the_verdict_at_every_level(name: str, level: Level, places: Mapping[str, Any]) -> None:
+    attack_fails(ATTACKS[name], level, places)
+
+
+def attack_fails(attack: Attack, level: Level, places: Mapping[str, Any]) -> None:
+    grade, seconds, neighbour = graded(attack, level, places)
+    if isinstance(grade, Busy):  # this machine had no time for it
+        assert "timeout" in attack.ends
+    else:
+        assert isinstance(grade, Grade), grade
+        assert grade.end in attack.ends, grade
+        assert grade.value(all_or_nothing=True) == 0.0
+    assert seconds < allowed_s()
+    assert isinstance(neighbour, Grade), neighbour
+    assert neighbour.end is End.PASSED, neighbour
+    if attack.check:
+        attack.check(notes_of(attack, level, places), places)
+
+
+def allowed_s() -> float:
+    """The limit and a second; on a machine that is busy with other things, programs get back the time they waited."""
+    return (3 * LIMIT_S if os.getloadavg()[0] > (os.cpu_count() or 1) else LIMIT_S) + 1.0
+
+
+def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) -> None:
+    """One judge for all of them: what one program answers does not change the next one's verdict."""
+    attacks = [filled(a, places) for a in ATTACKS.values() if a.suite is ASSERTS]
+    programs = [program for attack in attacks for program in (GOOD, attack, BAD)]
+    grades = grade_all(programs, ASSERTS, level, LIMITS)
+    values = [g.value(all_or_nothing=True) for g in grades if isinstance(g, Grade)]
+    assert values == [1.0, 0.0, 0.0] * len(attacks)
+
+
+# ------------------------------------------------------------------------------------------- the usual case: not root
+
+
+@pytest.fixture(scope="module")
+def user() -> tuple[str, dict[str, Any]]:
+    """A Python that can import the package as somebody who is not root, and how to become that."""
+    if os.geteuid() != 0:
+        return sys.executable, {}
+    identity = {"user": 65534, "group": 65534, "extra_groups": []}
+    for python in (sys.executable, "/usr/bin/python3"):
+        code = "import sys; assert sys.version_info >= (3, 11); import gspo.reward.sandbox.probe"
+        try:
+            subprocess.run([python, "-c", code], check=True, capture_output=True, cwd=ROOT, **identity)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return python, identity
+    pytest.skip("no Python 3.11 that an ordinary user can run with this repository")
+
+
+def test_as_an_ordinary_user(level: Level, places: Mapping[str, Any], user: tuple[str, dict[str, Any]]) -> None:
+    """Trainer and program have the same user here: file modes and signals' own rules protect nothing."""
+    python, identity = user
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "WANDB_API_KEY": SECRET}
+    arguments = [python, "-m", "sandbox_attacks", str(level.number), json.dumps({**places, "pid": os.getpid()})]
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=120, **identity)
+    assert run.returncode == 0, run.stderr[-2000:]
+    results = json.loads(run.stdout)
+    assert SECRET not in run.stdout
+    for name, result in results.items():
+        assert result["end"] in ATTACKS[name].ends, (name, result)
+        assert result["seconds"] < allowed_s()
+        attack = ATTACKS[name]
+        assert attack.check
+        attack.check(result["notes"], places)
+    assert len(results) == sum(attack.check is not None for attack in ATTACKS.values())
+
+
+ENVIRON = """
+import json, os, sys
+from sandbox_attacks import *
+places = {"pid": os.getpid(), "secret": "", "plant": "", "place": "/tmp"}
+attack = Attack(code='attempt("environ", lambda: open("/proc/%d/environ" % PID).read())')
+level, = [l for l in levels() if isinstance(l, Level) and l.number == int(sys.argv[1])]
+unsafe = Level(number=0, python=level.python, own_users=level.own_users)
+print(json.dumps([notes_of(attack, l, places) for l in (level, unsafe)]))
+"""
+
+
+def test_secret_in_the_trainers_environment(level: Level, user: tuple[str, dict[str, Any]]) -> None:
+    """S8, S9: planted when the trainer starts. Without the sandbox the same program does read it."""
+    python, identity = user
+    environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "HF_TOKEN": SECRET, "PATH": os.environ["PATH"]}
+    arguments = [python, "-c", ENVIRON, str(level.number)]
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=60, **identity)
+    assert run.returncode == 0, run.stderr[-2000:]
+    ((inside,), (outside,)) = json.loads(run.stdout)
+    assert inside[1] in ("PermissionError", "FileNotFoundError")
+    assert outside[1] == "DONE"
+    assert SECRET in outside[2]
+
+
+# ------------------------------------------------------------------------------------------- nothing is left behind
+
+
+def test_a_second_program_sees_nothing_of_the_first(level: Level, places: Mapping[str, Any]) -> None:
+    """S22."""
+    leave = """
+import builtins
+def leave():
+    for place in ("/tmp", ".", "/", "/dev", "/dev/shm", "/var/tmp", PLACE):
+        attempt(place, lambda: open(os.path.join(place, PLANT + "-left"), "w").write("x"))
+    attempt("shared memory", lambda: __import__("multiprocessing.shared_memory").shared_memory.SharedMemory("left", True, 10))
+    attempt("segment", lambda: call(29 if X86 else 194, 4243, 4096, 0o1666))
+    attempt("key", lambda: call(248 if X86 else 217, b"user", b"left", b"x", 1, -4))
+leave()
+os.environ["LEFT"] = builtins.left = sys.modules["left"] = "x"
+attempt("own process", lambda: os.environ["LEFT"])
+"""
+    look = """
+import builtins
+attempt("environment", lambda: os.environ["LEFT"])
+attempt("builtins", lambda: builtins.left)
+attempt("modules", lambda: sys.modules["left"])
+for place in ("/tmp", ".", "/", "/dev", "/dev/shm", "/var/tmp", PLACE):
+    attempt(place, lambda: open(os.path.join(place, PLANT + "-left")))
+attempt("segment", lambda: call(29 if X86 else 194, 4243, 4096, 0))
+"""
+    left = notes_of(Attack(code=leave), level, places)
+    assert left[-1][1] == "DONE"
+    seen = notes_of(Attack(code=look), level, places)
+    assert len(seen) == 11
+    assert [note for note in seen if note[1] == "DONE"] == []
+
+
+def processes_of_this_test() -> set[int]:
+    """Sandboxed processes that were started by this one, wherever they are now."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = b"gspo.reward.sandbox.inside" in (entry / "cmdline").read_bytes()
+            if ours and (os.geteuid() or 0 <= entry.stat().st_uid - FIRST_USER < USERS):
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_nothing_is_left_running_or_open(level: Level, children: Any) -> None:
+    """S18, F21: no process, no zombie, no descriptor."""
+    sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD
+    hang = "import time\ndef solve(x): time.sleep(60)"
+    limits = replace(LIMITS, limit_s=0.2)
+    grade_all([GOOD], CALLS, level, limits)
+    before, running = set(os.listdir("/proc/self/fd")), children()
+    for _ in range(3):
+        grade_all([sleeper, hang, "import os; os._exit(1)", GOOD], CALLS, level, limits)
+        grade_all(["import time; time.sleep(60)", GOOD_SCRIPT], OUTPUT, level, limits)
+    assert children() == running
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    until = time.monotonic() + 5.0
+    while processes_of_this_test() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert processes_of_this_test() == set()
+
+
+TRAINER = """
+import sys, time
+from sandbox_attacks import *
+level, = [l for l in levels() if isinstance(l, Level) and l.number == int(sys.argv[1])]
+box = Box(level, "candidate", mode=sys.argv[2], limit_s=60, memory_mb=256)
+box.ready()
+print("ready", flush=True)
+code = "import time, ctypes; ctypes.CDLL(None).prctl(1, 0)\\nwhile True: time.sleep(1)"
+box.ask(encode(code, len).encode(), time.monotonic() + 60)
+box.ask(b'""', time.monotonic() + 60)
+"""
+
+
+@pytest.mark.parametrize("mode", ["calls", "stdin"])
+def test_nothing_survives_the_trainer(level: Level, mode: str) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PATH": os.environ["PATH"]}
+    arguments = [sys.executable, "-c", TRAINER, str(level.number), mode]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        family = descendants(trainer.pid)
+        trainer.kill()
+    assert len(family) >= 1 + (mode == "stdin")
+    until = time.monotonic() + 5.0
+    while (alive := [pid for pid in family if is_running(pid)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert alive == []
+
+
+def descendants(pid: int) -> list[int]:
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [number for child in below for number in (int(child), *descendants(int(child)))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------- many at once
+
+HONEST = [GOOD, BAD, "def solve(x): return x + x", "def solve(x): return x", "solve = lambda x: x << 1", "x ="]
+EXPECTED = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def values_at(parallelism: int, programs: list[str], level: Level) -> list[float]:
+    def one(program: str) -> float:
+        (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+        assert isinstance(grade, Grade), grade
+        return grade.value(all_or_nothing=True)
+
+    with ThreadPoolExecutor(parallelism) as pool:
+        return list(pool.map(one, programs))
+
+
+def test_same_scores_at_parallelism_1_and_16(level: Level) -> None:
+    assert values_at(1, HONEST, level) == EXPECTED
+    assert values_at(16, HONEST * 5, level) == EXPECTED * 5
+
+
+@pytest.mark.slow
+def test_five_hundred_programs(level: Level) -> None:
+    """S21: no false failures."""
+    assert values_at(16, HONEST * 84, level) == EXPECTED * 84
+
+
+# ------------------------------------------------------------------------------------------- the levels themselves
+
+
+def test_the_probe_notices_a_level_that_leaks(level: Level) -> None:
+    """Without the filter, without files closed off: the probe says what a program could do."""
+    unsafe = Level(number=0, python=level.python, own_users=level.own_users)
+    assert flaw(unsafe)
+
+
+def test_programs_never_run_as_root(level: Level) -> None:
+    notes = notes_of(
+        Attack(code='attempt("user", lambda: str(os.getresuid() + os.getresgid()))'), level, {"secret": ""}
+    )
+    assert "0" not in notes[0][2].strip("()").split(", ")
+
+
+def test_what_programs_may_do(level: Level) -> None:
+    """The sandbox is not in the way of ordinary programs: threads, asyncio, the standard library, deep recursion."""
+    program = """
+import asyncio, collections, datetime, decimal, fractions, functools, heapq, itertools, json, math, random, re, statistics
+import string, sys, tempfile, threading, typing, dataclasses, unicodedata, zlib, hashlib, bisect, copy, enum, operator
+
+@dataclasses.dataclass
+class Pair:
+    a: int
+    b: int
+
+def solve(x):
+    sys.setrecursionlimit(10_000)
+    def deep(n): return 0 if n == 0 else 1 + deep(n - 1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(deep(5000)))
+    thread.start(); thread.join()
+    async def double(): await asyncio.sleep(0); return 2 * x
+    result = asyncio.run(double())
+    with open("/dev/null", "w") as nowhere: print("x", file=nowhere)
+    print("chatter"); sys.stderr.write("chatter")
+    assert found == [5000] and Pair(1, 2) == Pair(1, 2) and hashlib.sha256(b"").hexdigest()
+    return result
+"""
+    (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+    assert isinstance(grade, Grade)
+    assert grade.end is End.PASSED, grade
+
+
+def test_slow_start_is_not_the_programs_time(level: Level) -> None:
+    """The clock starts when the process is ready."""
+    with Box(level, "candidate", limit_s=0.2, memory_mb=256) as box:
+        time.sleep(0.5)
+        box.ready()
+        assert box.ask(b'"x = 1"', time.monotonic() + 0.2) == b"vnull"
+
+
+def test_fractions_of_a_program_that_dies_on_the_way(level: Level) -> None:
+    suite = read_suite({"test_list": [f"assert solve({x}) == {2 * x}" for x in range(4)]}, "")
+    program = "import os\ndef solve(x): return 2 * x if x < 2 else os._exit(0)"
+    (grade,) = grade_all([program], suite, level, replace(LIMITS, stop=False))
+    assert isinstance(grade, Grade)
+    assert (grade.passed, grade.total, grade.end) == (2, 4, End.DIED)
+    assert grade.value(all_or_nothing=False) == 0.5

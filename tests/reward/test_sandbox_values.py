@@ -1,0 +1,165 @@
+"""Typed JSON: every plain value survives the way there and back, and nothing else comes through."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo.reward.sandbox.inside.values import DEPTH, LENGTH, Refused, decode, encode
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=-(2**300), max_value=2**300),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(st.characters()),  # lone surrogates too
+    st.binary(),
+    st.sampled_from([int, str, list, range(1, 9, 3)]),
+)
+hashable = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5)
+plain = st.recursive(
+    hashable,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(hashable, inner, max_size=3)
+        | st.sets(hashable, max_size=3)
+        | st.binary().map(bytearray)
+    ),
+    max_leaves=10,
+)
+
+
+def no_reference(value: Any) -> int:
+    raise AssertionError(f"{value!r} is plain data")
+
+
+def types(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict, [(types(k), types(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [types(item) for item in value]
+    return type(value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain)
+def test_there_and_back(value: Any) -> None:
+    text = encode(value, no_reference)
+    assert text.isascii()
+    assert "\n" not in text
+    back = decode(text, no_reference)
+    assert back == value
+    assert types(back) == types(value)
+
+
+def test_special_floats() -> None:
+    assert math.isnan(decode(encode(math.nan, no_reference), no_reference))
+    assert decode(encode([math.inf, -math.inf], no_reference), no_reference) == [math.inf, -math.inf]
+    assert math.copysign(1, decode(encode(-0.0, no_reference), no_reference)) == -1
+
+
+class Liar(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __int__(self) -> int:
+        return 42
+
+    __index__ = __int__
+
+    def __str__(self) -> str:
+        return "42"
+
+    __repr__ = __str__
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Liar(7), 7),
+        (Colour.RED, 3),
+        (Point(1, 2), (1, 2)),
+        (collections.Counter("aab"), {"a": 2, "b": 1}),
+        (collections.OrderedDict(a=1), {"a": 1}),
+        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+    ],
+)
+def test_subclasses_travel_as_what_they_are(value: Any, expected: Any) -> None:
+    back = decode(encode(value, no_reference), no_reference)
+    assert back == expected
+    assert type(back) is type(expected)
+
+
+def test_objects_travel_as_references() -> None:
+    objects: list[Any] = []
+
+    def refer(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    thing = object()
+    assert encode([1, thing], refer) == '[1,{"r":0}]'
+    assert decode('[1,{"r":0}]', objects.__getitem__) == [1, thing]
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def recursive() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nested(DEPTH + 1), recursive(), "x" * (LENGTH + 1), 1 << 8 * LENGTH],
+    ids=["deep", "recursive", "long", "huge"],
+)
+def test_too_much_is_refused(value: Any) -> None:
+    with pytest.raises(Refused):
+        encode(value, no_reference)
+
+
+def test_deep_enough() -> None:
+    assert decode(encode(nested(DEPTH), no_reference), no_reference) == nested(DEPTH)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "1 2", "[1", "{", "{}", "nul", "NaN", "Infinity", "'a'", "[1,]", "\x00", '"\x00"', "é", "1]"),
+        *('{"x":1}', '{"t":1}', '{"t":[1],"s":[]}', '{"s":[[1]]}', '{"d":[1]}', '{"d":[[1]]}', '{"d":[[[],1]]}'),
+        *('{"i":"zz"}', '{"i":5}', '{"f":"1"}', '{"b":"\\u0100"}', '{"c":[1]}', '{"c":["x",1]}', '{"g":[1,2,0]}'),
+        *('{"n":"eval"}', '{"n":"type"}', '{"n":[1]}', '{"n":{}}', '{"r":"0"}', '{"r":0.5}', '{"r":true}'),
+        *("9" * 30, "[" * (DEPTH + 2) + "]" * (DEPTH + 2), "[" * 100_000, '{"t":[' * 5000 + "]}" * 5000),
+        '"' + "x" * LENGTH + '"',
+    ],
+    ids=lambda text: repr(text[:25]),
+)
+def test_hostile_text_is_refused(text: str) -> None:
+    with pytest.raises(Refused):
+        decode(text, no_reference)
