@@ -332,5 +332,5 @@ def _reason(why: str) -> str:
 
 
 def _encodable(program: str) -> bool:
-    """Half of a character is no program; neither is one with a null character, but that Python says itself."""
+    """Whether it is text at all: a sampler can cut a character in half."""
     return not any("\ud800" <= c <= "\udfff" for c in program)
