@@ -154,10 +154,10 @@ def allowed_s() -> float:
 def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) -> None:
     """One judge for all of them: what one program answers does not change the next one's verdict."""
     attacks = [filled(a, places) for a in ATTACKS.values() if a.suite is ASSERTS]
-    programs = [program for attack in attacks for program in (GOOD, attack, BAD)]
+    programs = [program for attack in attacks for program in (attack, GOOD)] + [BAD]
     grades = grade_all(programs, ASSERTS, level, LIMITS)
     values = [g.value(all_or_nothing=True) for g in grades if isinstance(g, Grade)]
-    assert values == [1.0, 0.0, 0.0] * len(attacks)
+    assert values == [0.0, 1.0] * len(attacks) + [0.0]
 
 
 # ------------------------------------------------------------------------------------------- the usual case: not root
@@ -345,7 +345,7 @@ def values_at(parallelism: int, programs: list[str], level: Level) -> list[float
 
 def test_same_scores_at_parallelism_1_and_16(level: Level) -> None:
     assert values_at(1, HONEST, level) == EXPECTED
-    assert values_at(16, HONEST * 5, level) == EXPECTED * 5
+    assert values_at(16, HONEST * 3, level) == EXPECTED * 3
 
 
 @pytest.mark.slow

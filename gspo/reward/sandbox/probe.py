@@ -30,7 +30,7 @@ import os
 def attempts(pid, file):
     yield "read a file", lambda: open(file).read()
     yield "read the environment of its parent", lambda: open("/proc/%d/environ" % pid).read()
-    yield "write a file", lambda: open("/tmp/gspo-sandbox-probe", "w")
+    yield "write a file", lambda: os.remove(open("/tmp/gspo-sandbox-probe", "w").name)
     yield "signal its parent", lambda: os.kill(pid, 0)
     yield "open a socket", lambda: __import__("_socket").socket()
     yield "start a process", lambda: os.fork() or os._exit(0)
