@@ -301,7 +301,15 @@ pool.score([(Prompt(id="p", content="", text="", token_ids=()), [reply])])
     assert not _alive(pid)
 
 
-def test_ctrl_c_in_the_trainer(make_pool, reward_file, group, tmp_path):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_the_trainer(interruptible, make_pool, reward_file, group, tmp_path):
     pool = make_pool(
         reward_file(f"""
             import pathlib, time
