@@ -62,12 +62,12 @@ class Evaluation:
 
     def avg_at(self, k: int) -> Estimate:
         """Mean correctness of the first k judged replies of a problem, over problems that have k."""
-        return _interval([sum(v[:k]) / k for v in self.verdicts if len(v) >= k])
+        return interval([sum(v[:k]) / k for v in self.verdicts if len(v) >= k])
 
     def pass_at(self, k: int) -> Estimate:
         """Chance that at least one of k replies is correct, by the unbiased estimator 1 - C(n-c, k) / C(n, k)."""
         counts = [(sum(v), len(v)) for v in self.verdicts if len(v) >= k]
-        return _interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts])
+        return interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts])
 
     @property
     def accuracy(self) -> Estimate:
@@ -86,7 +86,7 @@ def evaluate(
     return Evaluation(prompts=prompts, completions=completions, scores=scores)
 
 
-def _interval(values: Sequence[float]) -> Estimate:
+def interval(values: Sequence[float]) -> Estimate:
     """Wilson's interval over problems. Values within a problem vary less than a coin of the same mean, so it is not too
     narrow, and it keeps a width at 0 % and 100 %, where a normal or bootstrap interval has none."""
     n = len(values)

@@ -54,23 +54,24 @@ class Loop:
         self._fingerprint = fingerprint(parts.problems)
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=self.config.alarms.steps)
         self._alarms: set[str] = set()
+        self._last: TrainerState | None = None
+        """The state that the weights are now in; None until the cold start has ended."""
 
     # ---- begin, go on
 
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
-        state = TrainerState(problems=self._fingerprint, settings=flat(self.config))
-        try:
-            state = self._begin_from(begin, state) if begin else self._begin_fresh(state)
+        fresh = TrainerState(problems=self._fingerprint, settings=flat(self.config))
+        with suppress(Interrupted):
+            state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
                 state = self._step(state)
                 if state.step % self.config.checkpoint.every == 0:
                     self._save(state, must=False)
-        except Interrupted:
-            state = self._last
-        if self._begun:
-            self._save(state)
-        return state
+        if self._last is None:
+            return fresh
+        self._save(self._last)
+        return self._last
 
     def over(self, state: TrainerState) -> bool:
         """Whether a run that has come this far is finished."""
@@ -78,13 +79,8 @@ class Loop:
             return state.step >= self.config.steps
         return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
 
-    _begun = False
-    """Whether there is a state that weights belong to: not before the cold start has ended."""
-    _last: TrainerState = TrainerState()
-    """The state that the weights are now in."""
-
     def _reached(self, state: TrainerState) -> TrainerState:
-        self._begun, self._last = True, state
+        self._last = state
         return state
 
     def _begin_fresh(self, state: TrainerState) -> TrainerState:
@@ -101,8 +97,7 @@ class Loop:
             self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
         if self.parts.objective.kl:
             self._keep_reference()
-        self._reached(replace(state, pending={"step": 0, "tokens/sampled": 0}))
-        state = self._finish(self._last)
+        state = self._finish(self._reached(replace(state, pending={"step": 0, "tokens/sampled": 0})))
         self._save(state)
         return state
 

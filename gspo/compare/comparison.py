@@ -6,7 +6,6 @@ Invariant: repeating a request skips what is finished, goes on with what was beg
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from gspo.compare.record import Record
 from gspo.compare.report import Written, write_report
 from gspo.config import Config
 from gspo.errors import ConfigError
+from gspo.observe.run_dir import lock
 from gspo.stop import StopRequest
 
 
@@ -59,7 +59,7 @@ def compare(request: Request) -> int:
     out = Path(request.out or f"runs/compare-{shared.name}")
     with ExitStack() as stack:
         record.read(out)  # refuses a directory of something else, before anything is written there
-        stack.enter_context(_lock(out))
+        stack.enter_context(_held(out))
         kept = replace(
             record.read(out) or Record(recipe=request.recipe), recipe=request.recipe, overrides=[*request.overrides]
         )
@@ -151,19 +151,13 @@ def _close(written: Written, failures: Sequence[Failure]) -> int:
     return 1 if failures else 0
 
 
-def _lock(out: Path) -> Any:
-    """Held while a comparison works in its directory."""
+def _held(out: Path) -> Any:
+    """The lock of a comparison's directory, which is made if need be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = (out / ".lock").open("w")
     except OSError as error:
         raise ConfigError(f"{out}: cannot write there: {error.strerror}; choose another --out") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise ConfigError(f"{out}: another comparison is working in this directory; stop it first") from None
-    return handle
+    return lock(out, busy="another comparison is working in this directory", option="--out")
 
 
 def _say(text: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from gspo.compare.arms import slug
 from gspo.config import read_toml
 from gspo.errors import ConfigError
+from gspo.observe.run_dir import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,7 @@ def write(out: Path, record: Record) -> None:
     }
     if record.tokens is not None:
         values["tokens"] = record.tokens
-    partial = out / ".tmp-compare.toml"
-    partial.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()), encoding="utf-8")
-    partial.rename(out / "compare.toml")
+    replace_text(out / "compare.toml", "".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
 
 
 def _toml(value: Any) -> str:

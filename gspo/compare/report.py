@@ -24,6 +24,7 @@ from gspo.compare.spread import LengthBin, length_bins
 from gspo.compare.table import ArmNumbers, arm_numbers
 from gspo.compare.wording import NONE
 from gspo.config import differing, flatten
+from gspo.observe.run_dir import replace_text
 
 DPI = 140
 PAGE = Path(__file__).with_name("page.html")
@@ -68,8 +69,10 @@ def write_report(out: Path) -> Written:
     arms = arm_numbers(gathered.series)
     bins = [length_bins(s.runs) for s in gathered.series]
     drawn = draw(out, gathered.series, arms, bins)
-    _write(out / "table.json", json.dumps(as_data(record, gathered, arms, bins), indent=2, allow_nan=False) + "\n")
-    _write(out / "report.html", page(out, record, gathered, arms, drawn))
+    replace_text(
+        out / "table.json", json.dumps(as_data(record, gathered, arms, bins), indent=2, allow_nan=False) + "\n"
+    )
+    replace_text(out / "report.html", page(out, record, gathered, arms, drawn))
     notes = [*gathered.notes, *(f"not finished: {line}" for line in gathered.missing)]
     return Written(page=out / "report.html", text=as_text(arms, len(record.seeds)), notes=notes)
 
@@ -209,9 +212,3 @@ def _machines(series: Sequence[Series]) -> list[str]:
         line = f"{found.get('device')}, {found.get('cores')} cores, {found.get('platform')}, Python {found.get('python')}, {packages}, commit {found.get('commit')}"
         lines += [line] if line not in lines else []
     return lines
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".tmp-{file.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(file)

@@ -17,14 +17,14 @@ from gspo.doctor.case import Case
 from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory, human
 from gspo.errors import ConfigError, GspoError
-from gspo.policy.model import _build, _device, _load_errors, _location, load_policy
+from gspo.policy.model import build_model, device_of, load_errors, load_policy, location
 from gspo.policy.routing import check_replay, says_it_routes
 from gspo.rollout.engine import EngineContext, build_engine
 
 
 def check_files(case: Case) -> Iterator[Finding]:
     config = case.config.model
-    case.device = device = _device(config.device)
+    case.device = device = device_of(config.device)
     case.skeleton = skeleton = _skeleton(config, case.tokenizer)
     case.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())
@@ -42,10 +42,10 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
 
     if config.build:
         with torch.device("meta"):
-            return _build(config, tokenizer, seed=0)
-    path, options = _location(config)
+            return build_model(config, tokenizer, seed=0)
+    path, options = location(config)
     remote = config.trust_remote_code
-    with _load_errors(config):
+    with load_errors(config):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=remote, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

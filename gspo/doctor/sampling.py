@@ -18,7 +18,7 @@ from gspo.doctor.files import shown
 from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory, human
 from gspo.doctor.memory import estimate
-from gspo.evaluate import _interval
+from gspo.evaluate import interval
 from gspo.rollout.rollout import distinct
 from gspo.types import Group, Prompt, StopReason
 
@@ -94,7 +94,7 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
 def check_uniform(case: Case) -> Iterator[Finding]:
     assert case.groups is not None
     assert case.objective is not None
-    share = _interval([float(g.uniform) for g in case.groups])
+    share = interval([float(g.uniform) for g in case.groups])
     mixed = case.objective.keep == "mixed"
     what = f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards throughout and teach nothing{_kinds(case.groups)}"
     numbers: dict[str, Any] = {"share": share.value, "low": share.low, "high": share.high, "groups": len(case.groups)}
@@ -136,7 +136,7 @@ def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding
 
 def _refill(case: Case) -> Iterator[Finding]:
     groups, budget = case.groups or [], case.config.rollout.refill_budget
-    mixed = _interval([float(g.mixed) for g in groups])
+    mixed = interval([float(g.mixed) for g in groups])
     if mixed.value * budget < 1:
         yield warning(
             f'keep = "mixed" needs one batch in {1 / mixed.value if mixed.value else math.inf:.3g}, but rollout.refill_budget = {budget}: steps would learn from fewer than {case.config.rollout.prompts} groups.',

@@ -39,7 +39,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._lock = _lock(path)
+        self._lock = lock(path, busy="another trainer is working in this run directory", option="--run-dir")
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
@@ -63,8 +63,10 @@ class RunDir:
         """Write the config and the environment; from now on the directory holds a run."""
         (self.path / "rollouts").mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        _replace(self.path / "config.toml", to_toml(config))
-        _replace(self.path / "environment.json", json.dumps({"seed": config.seed, **_environment()}, indent=2) + "\n")
+        replace_text(self.path / "config.toml", to_toml(config))
+        replace_text(
+            self.path / "environment.json", json.dumps({"seed": config.seed, **_environment()}, indent=2) + "\n"
+        )
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:
@@ -150,7 +152,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old text or the new one, never a part."""
     partial = path.with_name(f".tmp-{path.name}")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
@@ -171,16 +174,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _lock(path: Path) -> Any:
+def lock(path: Path, *, busy: str, option: str) -> Any:
+    """Hold a directory until the handle is closed or the process ends; `busy` says who else may hold it."""
     try:
         handle = (path / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another --run-dir") from None
+        raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another {option}") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         handle.close()
-        raise ConfigError(f"{path}: another trainer is working in this run directory; stop it first") from None
+        raise ConfigError(f"{path}: {busy}; stop it first") from None
     return handle
 
 

@@ -76,15 +76,15 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
         return char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
     from transformers import AutoTokenizer
 
-    path, options = _location(config)
-    with _load_errors(config):
+    path, options = location(config)
+    with load_errors(config):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
 
 
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
     """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
-    device = _device(config.device)
-    model = (_build(config, tokenizer, seed) if config.build else _load(config)).to(device)
+    device = device_of(config.device)
+    model = (build_model(config, tokenizer, seed) if config.build else _load(config)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
@@ -113,7 +113,8 @@ def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
     return routers
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a setting names, if this machine has it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -130,18 +131,18 @@ def _device(name: str) -> torch.device:
 def _load(config: ModelConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    path, options = _location(config)
+    path, options = location(config)
     if options:
         from transformers import GgufConfig
 
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with _load_errors(config):
+    with load_errors(config):
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code, **options
         )
 
 
-def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Where transformers finds the model, and the option that names a .gguf file there."""
     path = os.path.expanduser(config.path)
     if not path.endswith(".gguf"):
@@ -155,7 +156,7 @@ def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 @contextmanager
-def _load_errors(config: ModelConfig) -> Iterator[None]:
+def load_errors(config: ModelConfig) -> Iterator[None]:
     """What transformers says of a model it cannot load, as one line."""
     try:
         yield
@@ -176,7 +177,8 @@ def _check_local(path: str) -> None:
         raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")
 
 
-def _build(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
+def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
+    """A small model from scratch, with weights by the seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {

@@ -75,6 +75,7 @@ class Routers:
     def __init__(self, modules: Sequence[Any], *, experts: int, top_k: int) -> None:
         self.modules, self.experts, self.top_k = tuple(modules), experts, top_k
         self._watched = False
+        self._logits_at: int | None = None
 
     @property
     def layers(self) -> int:
@@ -86,9 +87,9 @@ class Routers:
         return torch.uint8 if self.experts <= 256 else torch.int16
 
     @contextmanager
-    def watch(self, forced: Forced | None = None, *, logits: bool = False) -> Iterator[Seen]:
+    def watch(self, forced: Forced | None = None, *, logits: bool = False, gates: bool = False) -> Iterator[Seen]:
         """Note the choices of the one forward inside, or prescribe them. The backward pass belongs inside too where
-        activations are recomputed; `logits` keeps the router logits, with their graph."""
+        activations are recomputed; `logits` keeps the router logits, with their graph, `gates` the experts' weights."""
         assert not self._watched, "the routers are already being watched"
         seen = Seen(compact=self.compact)
         with ExitStack() as stack:
@@ -96,14 +97,14 @@ class Routers:
             stack.callback(setattr, self, "_watched", False)
             for layer, module in enumerate(self.modules):
                 stack.enter_context(
-                    _replaced_forward(module, self._routed(layer, module.forward, seen, forced, logits))
+                    _replaced_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
                 )
             yield seen
         missing = self.layers - len(seen.used)
         assert not missing, f"{missing} of {self.layers} routers were not called in the forward"
 
     def _routed(
-        self, layer: int, forward: Callable[..., Any], seen: Seen, forced: Forced | None, logits: bool
+        self, layer: int, forward: Callable[..., Any], seen: Seen, forced: Forced | None, logits: bool, gates: bool
     ) -> Callable[..., Any]:
         def choose(score_IE: Tensor, native: Any) -> Any:
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
@@ -118,18 +119,21 @@ class Routers:
                 output = forward(*args, **kwargs)
             if logits:
                 seen.logits.setdefault(layer, self._logits(output))
-            if forced is not None and (gates := _floats(output, self.top_k)):
-                seen.gates.setdefault(layer, gates[0].detach())
+            if gates and (weights := _floats(output, self.top_k)):
+                seen.gates.setdefault(layer, weights[0].detach())
             return output
 
         return routed
 
     def _logits(self, output: Any) -> Tensor:
-        """The router logits among what a router returns. Scores that are 0 for the experts not chosen are no logits."""
-        found = [t for t in _floats(output, self.experts) if not bool((t == 0).any())]
-        if not found:
+        """The router logits among what a router returns. Which they are is settled once, by the first forward: scores that
+        are 0 for the experts not chosen are no logits, but a logit may be 0 by chance later on."""
+        found = _floats(output, self.experts)
+        if self._logits_at is None:
+            self._logits_at = next((i for i, t in enumerate(found) if not bool((t == 0).any())), None)
+        if self._logits_at is None:
             raise ConfigError("routing.balance_loss: this model's routers do not return their logits; leave it out")
-        return found[0].reshape(-1, self.experts)
+        return found[self._logits_at].reshape(-1, self.experts)
 
     def unpack(self, routes: Routes) -> Tensor:
         """[tokens, L, K] of what an engine reported."""
@@ -281,7 +285,7 @@ def check_balance(model: Any, routers: Routers) -> None:
 
 def _replayed(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, Seen]:
     known_I = torch.ones(len(chosen_ILK), dtype=torch.bool, device=chosen_ILK.device)
-    with routers.watch(Forced(chosen_ILK=chosen_ILK, known_I=known_I)) as seen:
+    with routers.watch(Forced(chosen_ILK=chosen_ILK, known_I=known_I), gates=True) as seen:
         return _try(model), seen
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ends import run_of, same_end
 
 from gspo.config import Config
 from gspo.observe.run_dir import read_jsonl
@@ -28,10 +29,6 @@ class Silent:
     def evaluated(self, metrics: Any) -> None: ...
     def step(self, *rest: Any) -> None: ...
     def close(self) -> None: ...
-
-
-def run_of(config: Config) -> Path:
-    return Path(config.run_dir)
 
 
 def go(config: Config) -> None:
@@ -67,16 +64,6 @@ def wait(child: int, limit_s: float = 60) -> int:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     raise AssertionError("the child hangs")
-
-
-def same_end(a: Path, b: Path) -> None:
-    assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
-    for file in sorted((a / "rollouts").iterdir()):
-        assert file.read_bytes() == (b / "rollouts" / file.name).read_bytes()
-    last = [checkpoint.saved(run / "checkpoints")[-1] for run in (a, b)]
-    assert last[0].name == last[1].name
-    for name in ("model.safetensors", "trainer.safetensors"):
-        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
 
 
 @pytest.mark.slow

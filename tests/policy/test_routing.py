@@ -557,3 +557,17 @@ def test_changed_counts_experts_not_places(data: Any, experts: int, layers: int)
     expected = [sum(len(set(x) - set(y)) for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True)]
     for dtype in (torch.uint8, torch.int16):
         assert changed(torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)).tolist() == expected
+
+
+def test_a_logit_that_is_0_by_chance_is_still_a_logit() -> None:
+    model = FAMILIES["qwen3-moe"].model()
+    routers = find_routers(model)
+    assert routers is not None
+    with routers.watch(logits=True):
+        logits_of(model)
+    with torch.no_grad():
+        for module in routers.modules:
+            module.weight[0] = 0.0
+    with routers.watch(logits=True) as seen:
+        logits_of(model)
+    assert all((logits[:, 0] == 0).all() and logits.shape[-1] == routers.experts for logits in seen.logits.values())

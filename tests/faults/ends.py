@@ -1,0 +1,23 @@
+"""How runs ended, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gspo.config import Config
+from gspo.policy import checkpoint
+
+
+def run_of(config: Config) -> Path:
+    return Path(config.run_dir)
+
+
+def same_end(a: Path, b: Path) -> None:
+    """Byte-identical metrics and replies, and the same last checkpoint to the bit."""
+    assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
+    for file in sorted((a / "rollouts").iterdir()):
+        assert file.read_bytes() == (b / "rollouts" / file.name).read_bytes()
+    last = [checkpoint.saved(run / "checkpoints")[-1] for run in (a, b)]
+    assert last[0].name == last[1].name
+    for name in ("model.safetensors", "trainer.safetensors"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
