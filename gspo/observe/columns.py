@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 8 << 20
+CHUNK = 2 << 20
 MARK = 64
 """Bytes before the reading position that must not have changed."""
+TAIL = 1 << 18
+"""Bytes at the end of a long file that a first look reads in full."""
 MOST_KEYS = 2000
 """A file with more names than this is no metrics file; the rest are not kept."""
 NAN = math.nan
@@ -39,6 +41,7 @@ class Columns:
         self._position = 0
         self._mark = b""
         self._identity: tuple[int, int] | None = None
+        self._behind = False
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -48,14 +51,32 @@ class Columns:
         """Changes whenever the content does."""
         return self.generation, len(self)
 
-    def refresh(self) -> None:
-        """Read what is new."""
+    @property
+    def behind(self) -> bool:
+        """Whether there is more in the file than was read, because the last `refresh` was bounded."""
+        return self._behind
+
+    def refresh(self, most: int | None = None) -> None:
+        """Read what is new; about `most` bytes of it, if that is given."""
         try:
             with self.path.open("rb") as file:
-                self._read_on(file)
+                self._read_on(file, most)
         except OSError:
             if self._identity is not None:
                 self._anew()
+
+    @classmethod
+    def sampled(cls, path: Path, count: int) -> Columns:
+        """About `count` lines spread over a long file, and its last ones: a first look that does not read it all."""
+        found = cls(path)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                for place in (*range(0, size, max(1, size // count)), max(0, size - TAIL)):
+                    found._take_at(file, place, lines=1 if place < size - TAIL else None)
+        except OSError:
+            pass
+        return found
 
     def values(self, key: str) -> NDArray[np.float64]:
         """A copy of one column; empty if the key was never there."""
@@ -89,19 +110,32 @@ class Columns:
         self._forget()
         self.generation += 1
 
-    def _read_on(self, file: Any) -> None:
+    def _read_on(self, file: Any, most: int | None) -> None:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if self._identity is not None and (identity != self._identity or not self._unchanged(file, status.st_size)):
             self._anew()
         self._identity = identity
         file.seek(self._position)
-        rest = b""
-        while chunk := file.read(CHUNK):
+        rest, left = b"", math.inf if most is None else most
+        while left > 0 and (chunk := file.read(CHUNK)):
             *lines, rest = (rest + chunk).split(b"\n")
             self._take(lines)
+            left -= len(chunk)
+        self._behind = left <= 0 and self._position + len(rest) < status.st_size
         file.seek(max(0, self._position - MARK))
         self._mark = file.read(min(MARK, self._position))
+
+    def _take_at(self, file: Any, place: int, lines: int | None) -> None:
+        """Take the lines that begin after a place, unless they were taken."""
+        file.seek(place)
+        if place:
+            file.readline()
+        if file.tell() < self._position:
+            file.seek(self._position)
+        self._position = file.tell()
+        data = b"".join(file.readline() for _ in range(lines)) if lines else file.read()
+        self._take(data.split(b"\n")[:-1])
 
     def _unchanged(self, file: Any, size: int) -> bool:
         """Whether the file still begins with what was read."""
@@ -113,26 +147,35 @@ class Columns:
     def _take(self, lines: Sequence[bytes]) -> None:
         import orjson
 
-        columns, loads = self.columns, orjson.loads
+        rows: list[dict[str, Any]] = []
         for line in lines:
             try:
-                values = loads(line) if line else None
+                row = orjson.loads(line) if line else None
             except ValueError:
-                values = None
-            if isinstance(values, dict):
-                if values.keys() - columns.keys():
-                    self._widen(values)
-                for key, column in columns.items():
-                    value = values.get(key)
-                    column.append(value if type(value) is float or type(value) is int else NAN)
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
                 self._starts.append(self._position)
             self._position += len(line) + 1
+        if rows:
+            self._append(rows)
 
-    def _widen(self, values: Mapping[str, Any]) -> None:
-        """Columns for names that were not there before."""
-        for key, value in values.items():
-            if key not in self.columns and isinstance(value, int | float) and len(self.columns) < MOST_KEYS:
-                self.columns[key] = array("d", [NAN]) * len(self)
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        before = len(self) - len(rows)
+        for key in set().union(*rows) - self.columns.keys():
+            if len(self.columns) < MOST_KEYS:
+                self.columns[key] = array("d", [NAN]) * before
+        for key, column in self.columns.items():
+            column.frombytes(_numbers([row.get(key) for row in rows]).tobytes())
+
+
+def _numbers(values: list[Any]) -> NDArray[np.float64]:
+    """NaN for whatever is not a number."""
+    try:
+        return np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        plain = [v if isinstance(v, int | float) and abs(v) < 1e308 else NAN for v in values]
+        return np.array(plain, dtype=np.float64)
 
 
 def downsample(x: NDArray[np.float64], y: NDArray[np.float64], points: int) -> dict[str, list[float | None]]:

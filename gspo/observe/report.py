@@ -94,7 +94,7 @@ def page(watchlist: Watchlist) -> str:
 
 
 def _run(shown: Shown) -> dict[str, Any]:
-    shown.refresh()
+    shown.run.refresh()
     run = shown.run
     return {
         "state": run.state,

@@ -51,7 +51,7 @@ def screen(watchlist: Watchlist, width: int) -> Group:
     """Every run, one under the other."""
     parts: list[Any] = []
     for name, shown in watchlist.runs.items():
-        shown.refresh()
+        shown.run.refresh()
         parts += [_title(name, shown), _curves(shown, width), _times(shown), *_sentences(shown), Text("")]
     return Group(*parts)
 

@@ -23,6 +23,8 @@ from gspo.observe.panels import KEYS, PHASES
 from gspo.observe.redact import redacted_settings
 
 MOST_EVENTS = 2000
+SAMPLED = 1000
+"""Lines of a long file that are looked at before it was read."""
 LONGEST_EVENT = 2000
 """Characters of an event's text that are kept."""
 STEP_TIME = "time/step_s"
@@ -33,8 +35,7 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = Columns(path / "metrics.jsonl")
-        self.timings = Columns(path / "timings.jsonl")
+        self._metrics, self._timings = Growing(path / "metrics.jsonl"), Growing(path / "timings.jsonl")
         self._events = Lines(path / "events.jsonl", most=MOST_EVENTS)
 
     @property
@@ -42,16 +43,37 @@ class Watched:
         """What the run is called."""
         return self.path.name
 
-    def refresh(self) -> None:
-        """Read what is new."""
-        self.metrics.refresh()
-        self.timings.refresh()
+    def refresh(self, most: int | None = None) -> None:
+        """Read what is new; of very long files about `most` bytes, if that is given, and lines here and there of the rest."""
+        self._metrics.refresh(most)
+        self._timings.refresh(most)
         self._events.refresh()
+
+    @property
+    def metrics(self) -> Columns:
+        """What is known of `metrics.jsonl`."""
+        return self._metrics.columns
+
+    @property
+    def timings(self) -> Columns:
+        """What is known of `timings.jsonl`."""
+        return self._timings.columns
+
+    @property
+    def partial(self) -> bool:
+        """Whether only a part of the steps was read so far."""
+        return self._metrics.whole.behind or self._timings.whole.behind
 
     @property
     def version(self) -> str:
         """Changes whenever something to show does."""
-        parts = (*self.metrics.version, *self.timings.version, *self._events.version, self.state)
+        parts = (
+            *self._metrics.whole.version,
+            *self._timings.whole.version,
+            *self._events.version,
+            self.partial,
+            self.state,
+        )
         return "-".join(map(str, parts))
 
     @property
@@ -96,14 +118,14 @@ class Watched:
             return "finished" if last.get("signal") is None else "stopped"
         return "ended"
 
-    def curves(self, points: int, *, x: str = "step", first: float = -math.inf, last: float = math.inf, extra: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
-        """Every metric on a panel (and `extra` ones), and the times, with at most `points` points each within `first <= step <= last`."""
+    def curves(self, points: int, *, x: str = "step", first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:  # fmt: skip
+        """Every metric on a panel, and the times, with at most `points` points each within `first <= step <= last`."""
         steps = self.metrics.values("step")
         inside = (steps >= first) & (steps <= last)
         x_axis = self.metrics.values(x) if x in self.metrics.columns else steps
         found = {
             key: downsample(x_axis[inside], self.metrics.values(key)[inside], points)
-            for key in dict.fromkeys((*KEYS, *extra))
+            for key in KEYS
             if key in self.metrics.columns
         }
         return {"curves": {k: v for k, v in found.items() if v["x"]}, "phases": self._phases(points, first, last)}
@@ -148,10 +170,38 @@ class Watched:
     def row_of(self, step: int) -> dict[str, Any]:
         """The metrics and times of one step, as they were written; empty if there is none."""
         found: dict[str, Any] = {}
-        for file in (self.metrics, self.timings):
+        for file in (self._metrics.whole, self._timings.whole):
             at = np.flatnonzero(file.values("step") == step)
             found |= file.row(int(at[-1])) if len(at) else {}
         return found
+
+
+class Growing:
+    """A step file that is read in bites: until it was read to its end, a sample of its lines stands for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.whole = Columns(path)
+        self._sample: Columns | None = None
+
+    def refresh(self, most: int | None) -> None:
+        """Read on; the first time a file is longer than `most` only the sample is taken, so that there is an answer at once."""
+        first = not len(self.whole) and not self.whole.behind
+        self.whole.refresh(0 if first and most is not None and self._size() > most else most)
+        if not self.whole.behind:
+            self._sample = None
+        elif self._sample is None:
+            self._sample = Columns.sampled(self.whole.path, SAMPLED)
+
+    def _size(self) -> int:
+        try:
+            return self.whole.path.stat().st_size
+        except OSError:
+            return 0
+
+    @property
+    def columns(self) -> Columns:
+        """All of it, or the sample."""
+        return self._sample or self.whole
 
 
 class Lines:

@@ -80,6 +80,7 @@ def overview(shown: Shown, query: Mapping[str, str]) -> dict[str, Any]:
         run = shown.run
         return {
             "version": run.version,
+            "partial": run.partial,
             "state": run.state,
             "step": run.step,
             **run.curves(points, x=x, first=first, last=last),

@@ -20,6 +20,9 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SCAN_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.5
 """However many pages ask, files are looked at no more often than this."""
+BITE = 2 << 20
+"""Bytes of a long file that are read at a time, so that answers need not wait."""
+PAUSE_S = 0.005
 MOST_RUNS = 500
 
 
@@ -32,10 +35,19 @@ class Shown:
         self._refreshed = -REFRESH_EVERY_S
 
     def refresh(self) -> None:
-        """Read what is new, unless that was just done. Call with the lock held."""
-        if time.monotonic() - self._refreshed >= REFRESH_EVERY_S:
-            self.run.refresh()
-            self._refreshed = time.monotonic()
+        """Read what is new, unless that was just done. Call with the lock held. A long file is read on in the background."""
+        if self.run.partial or time.monotonic() - self._refreshed < REFRESH_EVERY_S:
+            return
+        self.run.refresh(BITE)
+        self._refreshed = time.monotonic()
+        if self.run.partial:
+            threading.Thread(target=self._read_on, daemon=True).start()
+
+    def _read_on(self) -> None:
+        while self.run.partial:
+            with self.lock:
+                self.run.refresh(BITE)
+            time.sleep(PAUSE_S)
 
 
 class Watchlist:

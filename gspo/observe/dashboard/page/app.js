@@ -72,6 +72,7 @@ async function refresh(force = false) {
       const stale = runs.filter((r) => state.shown.has(r.name) && (force || !state.data.has(r.name) || before.get(r.name) !== r.version));
       await Promise.all(stale.map(async (r) => state.data.set(r.name, await ask(`${apiRun(r.name)}?${query()}`))));
       if (stale.length || force) drawOverview();
+      if (stale.some((r) => state.data.get(r.name).partial)) setTimeout(refresh, 500);
     }
     complain("");
   } catch (error) {
@@ -98,12 +99,13 @@ function buildOverview() {
   view.times = node("div", {});
   view.events = node("div", {});
   view.whole = node("button", { type: "button", hidden: true, onclick: () => { Object.assign(state, { first: null, last: null }); refresh(true); } }, "show all steps");
+  view.partial = node("span", { class: "soft", hidden: true }, "a first look at a long run: some of its steps; the rest is being read …");
   const smooth = node("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, oninput: (e) => { state.smooth = Number(e.target.value); drawOverview(); } });
   const axis = node("select", { onchange: (e) => { Object.assign(state, { x: e.target.value, first: null, last: null }); refresh(true); } }, node("option", { value: "step" }, "steps"), node("option", { value: "tokens" }, "sampled tokens"));
   axis.value = state.x;
   main.replaceChildren(
     node("section", { class: "card" }, node("h2", {}, "What is going on"), view.findings),
-    node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth), node("label", {}, "over ", axis), view.whole),
+    node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth), node("label", {}, "over ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
     node("section", { class: "card times" }, node("h2", {}, "Where does a step's time go?"), view.times),
     node("section", { class: "card" }, node("h2", {}, "Events"), view.events),
@@ -116,6 +118,7 @@ function drawOverview() {
   if (view?.kind !== "overview") return;
   const runs = state.runs.filter((r) => state.shown.has(r.name) && state.data.has(r.name)).map((r) => ({ name: r.name, colour: colourOf(r.name), ...state.data.get(r.name) }));
   view.whole.hidden = state.first === null;
+  view.partial.hidden = !runs.some((r) => r.partial);
   const marks = state.x === "step" ? runs.flatMap((r) => marksOf(r.events)) : [];
   const options = { smooth: state.smooth, first: state.first, last: state.last, unit: state.x === "step" ? "step" : "token" };
   view.charts.forEach((chart) => chart.update(seriesOf(chart.panel, runs), marks, options));
