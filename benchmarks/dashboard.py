@@ -62,7 +62,7 @@ def opening(run: Path) -> dict[str, float]:
             page.goto("about:blank")
             begun = time.perf_counter()
             page.goto(link)
-            page.locator('.chart svg path.line').nth(15).wait_for(state='attached')
+            page.locator(".chart svg path.line").nth(15).wait_for(state="attached")
             opened = time.perf_counter() - begun
             begun = time.perf_counter()
             page.evaluate("refresh(true)")

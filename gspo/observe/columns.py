@@ -72,8 +72,10 @@ class Columns:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                for place in (*range(0, size, max(1, size // count)), max(0, size - TAIL)):
-                    found._take_at(file, place, lines=1 if place < size - TAIL else None)
+                tail = max(0, size - TAIL)
+                for place in range(0, tail, max(1, size // count)):
+                    found._take_at(file, place, lines=1)
+                found._take_at(file, tail, lines=None)
         except OSError:
             pass
         return found

@@ -15,7 +15,7 @@ HIDDEN = "[hidden]"
 SHORTEST = 8
 """Values shorter than this are words, not secrets."""
 _NAME = re.compile(
-    r"(^|[_.-])(api_?key|access_?key|token|secret|passw(or)?d|credentials?|authorization|cookie|private_?key)s?($|[_.-])",
+    r"(^|[_.-])(token|(api_?key|access_?key|private_?key|secret|passw(or)?d|credential|authorization|cookie)s?)($|[_.-])",
     re.I,
 )
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]{0,15}://)[^/\s:@\"'\\]{0,256}(:[^/\s@\"'\\]{0,256})?@", re.I)

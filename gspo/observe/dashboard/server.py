@@ -26,7 +26,7 @@ FILES = {
     "tokens.js": "text/javascript",
     "app.js": "text/javascript",
 }
-IDLE_S, ANSWER_S = 15.0, 30.0
+IDLE_S, ANSWER_S = 8.0, 30.0
 """How long a connection may wait without a whole request, and an answer may take to be fetched."""
 MOST_CONNECTIONS = 400
 
@@ -56,6 +56,7 @@ def _listener(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen(256)
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(f"--port {port}: cannot listen there ({error}); choose another, or leave it out") from None
@@ -134,6 +135,6 @@ def _protocol() -> Any:
             if self.loop.time() - self._since > (ANSWER_S if busy else IDLE_S) - 1:
                 self.transport.abort()
             else:
-                self._look = self.loop.call_later(5.0, self._check)
+                self._look = self.loop.call_later(3.0, self._check)
 
     return Impatient
