@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
@@ -50,6 +51,12 @@ def memory_mb(pid: int) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def opening(run: Path) -> dict[str, float]:
     """Seconds until a browser shows the run, and until it shows part of it after a drag."""
     from playwright.sync_api import sync_playwright
@@ -89,8 +96,8 @@ def opening(run: Path) -> dict[str, float]:
     return {"open_s": opened, "poll_s": again, "zoom_s": zoomed, "frame_ms": statistics.median(frames), "slow_frame_ms": sorted(frames)[-3], "server_mb": size}  # fmt: skip
 
 
-def training(watched: bool, steps: int, folder: Path) -> list[float]:
-    """Seconds of each step of a real run, alone or with a page that is open on it."""
+def training(watched: bool, steps: int, folder: Path) -> tuple[list[float], float]:
+    """Seconds of each step of a real run, alone or with a page that is open on it; and the server's share of a core."""
     from playwright.sync_api import sync_playwright
 
     run = folder / ("watched" if watched else "alone")
@@ -101,18 +108,21 @@ def training(watched: bool, steps: int, folder: Path) -> list[float]:
     )  # fmt: skip
     while not (run / "config.toml").exists():
         time.sleep(0.05)
+    share = 0.0
     if watched:
         process, link = served(run)
+        began = time.perf_counter()
         with sync_playwright() as p:
             browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             browser.new_page().goto(link)
             trainer.wait()
             browser.close()
+        share = cpu_s(process.pid) / (time.perf_counter() - began)
         process.terminate()
         process.wait()
     trainer.wait()
     rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
-    return [row["time/step_s"] for row in rows][5:]
+    return [row["time/step_s"] for row in rows][5:], share
 
 
 def main() -> None:
@@ -131,11 +141,14 @@ def main() -> None:
             found = opening(folder / "long")
             print(f"{options.steps:,} steps, {size:.0f} MiB: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()))
         times: dict[bool, list[float]] = {False: [], True: []}
+        shares = []
         for _ in range(options.rounds):
             for watched in (False, True):
-                times[watched] += training(watched, options.train_steps, folder)
+                seconds, share = training(watched, options.train_steps, folder)
+                times[watched] += seconds
+                shares += [share] if watched else []
         alone, beside = (statistics.median(times[w]) for w in (False, True))
-        print(f"a training step: {alone:.3f} s alone, {beside:.3f} s with a page open ({100 * (beside / alone - 1):+.1f} %)")  # fmt: skip
+        print(f"a training step: {alone:.3f} s alone, {beside:.3f} s with a page open ({100 * (beside / alone - 1):+.1f} %); the server takes {100 * statistics.mean(shares):.1f} % of a core")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_run, metrics, write_lines
+from shown_runs import make_run, metrics, write_lines
 
 
 def memory_mb(pid: int) -> float:

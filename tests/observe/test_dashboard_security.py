@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_run
+from shown_runs import make_run
 
 from gspo.observe.dashboard.guard import HEADERS, Guard, Keys
 from gspo.observe.dashboard.server import application

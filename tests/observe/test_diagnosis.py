@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from made_runs import metrics, timings
+from shown_runs import metrics, timings
 
 from gspo.objective.table import TABLE
 from gspo.observe.diagnosis import RULES, SEQUENCE_ROWS, WINDOW, Look, diagnose

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import HOSTILE, make_run, reply
+from shown_runs import HOSTILE, make_run, reply
 
 from gspo.observe.report import write_report
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import HOSTILE, make_run, reply
+from shown_runs import HOSTILE, make_run, reply
 from rich.console import Console
 
 from gspo.cli import main

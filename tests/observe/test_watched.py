@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import make_run, metrics, reply, write_lines
+from shown_runs import make_run, metrics, reply, write_lines
 
 from gspo.observe.dashboard.watchlist import Watchlist
 from gspo.observe.redact import HIDDEN, redacted, redacted_settings, sounds_secret
