@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shown_runs import HOSTILE, make_run, reply
 from rich.console import Console
+from shown_runs import HOSTILE, make_run, reply
 
 from gspo.cli import main
 from gspo.errors import ConfigError
