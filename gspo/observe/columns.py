@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.observe.regular import open_regular
+
 CHUNK = 2 << 20
 MARK = 64
 """Bytes before the reading position that must not have changed."""
@@ -59,7 +61,7 @@ class Columns:
     def refresh(self, most: int | None = None) -> None:
         """Read what is new; about `most` bytes of it, if that is given."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 self._read_on(file, most)
         except OSError:
             if self._identity is not None:
@@ -70,7 +72,7 @@ class Columns:
         """About `count` lines spread over a long file, and its last ones: a first look that does not read it all."""
         found = cls(path)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 tail = max(0, size - TAIL)
                 for place in range(0, tail, max(1, size // count)):
@@ -93,7 +95,7 @@ class Columns:
         import orjson
 
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._starts[index])
                 found = orjson.loads(file.readline())
         except (OSError, ValueError):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.observe.regular import open_regular, read_regular
 from gspo.types import UNIFORM_TOLERANCE
 
 LARGEST = 1 << 29
@@ -50,11 +51,11 @@ class Replies:
     def of(self, step: int) -> list[Record]:
         """Every reply of a step, in the order of the file; empty if there are none."""
         try:
-            handle = os.open(self.folder / f"{step:06d}.jsonl", os.O_RDONLY | os.O_NOFOLLOW)
+            file = open_regular(self.folder / f"{step:06d}.jsonl")
         except OSError:
             return []
-        with open(handle, "rb") as file:
-            status = os.fstat(handle)
+        with file:
+            status = os.fstat(file.fileno())
             key = (step, status.st_mtime_ns, status.st_size)
             if key not in self._parsed:
                 if status.st_size > LARGEST:
@@ -283,7 +284,7 @@ class Pieces:
             checkpoints = sorted((self.run / "checkpoints").glob("[0-9]*"), reverse=True)
             for folder in (self.run / "tokenizer", *checkpoints):
                 try:
-                    self._tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+                    self._tokenizer = Tokenizer.from_str(read_regular(folder / "tokenizer.json"))
                     break
                 except Exception:
                     # A missing or damaged file: the next one may do. The library raises plain Exceptions.

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from gspo.config import read_toml
-from gspo.errors import ConfigError
 from gspo.observe.columns import Columns, downsample
 from gspo.observe.diagnosis import WINDOW, Finding, Look, diagnose
 from gspo.observe.panels import KEYS, PHASES
 from gspo.observe.redact import redacted_settings
+from gspo.observe.regular import open_regular, read_regular
 
 MOST_EVENTS = 2000
 SAMPLED = 1000
@@ -80,15 +79,15 @@ class Watched:
     def settings(self) -> dict[str, Any]:
         """`config.toml`, without secrets; empty while there is none."""
         try:
-            return dict(redacted_settings(read_toml(self.path / "config.toml")))
-        except (OSError, ConfigError, tomllib.TOMLDecodeError):
+            return dict(redacted_settings(tomllib.loads(read_regular(self.path / "config.toml"))))
+        except (OSError, tomllib.TOMLDecodeError):
             return {}
 
     @property
     def environment(self) -> dict[str, Any]:
         """`environment.json`; empty while there is none."""
         try:
-            found = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            found = json.loads(read_regular(self.path / "environment.json"))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -220,7 +219,7 @@ class Lines:
     def refresh(self) -> None:
         """Read what is new; begin anew if the file became shorter."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._position:
                     self.rows, self._position, self._generation = [], 0, self._generation + 1
                 file.seek(self._position)

@@ -240,3 +240,22 @@ def test_long_runs_are_shown_before_they_were_read(tmp_path: Path) -> None:
     while watched.partial:
         watched.refresh(1 << 20)
     assert len(watched.metrics) == 9000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
+def test_what_is_not_a_plain_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    """A pipe would hold the server for ever."""
+    run = make_run(tmp_path / "made")
+    for name in ("metrics.jsonl", "timings.jsonl", "events.jsonl", "config.toml", "environment.json", "rollouts/000005.jsonl"):  # fmt: skip
+        (run / name).rename(tmp_path / name.replace("/", "-"))
+        if kind == "pipe":
+            os.mkfifo(run / name)
+        elif kind == "directory":
+            (run / name).mkdir()
+        else:
+            (run / name).symlink_to(tmp_path / name.replace("/", "-"))
+    watched, replies = Watched(run), Replies(run)
+    watched.refresh(1000)
+    assert len(watched.metrics) == len(watched.events) == 0
+    assert watched.settings == watched.environment == {}
+    assert replies.of(5) == []
