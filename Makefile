@@ -7,7 +7,7 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-faults test-browser lint docs bench-rollout bench-dashboard clean
+.PHONY: demo test test-slow test-faults test-browser lint docs bench-rollout bench-dashboard bench-cpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -38,6 +38,11 @@ bench-rollout: $(READY)
 
 bench-dashboard: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dashboard.py $(ARGS)
+
+# TRL, the peer, in an environment of its own.
+bench-cpu: $(READY)
+	test -x $(VENV)-trl/bin/trl || { $(PYTHON) -m venv $(VENV)-trl && $(VENV)-trl/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch trl; }
+	$(BIN)/python benchmarks/step_cpu.py --trl $(VENV)-trl/bin/python $(ARGS)
 
 # Versions that were tested together. (An open range would also fetch gigabytes of GPU packages where torch has them.)
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
