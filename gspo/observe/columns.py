@@ -12,21 +12,26 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.observe.regular import open_regular
+from gspo.observe.panels import KEYS, PHASES
+from gspo.observe.regular import Place, open_regular
 
 CHUNK = 2 << 20
-MARK = 64
-"""Bytes before the reading position that must not have changed."""
+LONGEST_LINE = 8 << 20
+"""A line that is longer is no metrics line; it is passed over."""
 TAIL = 1 << 18
 """Bytes at the end of a long file that a first look reads in full."""
+SAMPLED_LINE = 1 << 16
+"""A first look passes over longer lines."""
 MOST_KEYS = 2000
-"""A file with more names than this is no metrics file; the rest are not kept."""
+"""A file with more names than this is no metrics file; only those that are shown are kept."""
+SHOWN = {"step", "tokens/sampled", "time/step_s", *KEYS, *(curve.key for curve in PHASES)}
 NAN = math.nan
+NUMBERS = {float, int, bool, type(None)}
 
 
 class Columns:
@@ -40,10 +45,8 @@ class Columns:
     def _forget(self) -> None:
         self.columns: dict[str, array[float]] = {}
         self._starts = array("q")
-        self._position = 0
-        self._mark = b""
-        self._identity: tuple[int, int] | None = None
-        self._behind = False
+        self._place = Place()
+        self._behind = self._within_long = False
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -62,9 +65,12 @@ class Columns:
         """Read what is new; about `most` bytes of it, if that is given."""
         try:
             with open_regular(self.path) as file:
+                if not self._place.still_holds(file):
+                    self._anew()
+                    self._place.still_holds(file)
                 self._read_on(file, most)
         except OSError:
-            if self._identity is not None:
+            if self._place.known:
                 self._anew()
 
     @classmethod
@@ -76,8 +82,8 @@ class Columns:
                 size = os.fstat(file.fileno()).st_size
                 tail = max(0, size - TAIL)
                 for place in range(0, tail, max(1, size // count)):
-                    found._take_at(file, place, lines=1)
-                found._take_at(file, tail, lines=None)
+                    found._take_at(file, place, SAMPLED_LINE)
+                found._take_at(file, tail, None)
         except OSError:
             pass
         return found
@@ -97,7 +103,7 @@ class Columns:
         try:
             with open_regular(self.path) as file:
                 file.seek(self._starts[index])
-                found = orjson.loads(file.readline())
+                found = orjson.loads(file.readline(LONGEST_LINE))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -114,39 +120,34 @@ class Columns:
         self._forget()
         self.generation += 1
 
-    def _read_on(self, file: Any, most: int | None) -> None:
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino)
-        if self._identity is not None and (identity != self._identity or not self._unchanged(file, status.st_size)):
-            self._anew()
-        self._identity = identity
-        file.seek(self._position)
-        rest, left = b"", math.inf if most is None else most
-        while left > 0 and (chunk := file.read(CHUNK)):
+    def _read_on(self, file: BinaryIO, most: int | None) -> None:
+        """Take whole lines; a bounded read goes on until it has at least one, so that it always gets further."""
+        size = os.fstat(file.fileno()).st_size
+        file.seek(self._place.position)
+        rest, left, moved = b"", math.inf if most is None else most, most == 0
+        while (left > 0 or not moved) and (chunk := file.read(CHUNK)):
             *lines, rest = (rest + chunk).split(b"\n")
             self._take(lines)
+            moved = moved or bool(lines)
+            if len(rest) > LONGEST_LINE:
+                self._place.position += len(rest)
+                rest, self._within_long, moved = b"", True, True
             left -= len(chunk)
-        self._behind = left <= 0 and self._position + len(rest) < status.st_size
-        file.seek(max(0, self._position - MARK))
-        self._mark = file.read(min(MARK, self._position))
+        self._behind = left <= 0 and self._place.position + len(rest) < size
+        self._place.remember(file)
 
-    def _take_at(self, file: Any, place: int, lines: int | None) -> None:
-        """Take the lines that begin after a place, unless they were taken."""
+    def _take_at(self, file: BinaryIO, place: int, longest: int | None) -> None:
+        """Take the line that begins after a place, unless it was taken or is longer than `longest`; None: all lines there."""
         file.seek(place)
-        if place:
-            file.readline()
-        if file.tell() < self._position:
-            file.seek(self._position)
-        self._position = file.tell()
-        data = b"".join(file.readline() for _ in range(lines)) if lines else file.read()
-        self._take(data.split(b"\n")[:-1])
-
-    def _unchanged(self, file: Any, size: int) -> bool:
-        """Whether the file still begins with what was read."""
-        if size < self._position:
-            return False
-        file.seek(self._position - len(self._mark))
-        return bool(file.read(len(self._mark)) == self._mark)
+        if place and not file.readline(longest or -1).endswith(b"\n"):
+            return
+        if file.tell() < self._place.position:
+            file.seek(self._place.position)
+        start = file.tell()
+        data = file.readline(longest) if longest else file.read()
+        if data.endswith(b"\n") or not longest:
+            self._place.position = start
+            self._take(data.split(b"\n")[:-1])
 
     def _take(self, lines: Sequence[bytes]) -> None:
         import orjson
@@ -154,19 +155,21 @@ class Columns:
         rows: list[dict[str, Any]] = []
         for line in lines:
             try:
-                row = orjson.loads(line) if line else None
+                row = orjson.loads(line) if line and not self._within_long else None
             except ValueError:
                 row = None
             if isinstance(row, dict):
                 rows.append(row)
-                self._starts.append(self._position)
-            self._position += len(line) + 1
+                self._starts.append(self._place.position)
+            self._within_long = False
+            self._place.position += len(line) + 1
         if rows:
             self._append(rows)
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         before = len(self) - len(rows)
-        for key in set().union(*rows) - self.columns.keys():
+        new = set().union(*rows) - self.columns.keys()
+        for key in sorted(new, key=lambda k: (k not in SHOWN, k)):
             if len(self.columns) < MOST_KEYS:
                 self.columns[key] = array("d", [NAN]) * before
         for key, column in self.columns.items():
@@ -175,11 +178,9 @@ class Columns:
 
 def _numbers(values: list[Any]) -> NDArray[np.float64]:
     """NaN for whatever is not a number."""
-    try:
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        plain = [v if isinstance(v, int | float) and abs(v) < 1e308 else NAN for v in values]
-        return np.array(plain, dtype=np.float64)
+    if not set(map(type, values)) <= NUMBERS:
+        values = [v if type(v) in NUMBERS else None for v in values]
+    return np.array(values, dtype=np.float64)
 
 
 def downsample(x: NDArray[np.float64], y: NDArray[np.float64], points: int) -> dict[str, list[float | None]]:

@@ -18,6 +18,8 @@ FEWEST = 5
 
 SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
 """Objectives that clip whole replies."""
+TOKEN_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "minirl")
+"""Objectives that compare each token's ratio with 1 - clip_low and 1 + clip_high."""
 
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -41,12 +43,14 @@ class Look:
     rows: Sequence[Row]
     """The metrics of the last `2 * WINDOW` steps, step 0 not among them."""
     evaluations: Sequence[Row]
-    """Every row that has a held-out accuracy, step 0 first."""
+    """Every row that has a held-out accuracy with its interval, step 0 first."""
     timings: Sequence[Row]
     """The times of the last `WINDOW` steps."""
     events: Sequence[Row]
     settings: Mapping[str, Any]
     """`config.toml` as nested tables."""
+    state: str
+    """Of the run, as `Watched.state` says it."""
 
     @property
     def recent(self) -> Sequence[Row]:
@@ -54,8 +58,11 @@ class Look:
         return self.rows[-WINDOW:]
 
     def setting(self, section: str, key: str, otherwise: Any) -> Any:
-        """A setting of the run."""
-        return self.settings.get(section, {}).get(key, otherwise)
+        """A setting of the run; `otherwise` if it is missing or of another kind."""
+        table = self.settings.get(section)
+        found = table.get(key, otherwise) if isinstance(table, Mapping) else otherwise
+        kind = (int, float) if isinstance(otherwise, int | float) else type(otherwise)
+        return found if isinstance(found, kind) else otherwise
 
     @property
     def clips_sequences(self) -> bool:
@@ -71,7 +78,7 @@ class Look:
 def diagnose(look: Look) -> list[Finding]:
     """Everything that holds now, the gravest first."""
     found = [finding for rule in RULES if (finding := rule(look)) is not None]
-    if look.rows and not any(f.level in ("bad", "warn") for f in found):
+    if len(look.recent) >= FEWEST and not any(f.level in ("bad", "warn") for f in found):
         found.append(Finding(name="no trouble", level="good", what="Nothing here looks wrong."))
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -88,10 +95,22 @@ def _error(look: Look) -> Finding | None:
     )
 
 
+def _died(look: Look) -> Finding | None:
+    """A run that nobody works on, that said nothing at its end and is not at its end."""
+    steps, step = look.settings.get("steps"), look.recent[-1]["step"] if look.recent else 0
+    if look.state != "ended" or not isinstance(steps, int) or step >= steps:
+        return None
+    return Finding(
+        name="ended without a word", level="bad",
+        what=f"No trainer works on this run, and it did not say why: it is at step {step:.0f} of {steps}. It was killed, or this is a copy of a run that goes on elsewhere.",
+        remedy="gspo train --resume RUN goes on from its last checkpoint.",
+    )  # fmt: skip
+
+
 def _alarm(look: Look) -> Finding | None:
     """The newest alarm of the recent steps."""
     first = look.recent[0]["step"] if look.recent else 0
-    alarms = [e for e in look.events if e.get("event") == "alarm" and (e.get("step") or 0) >= first]
+    alarms = [e for e in look.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
     if not alarms:
         return None
     last = alarms[-1]
@@ -105,7 +124,7 @@ def _alarm(look: Look) -> Finding | None:
 
 def _held_out(look: Look) -> Finding | None:
     """The last evaluation against the first and the best, beyond their intervals."""
-    points = [e for e in look.evaluations if e.get("eval/accuracy_low") is not None]
+    points = look.evaluations
     if len(points) < 2:
         return None
     first, last, best = points[0], points[-1], max(points, key=lambda e: float(e["eval/accuracy"]))
@@ -163,7 +182,7 @@ def _uniform(look: Look) -> Finding | None:
         return None
     correct = look.mean("reward/correct_fraction")
     solved = "" if math.isnan(correct) else f" ({_percent(correct)} of the replies are correct)"
-    harder = "harder problems" if correct >= 0.5 else "easier problems, or a warm start"
+    harder = "problems that are sometimes solved" if math.isnan(correct) else "harder problems" if correct >= 0.5 else "easier problems, or a warm start"  # fmt: skip
     mixed = "" if look.mean("groups/discarded") > 0 else ' turn on dynamic sampling (objective.keep = "mixed"), or'
     return Finding(
         name="uniform groups", level="warn",
@@ -185,12 +204,12 @@ def _unscored(look: Look) -> Finding | None:
 
 
 def _truncated(look: Look) -> Finding | None:
-    share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", None)
+    share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", 0)
     if len(look.recent) < FEWEST or not share >= 0.1:
         return None
     return Finding(
         name="length limit", level="warn",
-        what=f"{_percent(share)} of the replies are cut at the limit of {limit} tokens, most of them before their answer.",
+        what=f"{_percent(share)} of the replies are cut at the limit of {limit} tokens.",
         remedy="Raise rollout.max_tokens, or set a shape that makes length cost something (objective.shape = \"soft_overlong\") or leaves cut replies out (\"overlong_filter\").",
     )  # fmt: skip
 
@@ -224,14 +243,14 @@ def _clip_never(look: Look) -> Finding | None:
     high = look.mean("clip/high")
     if len(look.recent) < FEWEST or look.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
         return None
-    if not look.mean("clip/fraction_tokens") < 1e-3:
+    if not look.mean("clip/fraction_tokens") <= (1e-3 if look.clips_sequences else 0):
         return None
     spread = look.mean("ratio/sequence_log_std" if look.clips_sequences else "ratio/token_log_std")
     per = "replies' mean log-ratios" if look.clips_sequences else "tokens' log-ratios"
     return Finding(
         name="clip never fires", level="warn",
         what=f"The clip range never acts ({_percent(look.mean('clip/fraction_tokens'))} of the tokens): the {per} spread by {spread:.1e}, the range reaches to {high:.1e}.",
-        remedy='Nothing holds the policy back. If rewards are unstable, narrow it: objective.clip_low = "auto:0.15" and clip_high alike find the range that clips 15 % of the replies.',
+        remedy='Nothing holds the policy back. If rewards are unstable, narrow it: objective.clip_low = "auto:0.15" and clip_high alike find the range that clips about 15 % of the tokens.',
     )  # fmt: skip
 
 
@@ -339,7 +358,7 @@ def _time(look: Look) -> Finding | None:
 
 Rule = Callable[[Look], Finding | None]
 RULES: tuple[Rule, ...] = (
-    _error, _alarm, _held_out, _plateau, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
+    _error, _died, _alarm, _held_out, _plateau, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
     _clip_always, _entropy, _moves_far, _mismatch, _skipped, _flips, _load, _time,
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from typing import Any
 from gspo.observe.regular import open_regular, read_regular
 from gspo.types import UNIFORM_TOLERANCE
 
-LARGEST = 1 << 29
+LARGEST = 1 << 28
 """Bytes of a rollouts file that is still opened."""
-KEPT = 1 << 28
-"""Bytes of rollouts files that are kept parsed."""
+KEPT = 1 << 25
+"""Bytes of rollouts files that are kept parsed, beside the last one."""
 EXCERPT = 240
 LONGEST = 100_000
 """Characters of a prompt or reply that are shown."""
-MOST_TOKENS = 20_000
+MOST_TOKENS = 10_000
 """Tokens of a reply that are shown."""
 MOST_LISTED = 2000
-"""Replies of a step that are listed."""
+"""Replies or groups of a step that are listed."""
 
 Record = Mapping[str, Any]
 
@@ -43,13 +44,15 @@ class Replies:
     def steps(self) -> list[int]:
         """Steps whose replies are there."""
         try:
-            names = os.listdir(self.folder)
+            names = [] if self.folder.is_symlink() else os.listdir(self.folder)
         except OSError:
             return []
-        return sorted(int(n[:-6]) for n in names if n.endswith(".jsonl") and n[:-6].isdecimal())
+        return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{6,9}\.jsonl", n))
 
     def of(self, step: int) -> list[Record]:
         """Every reply of a step, in the order of the file; empty if there are none."""
+        if self.folder.is_symlink():
+            return []
         try:
             file = open_regular(self.folder / f"{step:06d}.jsonl")
         except OSError:
@@ -68,7 +71,7 @@ class Replies:
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """The groups of a step with a line on each of their replies."""
-        return [_group(number, records) for number, records in enumerate(grouped(self.of(step)))]
+        return [_group(number, records) for number, records in enumerate(grouped(self.of(step))[:MOST_LISTED])]
 
     def find(self, step: int, *, text: str = "", only: str = "", order: str = "") -> dict[str, Any]:
         """Replies of a step that match, in an order: `only` and `order` are names of `FILTERS` and `ORDERS`."""
@@ -101,17 +104,20 @@ class Replies:
         if not (0 <= group < len(groups) and 0 <= number < len(groups[group])):
             return None
         record = groups[group][number]
-        ids = [int(i) for i in record.get("token_ids") or ()][:MOST_TOKENS]
+        ids = [int(i) for i in record["token_ids"] or ()][:MOST_TOKENS]
+        places = [(g, n) for g, members in enumerate(groups) for n in range(len(members))]
+        at = places.index((group, number))
         return {
             **_line(record),
             "group": group,
             "number": number,
             "replies": len(groups[group]),
-            "groups": len(groups),
+            "previous": places[at - 1] if at else None,
+            "next": places[at + 1] if at + 1 < len(places) else None,
             "prompt": _cut(record.get("prompt"), LONGEST),
             "text": _cut(record.get("text"), LONGEST),
             "version": record.get("version"),
-            "parts": record.get("parts") or {},
+            "parts": record["parts"],
             "failure": record.get("failure"),
             "shaped_reward": record.get("shaped_reward"),
             "tokens": ids,
@@ -202,8 +208,33 @@ def _records(data: bytes) -> list[Record]:
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.append(record)
+            found.append(_sound(record))
     return found
+
+
+TEXTS = ("prompt_id", "prompt", "text", "stop", "status", "left_out", "failure")
+NUMBERS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
+FLAGS = ("correct", "trained")
+
+
+def _sound(raw: Record) -> Record:
+    """The fields of a record, each of its own kind or None, so that nothing further on can meet another."""
+    made: dict[str, Any] = {key: _if(raw.get(key), str) for key in TEXTS}
+    made |= {key: _if(raw.get(key), int, float) for key in NUMBERS}
+    made |= {key: _if(raw.get(key), bool) for key in FLAGS}
+    made |= {key: _list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
+    parts = raw.get("parts")
+    made["parts"] = {k: _if(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
+    return made
+
+
+def _if(value: Any, *kinds: type) -> Any:
+    return value if isinstance(value, kinds) else None
+
+
+def _list(value: Any) -> list[Any] | None:
+    """A list of numbers."""
+    return value if isinstance(value, list) and all(isinstance(v, int | float) for v in value) else None
 
 
 def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:

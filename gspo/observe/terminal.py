@@ -36,23 +36,26 @@ def watch_text(paths: Sequence[str | Path], console: Console | None = None) -> i
     if not watchlist.runs:
         raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
     if not (console.is_terminal and sys.stdout.isatty()):
-        console.print(screen(watchlist, _width(console)))
+        console.print(screen(watchlist, width=_width(console), height=None))
         return 0
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
             watchlist.scan()
-            live.update(screen(watchlist, _width(console)), refresh=True)
+            live.update(screen(watchlist, width=_width(console), height=console.height), refresh=True)
             if all(shown.run.state != "running" for shown in watchlist.runs.values()):
                 return 0
             time.sleep(REDRAW_S)
 
 
-def screen(watchlist: Watchlist, width: int) -> Group:
-    """Every run, one under the other."""
+def screen(watchlist: Watchlist, *, width: int, height: int | None) -> Group:
+    """Every run, one under the other: the sentences first, then as many curves as there is height for."""
     parts: list[Any] = []
     for name, shown in watchlist.runs.items():
         shown.run.refresh()
-        parts += [_title(name, shown), _curves(shown, width), _times(shown), *_sentences(shown), Text("")]
+        sentences = _sentences(shown)
+        taken = 4 + sum(1 + len(line.plain) // (width + BESIDE) for line in sentences)
+        most = None if height is None else max(2, height // len(watchlist.runs) - taken)
+        parts += [_title(name, shown), *sentences, _curves(shown, width, most), _times(shown), Text("")]
     return Group(*parts)
 
 
@@ -63,9 +66,9 @@ def _width(console: Console) -> int:
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     """One character per value; blank where nothing was measured."""
-    span = high - low
-    level = lambda v: round((v - low) / span * (len(BARS) - 1)) if span > 0 else 0  # noqa: E731
-    return "".join(" " if v is None else BARS[level(v)] for v in values)
+    span, top = high / 2 - low / 2, len(BARS) - 1
+    levels = [None if v is None else round((v / 2 - low / 2) / span * top) if span > 0 else 0 for v in values]
+    return "".join(" " if level is None else BARS[level] for level in levels)
 
 
 def plain(text: str) -> str:
@@ -83,8 +86,8 @@ def _title(name: str, shown: Shown) -> Text:
     return Text(plain(said + (f", {pace:.2g} s per step" if pace else "")), style="bold")
 
 
-def _curves(shown: Shown, width: int) -> Table:
-    """A line per metric: name, sparkline, last value."""
+def _curves(shown: Shown, width: int, most: int | None) -> Table:
+    """A line per metric, at most so many: name, sparkline, last value."""
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(no_wrap=True)
@@ -92,7 +95,7 @@ def _curves(shown: Shown, width: int) -> Table:
     for panel in PANELS:
         for curve in panel.curves:
             values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
-            if values and (any(values) or not panel.hide_zero):
+            if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
                 line = sparkline(found[curve.key]["y"], min(values), max(values))
                 table.add_row(
                     Text(curve.key, style="dim"), line, _shown(shown.run.metrics.latest(curve.key), panel.form)

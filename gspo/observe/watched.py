@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from gspo.observe.columns import Columns, downsample
 from gspo.observe.diagnosis import WINDOW, Finding, Look, diagnose
 from gspo.observe.panels import KEYS, PHASES
 from gspo.observe.redact import redacted_settings
-from gspo.observe.regular import open_regular, read_regular
+from gspo.observe.regular import Place, open_regular, read_regular
 
-MOST_EVENTS = 2000
+MOST_EVENTS = 500
+EVENT_BYTES = 4 << 20
+MOST_FIELDS = 20
 SAMPLED = 1000
 """Lines of a long file that are looked at before it was read."""
-LONGEST_EVENT = 2000
+LONGEST_EVENT = 1000
 """Characters of an event's text that are kept."""
 STEP_TIME = "time/step_s"
 
@@ -36,6 +38,8 @@ class Watched:
         self.path = path
         self._metrics, self._timings = Growing(path / "metrics.jsonl"), Growing(path / "timings.jsonl")
         self._events = Lines(path / "events.jsonl", most=MOST_EVENTS)
+        self._settings: dict[str, Any] = {}
+        self._read_settings: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -78,17 +82,22 @@ class Watched:
     @property
     def settings(self) -> dict[str, Any]:
         """`config.toml`, without secrets; empty while there is none."""
+        file = self.path / "config.toml"
         try:
-            return dict(redacted_settings(tomllib.loads(read_regular(self.path / "config.toml"))))
-        except (OSError, tomllib.TOMLDecodeError):
+            status = file.stat()
+            if (status.st_mtime_ns, status.st_size) != self._read_settings:
+                self._settings = dict(redacted_settings(tomllib.loads(read_regular(file))))
+                self._read_settings = (status.st_mtime_ns, status.st_size)
+        except (OSError, tomllib.TOMLDecodeError, RecursionError):
             return {}
+        return self._settings
 
     @property
     def environment(self) -> dict[str, Any]:
         """`environment.json`; empty while there is none."""
         try:
             found = json.loads(read_regular(self.path / "environment.json"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -100,8 +109,8 @@ class Watched:
     @property
     def step(self) -> int:
         """The last step that was written."""
-        steps = self.metrics.columns.get("step")
-        return int(steps[-1]) if steps and math.isfinite(steps[-1]) else 0
+        last = self.metrics.latest("step")
+        return int(last) if 0 <= last < 1 << 53 else 0
 
     @property
     def state(self) -> str:
@@ -118,20 +127,20 @@ class Watched:
         return "ended"
 
     def curves(self, points: int, *, x: str = "step", first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:  # fmt: skip
-        """Every metric on a panel, and the times, with at most `points` points each within `first <= step <= last`."""
-        steps = self.metrics.values("step")
-        inside = (steps >= first) & (steps <= last)
-        x_axis = self.metrics.values(x) if x in self.metrics.columns else steps
-        found = {
-            key: downsample(x_axis[inside], self.metrics.values(key)[inside], points)
-            for key in KEYS
-            if key in self.metrics.columns
-        }
-        return {"curves": {k: v for k, v in found.items() if v["x"]}, "phases": self._phases(points, first, last)}
+        """Every metric on a panel with at most `points` points within `first <= x <= last`, and the times of the steps there."""
+        axis, steps = self.metrics.values(x), self.metrics.values("step")
+        inside = (axis >= first) & (axis <= last)
+        keys = [key for key in KEYS if key in self.metrics.columns] if len(axis) == len(steps) else []
+        found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
+        there = steps[inside] if keys else steps
+        bounds = (float(there.min()), float(there.max())) if len(there) else (-math.inf, math.inf)
+        return {"curves": {k: v for k, v in found.items() if v["x"]}, "phases": self._phases(points, *bounds)}
 
     def _phases(self, points: int, first: float, last: float) -> dict[str, Any]:
         """Seconds of a step by phase, `other` for the rest; fewer points, because bars must be seen."""
         steps, total = self.timings.values("step"), self.timings.values(STEP_TIME)
+        if not len(steps) or len(steps) != len(total):
+            return {"x": [], "y": {}}
         inside = (steps >= first) & (steps <= last) & ~np.isnan(total)
         parts = {c.key: np.nan_to_num(self.timings.values(c.key)) for c in PHASES if c.key in self.timings.columns}
         other = np.maximum(0.0, total - sum(parts.values(), np.zeros_like(total)))
@@ -147,6 +156,7 @@ class Watched:
             timings=self.timings.last(WINDOW),
             events=self.events,
             settings=self.settings,
+            state=self.state,
         )
 
     def findings(self) -> list[Finding]:
@@ -159,7 +169,8 @@ class Watched:
         if "eval/accuracy" not in columns:
             return []
         rows = np.flatnonzero(~np.isnan(columns["eval/accuracy"]))
-        return [{k: float(c[i]) for k, c in columns.items() if not np.isnan(c[i])} for i in rows]
+        found = [{k: float(c[i]) for k, c in columns.items() if not np.isnan(c[i])} for i in rows]
+        return [row for row in found if {"step", "eval/accuracy_low", "eval/accuracy_high"} <= row.keys()]
 
     def pace(self) -> float | None:
         """Median seconds of the recent steps."""
@@ -172,7 +183,7 @@ class Watched:
         for file in (self._metrics.whole, self._timings.whole):
             at = np.flatnonzero(file.values("step") == step)
             found |= file.row(int(at[-1])) if len(at) else {}
-        return found
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
 class Growing:
@@ -204,12 +215,16 @@ class Growing:
 
 
 class Lines:
-    """The last rows of a file of JSON lines that is only appended to; texts are cut."""
+    """The last rows of a file of JSON lines; texts are cut, and of a long file only the end is read."""
 
     def __init__(self, path: Path, *, most: int) -> None:
         self.path, self.most = path, most
+        self._generation = self._seen = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._position = self._generation = self._seen = 0
+        self._place = Place()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -217,27 +232,53 @@ class Lines:
         return self._generation, self._seen
 
     def refresh(self) -> None:
-        """Read what is new; begin anew if the file became shorter."""
+        """Read what is new."""
         try:
             with open_regular(self.path) as file:
-                if os.fstat(file.fileno()).st_size < self._position:
-                    self.rows, self._position, self._generation = [], 0, self._generation + 1
-                file.seek(self._position)
-                whole = file.read().rpartition(b"\n")[0]
+                if not self._place.still_holds(file):
+                    self._forget()
+                    self._generation += 1
+                    self._place.still_holds(file)
+                self._read_on(file)
         except OSError:
             return
-        if not whole:
-            return
-        self._position += len(whole) + 1
-        for line in whole.split(b"\n"):
+
+    def _read_on(self, file: BinaryIO) -> None:
+        end = os.fstat(file.fileno()).st_size
+        begin = max(self._place.position, end - EVENT_BYTES)
+        file.seek(begin)
+        data = file.read(EVENT_BYTES)
+        if begin > self._place.position:
+            skipped = data.find(b"\n") + 1
+            begin, data = begin + skipped, data[skipped:]
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            self._take(data[:whole])
+            self._place.position = begin + whole
+            self._place.remember(file)
+
+    def _take(self, data: bytes) -> None:
+        for line in data.split(b"\n")[:-1]:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                self.rows.append({k: v[:LONGEST_EVENT] if isinstance(v, str) else v for k, v in row.items()})
+                self.rows.append({k: _short(v) for k, v in list(row.items())[:MOST_FIELDS] if _sound(k, v)})
                 self._seen += 1
         del self.rows[: -self.most]
+
+
+def _short(value: Any) -> Any:
+    """A value of an event as it can be shown."""
+    if isinstance(value, int | float) or value is None:
+        return value
+    return (value if isinstance(value, str) else json.dumps(value))[:LONGEST_EVENT]
+
+
+def _sound(key: str, value: Any) -> bool:
+    """Whether a field can be what it is called: a step is a whole number."""
+    return key != "step" or (isinstance(value, int) and 0 <= value < 1 << 53)
 
 
 def _locked(path: Path) -> bool:

@@ -41,11 +41,14 @@ def test_a_file_is_read_on_where_it_was_left(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(lines({"step": 1, "a": "x", "b": [1], "c": True}, {"step": 2, "a": None}) + "[1]\nnot json\n\n")
+    path.write_text(
+        lines({"step": 1, "a": "12", "b": [1, 2], "c": True}, {"step": 2, "b": [3, 4]}) + "[1]\nnot json\n\n"
+    )
     columns = Columns(path)
     columns.refresh()
     assert len(columns) == 2
     assert np.isnan(columns.values("a")).all()
+    assert np.isnan(columns.values("b")).tolist() == [True, True]
     assert columns.last(1) == [{"step": 2.0}]
     assert columns.latest("c") == 1
     assert math.isnan(columns.latest("never"))
@@ -112,3 +115,27 @@ def test_buckets_keep_the_extremes_and_the_mean(values: list[float | None], poin
     assert high.max() == there.max()
     assert ((low <= mean + 1e-6) & (mean <= high + 1e-6)).all()
     assert (np.diff(found["x"]) > 0).all()
+
+
+@pytest.mark.parametrize("length", [3 << 20, 9 << 20, 17 << 20])
+def test_a_very_long_line_does_not_hold_up_the_rest(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(lines({"step": 1}) + "\0" * length + "\n" + lines({"step": 2}, {"step": 3}))
+    columns, bites = Columns(path), 0
+    columns.refresh(1000)
+    while columns.behind and bites < 100:
+        columns.refresh(1000)
+        bites += 1
+    assert columns.values("step").tolist() == [1, 2, 3]
+    assert columns.row(2) == {"step": 3}
+    assert Columns.sampled(path, 1000).values("step").tolist() == [1, 2, 3]
+
+
+def test_of_too_many_names_those_that_are_shown_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(lines({f"a{i}": i for i in range(5000)} | {"step": 1, "reward/mean": 0.5}))
+    columns = Columns(path)
+    columns.refresh()
+    assert len(columns.columns) == 2000
+    assert columns.latest("reward/mean") == 0.5
+    assert columns.latest("step") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 from shown_runs import make_run
 
-from gspo.observe.dashboard.guard import HEADERS, Guard, Keys
+from gspo.observe.dashboard import answers
+from gspo.observe.dashboard.guard import HEADERS, Keys
 from gspo.observe.dashboard.server import application
 from gspo.observe.dashboard.watchlist import Watchlist
+from gspo.observe.report import page
 
 ROUTES = [
     "/", "/page/style.css", "/page/chart.js", "/page/tokens.js", "/page/app.js", "/api/setup", "/api/runs", "/api/runs/made",
@@ -74,6 +77,7 @@ def test_a_link_opens_one_browser(run: Path, serve: Callable[..., Any]) -> None:
     assert first.status == 303
     assert {"HttpOnly", "SameSite=Strict"} <= set(first.headers["set-cookie"].split("; "))
     assert served.ask(f"/?{key}").status == 401
+    assert served.ask(f"/?{key}", method="HEAD").status == 401
     assert served.ask(f"/?{served.next_link().partition('/?')[2]}").status == 303
 
 
@@ -113,7 +117,7 @@ def test_nothing_can_be_changed(served: Any, method: str, run: Path) -> None:
     "path",
     ["/api/runs/..", "/api/runs/%2e%2e/about", "/api/runs/%2e%2e%2fmade/about", "/api/runs//etc/passwd", "/api/runs/made%00/about",
      "/page/../server.py", "/page/%2e%2e%2fserver.py", "/page/index.html", "/api/runs/made/steps/../../about", "/api/runs/made/steps/-1", "/api/runs/made/steps/5/0/99",
-     "/api/runs/made/steps/99999999999999999999", "/api/runs/" + "x" * 3000, "/../../etc/passwd"],
+     "/api/runs/made/steps/99999999999999999999", "/api/runs/made/steps/" + "9" * 5000, "/api/runs/made/steps/5/0/" + "1" * 400, "/api/runs/" + "x" * 3000, "/../../etc/passwd"],
 )  # fmt: skip
 def test_an_address_names_only_what_is_watched(served: Any, path: str) -> None:
     """D6."""
@@ -121,7 +125,13 @@ def test_an_address_names_only_what_is_watched(served: Any, path: str) -> None:
 
 
 def test_bad_queries_are_named(served: Any) -> None:
-    for query, said in (("points=x", b"points"), ("points=0", b"points"), ("from=x", b"from"), ("points=²", b"points")):
+    for query, said in (
+        ("points=x", b"points"),
+        ("points=0", b"points"),
+        ("from=x", b"from"),
+        ("points=²", b"points"),
+        ("points=" + "0" * 20 + "1", b"points"),
+    ):
         answer = served.get(f"/api/runs/made?{query.replace('²', '%C2%B2')}")
         assert answer.status == 400
         assert said in answer.body
@@ -169,11 +179,13 @@ def test_secrets_do_not_leave(tmp_path: Path, serve: Callable[..., Any]) -> None
     assert "key=" not in Path(f"/proc/{served.process.pid}/cmdline").read_text()
 
 
-def test_an_exception_gives_a_number_not_a_traceback() -> None:
+def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D11."""
 
-    async def broken(*_: Any) -> None:
+    def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("gspo.observe.dashboard.answers.about", broken)
 
     sent: list[dict[str, Any]] = []
 
@@ -181,8 +193,8 @@ def test_an_exception_gives_a_number_not_a_traceback() -> None:
         sent.append(message)
 
     keys = Keys(print)
-    scope = {"type": "http", "path": "/", "query_string": b"", "headers": [(b"host", b"127.0.0.1:1"), (b"authorization", f"Bearer {keys.token}".encode())]}  # fmt: skip
-    asyncio.run(Guard(broken, keys, "c")(scope, None, send))
+    scope = {"type": "http", "method": "GET", "path": "/api/runs/made/about", "query_string": b"", "headers": [(b"host", b"127.0.0.1:1"), (b"authorization", f"Bearer {keys.token}".encode())]}  # fmt: skip
+    asyncio.run(application(Watchlist([run]), keys, cookie="c")(scope, None, send))
     assert sent[0]["status"] == 500
     assert b"secret detail" not in sent[1]["body"]
     assert re.search(rb"error [0-9a-f]{8}", sent[1]["body"])
@@ -204,7 +216,7 @@ def test_slow_and_many_connections_do_not_keep_others_out(served: Any) -> None:
     """D8: connections that never finish a request are ended, and a page still gets its answer."""
     served.get("/api/runs")
     hanging = []
-    for _ in range(150):
+    for _ in range(450):
         s = socket.create_connection(("127.0.0.1", served.port), timeout=30)
         s.sendall(b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
         hanging.append(s)
@@ -234,3 +246,50 @@ def test_a_taken_port_is_said_in_one_line(served: Any, run: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize("others", ['prefs={"a":1}; ', "foo bar[]=x; ", "a=b=c;;; =; ", 'q="unclosed; '])
+def test_cookies_of_other_programs_do_not_lock_the_user_out(served: Any, others: str) -> None:
+    """Browsers share cookies over all ports of a host."""
+    served.get("/")
+    assert served.ask("/api/runs", headers={"Cookie": others + served.cookie}).status == 200
+
+
+ODD_FILES = {
+    "config.toml": ['objective = "gspo"', "steps = 99999999999999999999999", "a = " + "[" * 5000, 'steps = "x"\n[learner]\nmini_batches = "4"'],
+    "events.jsonl": ['{"event": "\\ud800", "n": 99999999999999999999999, "step": 1e300}\n', "[" * 200_000 + "\n", '{"event": "alarm", "step": "x"}\n'],
+    "environment.json": ['{"a": "\\ud800", "n": 99999999999999999999999}', "[" * 200_000],
+    "metrics.jsonl": ['{"step": 1e300, "reward/mean": 1e308}\n', '{"eval/accuracy": 0.5, "step": 1}\n' * 3, '{"reward/mean": [1]}\n', '{"step": "a"}\n'],
+    "timings.jsonl": ['{"time/rollout_s": 1}\n' * 3, '{"step": 1}\n' * 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in ODD_FILES.items() for text in texts])
+def test_a_run_with_odd_files_is_shown_and_does_not_take_others_down(tmp_path: Path, name: str, text: str) -> None:
+    for run in ("odd", "good"):
+        make_run(tmp_path / run)
+    (tmp_path / "odd" / name).write_text(text)
+    watchlist = Watchlist([tmp_path / "good", tmp_path / "odd"])
+    states = {r["name"]: r["state"] for r in json.loads(answers.encode(answers.runs(watchlist)))["runs"]}
+    assert states["good"] == "finished"
+    assert states["odd"] != "unreadable"
+    for answer in (
+        answers.overview(watchlist.runs["odd"], {}),
+        answers.about(watchlist.runs["odd"]),
+        answers.step(watchlist.runs["odd"], 5, {}),
+    ):
+        answers.encode(answer)
+    assert page(watchlist)
+
+
+def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchlist = Watchlist([make_run(tmp_path / "good"), make_run(tmp_path / "bad")])
+
+    def broken() -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(watchlist.runs["bad"], "refresh", broken)
+    found = {r["name"]: r for r in answers.runs(watchlist)["runs"]}
+    assert found["good"]["state"] == "finished"
+    assert found["bad"]["state"] == "unreadable"
+    assert "odd" in found["bad"]["why"]

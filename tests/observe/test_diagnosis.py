@@ -10,12 +10,14 @@ import pytest
 from shown_runs import metrics, timings
 
 from gspo.objective.table import TABLE
-from gspo.observe.diagnosis import RULES, SEQUENCE_ROWS, WINDOW, Look, diagnose
+from gspo.objective.trust_region import Clip, MaskedWeight
+from gspo.observe.diagnosis import RULES, SEQUENCE_ROWS, TOKEN_ROWS, WINDOW, Look, diagnose
 
 
 def look(
     row: Callable[[int], dict[str, Any]] = metrics, *, steps: int = 2 * WINDOW, evaluations: list[dict[str, Any]] | None = None,
-    times: Callable[[int], dict[str, Any]] = timings, events: list[dict[str, Any]] | None = None, **settings: Any,
+    times: Callable[[int], dict[str, Any]] = timings, events: list[dict[str, Any]] | None = None,
+    state: str = "running", **settings: Any,
 ) -> Look:  # fmt: skip
     tree = {"objective": {"name": "gspo"}, "learner": {"mini_batches": 4}, "rollout": {"max_tokens": 64}}
     for key, value in settings.items():
@@ -23,7 +25,7 @@ def look(
         tree.setdefault(section, {})[name] = value
     return Look(
         rows=[row(s) for s in range(1, steps + 1)], evaluations=evaluations or [], timings=[times(s) for s in range(1, steps + 1)][-WINDOW:],
-        events=events or [], settings=tree,
+        events=events or [], settings=tree | {"steps": 100}, state=state,
     )  # fmt: skip
 
 
@@ -43,6 +45,7 @@ class Case:
 
 CASES = [
     Case("error", "bad", look(events=[{"event": "error", "error": "RewardError", "what": "broken"}]), look(events=[{"event": "error"}, {"event": "resume"}]), "RewardError: broken"),
+    Case("ended without a word", "bad", look(state="ended"), look(state="stopped"), "at step 40 of 100"),
     Case("alarm", "bad", look(events=[{"event": "alarm", "step": 38, "name": "repetition", "what": "try x"}]), look(events=[{"event": "alarm", "step": 3, "name": "repetition", "what": "old"}]), "step 38, repetition: try x"),
     Case("learning", "good", look(evaluations=[evaluation(0, 0.3), evaluation(40, 0.5)]), look(evaluations=[evaluation(0, 0.3), evaluation(40, 0.34)]), "from 30 % to 50 % at step 40"),
     Case("reward without accuracy", "bad", look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.4, 0.8)]), look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.56, 0.8)]), "rose from 0.5 to 0.8"),
@@ -92,7 +95,7 @@ def test_a_healthy_run_is_called_healthy() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_run_that_has_just_begun_is_not_judged(steps: int) -> None:
     bad = look(lambda s: metrics(s, groups__uniform_fraction=1.0, length__truncated_fraction=1.0), steps=steps)
-    assert {f.name for f in diagnose(bad)} <= {"no trouble"}
+    assert diagnose(bad) == []
 
 
 def test_the_gravest_comes_first() -> None:
@@ -114,3 +117,27 @@ def test_dynamic_sampling_is_not_advised_where_it_is_on() -> None:
 
 def test_rows_that_clip_whole_replies_are_those_of_the_table() -> None:
     assert set(SEQUENCE_ROWS) == {name for name, row in TABLE.items() if row.clips_sequences}
+    clipping = {name for name, row in TABLE.items() if isinstance(row.trust_region, Clip | MaskedWeight)}
+    assert set(TOKEN_ROWS) == clipping - set(SEQUENCE_ROWS)
+
+
+def test_a_token_row_that_clips_little_is_not_warned_about() -> None:
+    """A thousandth of the tokens is ordinary for GRPO; never is not."""
+    few, none = (look(lambda s, share=share: metrics(s, clip__fraction_tokens=share), objective__name="grpo") for share in (5e-4, 0.0))  # fmt: skip
+    assert "clip never fires" not in {f.name for f in diagnose(few)}
+    assert "clip never fires" in {f.name for f in diagnose(none)}
+
+
+def test_uniform_groups_without_verdicts_say_nothing_about_difficulty() -> None:
+    def row(step: int) -> dict[str, Any]:
+        return {k: v for k, v in metrics(step, groups__uniform_fraction=0.9).items() if k != "reward/correct_fraction"}
+
+    remedy = next(f.remedy for f in diagnose(look(row)) if f.name == "uniform groups")
+    assert "easier" not in remedy
+    assert "harder" not in remedy
+
+
+@pytest.mark.parametrize("settings", [{"objective": "gspo"}, {"learner": {"mini_batches": "4"}}, {"rollout": [1]}, {}])
+def test_settings_of_another_kind_are_no_error(settings: dict[str, Any]) -> None:
+    odd = Look(rows=[metrics(s) for s in range(1, 41)], evaluations=[], timings=[], events=[{"event": "alarm"}], settings=settings, state="ended")  # fmt: skip
+    diagnose(odd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shown_runs import HOSTILE, make_run, reply
+from shown_runs import HOSTILE, make_run, reply, write_lines
 
 from gspo.observe.report import write_report
 
@@ -182,8 +183,9 @@ def test_zoom_smoothing_and_logarithm_change_what_is_drawn(page: Any, serve: Cal
     page.get_by_role("button", name="show all steps").wait_for()
     drawn.append(page.locator(".chart svg path.line:not(.faint)").first.get_attribute("d"))
     assert len(set(drawn)) == 4
-    page.keyboard.press("Escape")
+    page.mouse.dblclick(box["x"] + 150, box["y"] + 60)
     page.get_by_role("button", name="show all steps").wait_for(state="hidden")
+    assert page.url.endswith("/")
 
 
 @pytest.mark.parametrize("width", [360, 1300])
@@ -224,3 +226,65 @@ def test_the_report_is_one_file_that_runs_nothing_foreign(page: Any, tmp_path: P
     assert "log p, old policy" in page.locator(".inspector").first.inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.locator("b").count() == 0
+
+
+def test_a_run_that_appears_later_is_shown_by_itself(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    opened(page, serve(tmp_path / "runs"))
+    page.wait_for_timeout(500)
+    make_run(tmp_path / "runs" / "late")
+    page.locator(".chart svg path.line").first.wait_for(state="attached", timeout=20_000)
+
+
+def test_a_constant_curve_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """Also one that differs in the last bit, where steps between ticks are lost to rounding."""
+    run = make_run(tmp_path / "made", steps=30)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    odd = {"entropy/mean": lambda s: 0.1 + 0.2 if s % 2 else 0.3, "length/mean": lambda s: 1e308 * (-1) ** s, "grad/norm": lambda s: 0, "kl/old_new": lambda s: 1e-300}  # fmt: skip
+    write_lines(run / "metrics.jsonl", [row | {k: v(row["step"]) for k, v in odd.items()} for row in rows])
+    began = time.monotonic()
+    opened(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.get_by_text("Are the gradients sound?").wait_for()
+    assert page.locator(".chart svg path.line").count() > 25
+    assert time.monotonic() - began < 10
+
+
+def test_a_bad_run_leaves_the_others_on_the_page(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """Two runs, one of which the server cannot answer for: the other's curves are drawn, and the page names the bad one."""
+    for name in ("bad", "good"):
+        make_run(tmp_path / "runs" / name)
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/api/runs/bad?*", lambda route: route.fulfill(status=500, body="error 1234"))
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.get_by_text("bad: error 1234").wait_for()
+    context.close()
+
+
+def test_the_readout_says_nothing_beyond_the_end_of_a_run(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "short", steps=5)
+    make_run(tmp_path / "runs" / "long", steps=40)
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.locator(".chart svg").first.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    said = page.locator(".chart .legend").first.inner_text()
+    assert "short: reward –" in said
+    assert "long: reward 0.69" in said
+
+
+def test_filters_stay_and_neighbours_follow_them(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", replies=records))
+    opened(page, served, "made/5")
+    page.get_by_label("show").select_option("clipped")
+    page.get_by_text("2 of 6 replies").wait_for()
+    page.locator("a.match").first.click()
+    page.get_by_role("heading", name="Reply 2 of 6").wait_for()
+    page.keyboard.press("j")
+    page.get_by_role("heading", name="Reply 5 of 6").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("2 of 6 replies").wait_for()

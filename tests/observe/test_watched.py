@@ -13,7 +13,7 @@ import pytest
 from shown_runs import make_run, metrics, reply, write_lines
 
 from gspo.observe.dashboard.watchlist import Watchlist
-from gspo.observe.redact import HIDDEN, redacted, redacted_settings, sounds_secret
+from gspo.observe.redact import HIDDEN, known_secrets, redacted, redacted_settings, sounds_secret
 from gspo.observe.replies import FILTERS, LARGEST, LONGEST, Replies
 from gspo.observe.watched import Watched
 
@@ -62,7 +62,7 @@ def test_curves_and_times_are_those_of_the_files(run: Path) -> None:
     assert found["curves"]["reward/mean"]["y"] == pytest.approx([0.3 + 0.01 * s for s in range(1, 13)])
     assert found["curves"]["eval/accuracy"] == {"x": [0], "y": [0.3]}
     assert found["phases"]["y"]["other"] == pytest.approx([0.05] * 12)
-    part = watched.curves(100, x="tokens/sampled", first=3, last=5)["curves"]["reward/mean"]["x"]
+    part = watched.curves(100, x="tokens/sampled", first=3000, last=5000)["curves"]["reward/mean"]["x"]
     assert part == [3000, 4000, 5000]
     assert watched.row_of(5)["time/learn_s"] == 0.4
     assert watched.row_of(99) == {}
@@ -218,14 +218,26 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh12345")
-    assert redacted("x hf_abcdefgh12345 y") == f"x {HIDDEN} y"
-    assert redacted("see https://user:pa55@host/x") == f"see https://{HIDDEN}@host/x"
-    tree = {"log": {"api_key": "k", "max_tokens": 5, "list": [{"password": "p"}]}, "empty_secret": ""}
-    assert redacted_settings(tree) == {"log": {"api_key": HIDDEN, "max_tokens": 5, "list": [{"password": HIDDEN}]}, "empty_secret": ""}  # fmt: skip
-    assert sounds_secret("WANDB_API_KEY")
-    assert not sounds_secret("rollout.max_tokens")
-    assert not sounds_secret("tokenizer")
+    monkeypatch.setenv("HF_TOKEN", 'hf_"abcdefgh\\12345')
+    assert redacted('x hf_"abcdefgh\\12345 y', known_secrets()) == f"x {HIDDEN} y"
+    assert (
+        redacted("see https://user:pa55@host/x?a=1&token=abc", []) == f"see https://{HIDDEN}@host/x?a=1&token={HIDDEN}"
+    )
+    tree = {
+        "log": {"api_key": "k", "max_tokens": 5, "list": [{"password": "p"}], "headers": {"X-Api-Key": "x", "Accept": "json"}},
+        "empty_secret": "", "api_keys": ["k1", "k2"], "secret": {"value": "v"}, "authToken": "t", "openai_key": "o",
+    }  # fmt: skip
+    assert redacted_settings(tree) == {
+        "log": {"api_key": HIDDEN, "max_tokens": 5, "list": [{"password": HIDDEN}], "headers": {"X-Api-Key": HIDDEN, "Accept": "json"}},
+        "empty_secret": "", "api_keys": [HIDDEN, HIDDEN], "secret": {"value": HIDDEN}, "authToken": HIDDEN, "openai_key": HIDDEN,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout.max_tokens", "tokenizer", "tokens", "objective.keep", "prompt_field", "micro_batch_tokens"]
+)
+def test_ordinary_settings_are_not_secret(name: str) -> None:
+    assert not sounds_secret(name)
 
 
 def test_long_runs_are_shown_before_they_were_read(tmp_path: Path) -> None:
@@ -259,3 +271,72 @@ def test_what_is_not_a_plain_file_is_not_opened(tmp_path: Path, kind: str) -> No
     assert len(watched.metrics) == len(watched.events) == 0
     assert watched.settings == watched.environment == {}
     assert replies.of(5) == []
+
+
+def test_every_setting_of_a_run_is_shown() -> None:
+    from gspo.config import help_texts
+
+    assert not [key for key, *_ in help_texts() if sounds_secret(key.rpartition(".")[2])]
+
+
+ODD = {
+    "token_ids": "abc", "reward": "1.0", "correct": "yes", "parts": [1], "logp_old": [[1]], "flipped_experts": [[1], 2],
+    "sequence_ratio": "1", "left_out": {"a": 1}, "prompt_id": 7, "advantage": [], "stop": None, "text": None, "sample": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_a_field_of_another_kind_is_no_error(tmp_path: Path, field: str) -> None:
+    run = make_run(tmp_path / "made", replies=[reply("p", 0, "x") | {field: ODD[field]}, reply("p", 1, "y")])
+    replies = Replies(run)
+    assert sum(len(g["replies"]) for g in replies.groups(5)) == 2
+    assert replies.reply(5, 0, 0) is not None
+    for only in FILTERS:
+        for order in ("advantage", "ratio", "length", "reward"):
+            replies.find(5, only=only, order=order)
+
+
+def test_neighbours_of_a_reply_cross_groups(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", replies=[*(reply("a", i, "x") for i in range(3)), reply("b", 0, "y")])
+    replies = Replies(run)
+    assert replies.reply(5, 1, 0)["previous"] == (0, 2)  # type: ignore[index]
+    assert replies.reply(5, 1, 0)["next"] is None  # type: ignore[index]
+    assert replies.reply(5, 0, 2)["next"] == (1, 0)  # type: ignore[index]
+
+
+def test_of_a_long_list_of_events_the_end_is_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    write_lines(run / "events.jsonl", [{"event": "e", "step": i, "what": "x" * 3000} for i in range(4000)])
+    watched = Watched(run)
+    watched.refresh()
+    assert watched.events[-1]["step"] == 3999
+    assert len(watched.events) == 500
+    assert len(watched.events[0]["what"]) == 1000
+    with (run / "events.jsonl").open("a") as out:
+        out.write(json.dumps({"event": "new", "step": "odd"}) + "\n" + "[" * 200_000 + "\n")
+    watched.refresh()
+    assert watched.events[-1] == {"event": "new"}
+
+
+def test_events_of_another_file_of_the_same_length_are_read_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    write_lines(run / "events.jsonl", [{"event": "a"}] * 3)
+    watched = Watched(run)
+    watched.refresh()
+    (run / "events.jsonl").unlink()
+    write_lines(run / "events.jsonl", [{"event": "b"}] * 3)
+    watched.refresh()
+    assert [e["event"] for e in watched.events] == ["b"] * 3
+
+
+@pytest.mark.parametrize("without", ["step", "time/step_s"])
+def test_files_without_a_step_or_a_time_are_no_error(tmp_path: Path, without: str) -> None:
+    run = make_run(tmp_path / "made")
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        write_lines(run / name, [{k: v for k, v in row.items() if k != without} for row in rows])
+    watched = Watched(run)
+    watched.refresh()
+    watched.curves(100)
+    watched.curves(100, x="tokens/sampled")
+    watched.findings()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
-from gspo.observe.diagnosis import SEQUENCE_ROWS
+from gspo.observe.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS
 from gspo.observe.panels import PANELS, PHASES
 from gspo.observe.redact import known_secrets, redacted
 from gspo.observe.replies import FILTERS, ORDERS
@@ -31,11 +31,18 @@ def encode(value: Any) -> bytes:
     """JSON without NaN and without known secrets."""
     import orjson
 
-    data = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    secrets = known_secrets()
-    if any(s.encode() in data for s in secrets) or (b"://" in data and b"@" in data):
-        data = redacted(data.decode(), secrets).encode()
-    return data
+    return orjson.dumps(_plain(value, known_secrets()))
+
+
+def _plain(value: Any, secrets: Sequence[str]) -> Any:
+    """The same with texts that can be shown and numbers that JSON holds."""
+    if isinstance(value, str):
+        return redacted(value.encode("utf-8", "replace").decode(), secrets)
+    if isinstance(value, Mapping):
+        return {str(_plain(str(k), secrets)): _plain(v, secrets) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, secrets) for v in value]
+    return float(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
 
 
 def page_setup() -> dict[str, Any]:
@@ -51,21 +58,28 @@ def page_setup() -> dict[str, Any]:
 def runs(watchlist: Watchlist) -> dict[str, Any]:
     """Every run with its state."""
     watchlist.scan()
-    return {"runs": [_line(name, shown) for name, shown in list(watchlist.runs.items())]}
+    return {"runs": [_line_or_why(name, shown) for name, shown in list(watchlist.runs.items())]}
+
+
+def _line_or_why(name: str, shown: Shown) -> dict[str, Any]:
+    """A run that cannot be read must not take the others down with it."""
+    try:
+        return _line(name, shown)
+    except Exception as error:
+        return {"name": name, "state": "unreadable", "why": f"{type(error).__name__}: {error}"[:300], "version": "", "step": 0, "steps": None, "pace_s": None}  # fmt: skip
 
 
 def _line(name: str, shown: Shown) -> dict[str, Any]:
     with shown.lock:
         shown.refresh()
         run = shown.run
-        settings = run.settings
+        steps = run.settings.get("steps")
         return {
             "name": name,
             "state": run.state,
             "version": run.version,
             "step": run.step,
-            "steps": settings.get("steps"),
-            "objective": settings.get("objective", {}).get("name"),
+            "steps": steps if isinstance(steps, int) else None,
             "pace_s": run.pace(),
         }
 
@@ -127,11 +141,12 @@ def reply(shown: Shown, number: int, group: int, sample: int) -> dict[str, Any]:
         found = shown.replies.reply(number, group, sample)
         if found is None:
             raise NotFoundError(f"step {number}, group {group}, reply {sample}")
-        row, settings = shown.run.row_of(number), shown.run.settings
+        row, look = shown.run.row_of(number), shown.run.look()
+    name = look.setting("objective", "name", "")
     return {
         **found,
         "step": number,
-        "clips_sequences": settings.get("objective", {}).get("name") in SEQUENCE_ROWS,
+        "range_of": "reply" if name in SEQUENCE_ROWS else "token" if name in TOKEN_ROWS else "",
         "clip_low": row.get("clip/low"),
         "clip_high": row.get("clip/high"),
     }
@@ -142,7 +157,7 @@ def reply(shown: Shown, number: int, group: int, sample: int) -> dict[str, Any]:
 
 def _whole(query: Mapping[str, str], key: str, otherwise: int) -> int:
     text = query.get(key, str(otherwise))
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= 1_000_000:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 6 and int(text)):
         raise BadQueryError(f"{key}: not a whole number above 0")
     return int(text)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ FILES = {
     "tokens.js": "text/javascript",
     "app.js": "text/javascript",
 }
-IDLE_S, ANSWER_S = 8.0, 30.0
-"""How long a connection may wait without a whole request, and an answer may take to be fetched."""
-MOST_CONNECTIONS = 400
+IDLE_S, CROWDED_S, ANSWER_S = 8.0, 2.0, 30.0
+"""How long a connection may wait without a whole request (also when there are many), and an answer may take to be fetched."""
+MOST_CONNECTIONS, CROWD = 800, 150
 
 
 def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], None] = print) -> int:
@@ -83,6 +85,11 @@ def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
                 return Response(f"not found: {error}\n", 404, media_type="text/plain")
             except answers.BadQueryError as error:
                 return Response(f"{error}\n", 400, media_type="text/plain")
+            except Exception as error:
+                # A number that is also in the terminal, never a traceback: what is in it is nobody's business elsewhere.
+                number = secrets.token_hex(4)
+                print(f"gspo watch: error {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                return Response(f"error {number}: see the terminal of gspo watch\n", 500, media_type="text/plain")
             etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
             if request.headers.get("if-none-match") == etag:
                 return Response(status_code=304, headers={"etag": etag})
@@ -99,7 +106,15 @@ def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
             return Response("not found\n", 404, media_type="text/plain")
         return Response((PAGE / name).read_bytes(), media_type=f"{FILES[name]}; charset=utf-8")
 
-    number = "{step:int}"
+    def number(request: Any, name: str) -> int:
+        text = request.path_params[name]
+        if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+            raise answers.NotFoundError(f"{name} {text[:20]!r}")
+        return int(text)
+
+    def reply(request: Any) -> Any:
+        return answers.reply(shown(request), *(number(request, name) for name in ("step", "group", "sample")))
+
     routes = [
         Route("/", index, methods=["GET"]),
         Route("/page/{name}", file, methods=["GET"]),
@@ -107,9 +122,9 @@ def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
         route("/api/runs", lambda _: answers.runs(watchlist)),
         route("/api/runs/{run}", lambda r: answers.overview(shown(r), r.query_params)),
         route("/api/runs/{run}/about", lambda r: answers.about(shown(r))),
-        route(f"/api/runs/{{run}}/steps/{number}", lambda r: answers.step(shown(r), r.path_params["step"], r.query_params)),
-        route(f"/api/runs/{{run}}/steps/{number}/{{group:int}}/{{sample:int}}", lambda r: answers.reply(shown(r), r.path_params["step"], r.path_params["group"], r.path_params["sample"])),
-    ]  # fmt: skip
+        route("/api/runs/{run}/steps/{step}", lambda r: answers.step(shown(r), number(r, "step"), r.query_params)),
+        route("/api/runs/{run}/steps/{step}/{group}/{sample}", reply),
+    ]
     return Guard(Starlette(routes=routes), keys, cookie)
 
 
@@ -121,7 +136,7 @@ def _protocol() -> Any:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._since, self._seen = self.loop.time(), (self.cycle, False)
-            self._look = self.loop.call_later(IDLE_S, self._check)
+            self._look = self.loop.call_later(CROWDED_S, self._check)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._look.cancel()
@@ -132,9 +147,10 @@ def _protocol() -> Any:
             busy = self.cycle is not None and not self.cycle.response_complete
             if (self.cycle, busy) != self._seen:
                 self._since, self._seen = self.loop.time(), (self.cycle, busy)
-            if self.loop.time() - self._since > (ANSWER_S if busy else IDLE_S) - 1:
+            idle = CROWDED_S if len(self.connections) > CROWD else IDLE_S
+            if self.loop.time() - self._since > (ANSWER_S if busy else idle) - 1:
                 self.transport.abort()
             else:
-                self._look = self.loop.call_later(3.0, self._check)
+                self._look = self.loop.call_later(1.0, self._check)
 
     return Impatient

@@ -47,6 +47,7 @@ class Shown:
         while self.run.partial:
             with self.lock:
                 self.run.refresh(BITE)
+                self._refreshed = time.monotonic()
             time.sleep(PAUSE_S)
 
 

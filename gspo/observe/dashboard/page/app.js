@@ -6,7 +6,7 @@ const POINTS = 400;
 const main = document.getElementById("main");
 const problem = document.getElementById("problem");
 const etags = new Map();
-const state = { setup: null, runs: [], shown: null, data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null };
+const state = { setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [], data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null };
 
 async function ask(path) {
   const known = etags.get(path);
@@ -40,15 +40,18 @@ function runWords(run) {
 function drawChips() {
   const nav = document.getElementById("runs");
   const focused = document.activeElement?.dataset?.run;
-  nav.replaceChildren(...state.runs.map((run) => {
+  // What is shown comes first, so that it is seen among many.
+  const sorted = [...state.runs].sort((a, b) => Number(state.shown.has(b.name)) - Number(state.shown.has(a.name)));
+  nav.replaceChildren(...sorted.map((run) => {
     const on = state.shown.has(run.name);
-    return node("button", { type: "button", class: `chip state-${run.state}`, "data-run": run.name, "aria-pressed": String(on), title: on ? "hide this run" : "show this run", onclick: () => toggle(run.name) },
+    return node("button", { type: "button", class: `chip state-${run.state}`, "data-run": run.name, "aria-pressed": String(on), title: run.why || (on ? "hide this run" : "show this run"), onclick: () => toggle(run.name) },
       node("span", { class: `dot f${colourOf(run.name)}` }), node("span", {}, run.name), node("span", { class: "soft state" }, runWords(run)));
   }));
   if (focused) [...nav.children].find((c) => c.dataset.run === focused)?.focus();
 }
 
 function toggle(name) {
+  state.chosen = true;
   if (state.shown.has(name) && state.shown.size > 1) state.shown.delete(name);
   else state.shown.add(name);
   drawChips();
@@ -60,29 +63,35 @@ function firstShown(runs) {
   return new Set((runs.length > 6 ? runs.slice(-1) : runs).map((r) => r.name));
 }
 
+let asking = false;
 async function refresh(force = false) {
-  if (document.hidden && !force) return;
+  if ((document.hidden || asking) && !force) return;
+  asking = true;
   try {
     const { runs } = await ask("/api/runs");
     const before = new Map(state.runs.map((r) => [r.name, r.version]));
     state.runs = runs;
-    state.shown = state.shown || firstShown(runs);
+    if (!state.chosen) state.shown = firstShown(runs);
     drawChips();
     if (state.view?.kind === "overview") {
       const stale = runs.filter((r) => state.shown.has(r.name) && (force || !state.data.has(r.name) || before.get(r.name) !== r.version));
-      await Promise.all(stale.map(async (r) => state.data.set(r.name, await ask(`${apiRun(r.name)}?${query()}`))));
+      const done = await Promise.allSettled(stale.map(async (r) => state.data.set(r.name, await ask(`${apiRun(r.name)}?${query()}`))));
       if (stale.length || force) drawOverview();
-      if (stale.some((r) => state.data.get(r.name).partial)) setTimeout(refresh, 500);
+      if (stale.some((r) => state.data.get(r.name)?.partial)) setTimeout(refresh, 500);
+      const failed = done.findIndex((d) => d.status === "rejected");
+      if (failed >= 0) throw done[failed].reason instanceof TypeError ? done[failed].reason : new Error(`${stale[failed].name}: ${done[failed].reason.message}`);
     }
     complain("");
   } catch (error) {
     complain(error instanceof TypeError ? "The server does not answer; trying again. Is 'gspo watch' still running?" : error.message);
+  } finally {
+    asking = false;
   }
 }
 
 function query() {
   const parts = new URLSearchParams({ points: POINTS, x: state.x });
-  if (state.first !== null && state.x === "step") { parts.set("from", Math.floor(state.first)); parts.set("to", Math.ceil(state.last)); }
+  if (state.first !== null) { parts.set("from", Math.floor(state.first)); parts.set("to", Math.ceil(state.last)); }
   return parts;
 }
 
@@ -91,13 +100,13 @@ function query() {
 function buildOverview() {
   const charts = state.setup.panels.map((panel) => new Chart(panel, {
     cursor: (x) => charts.forEach((c) => c.showCursor(x)),
-    open: (x) => openStep(x),
-    range: (first, last) => { if (state.x === "step") { Object.assign(state, { first, last }); refresh(true); } },
+    open: (x, run) => openStep(x, run),
+    range: (first, last) => { Object.assign(state, { first, last }); refresh(true); },
   }));
   const view = { kind: "overview", charts };
   view.findings = node("div", {});
   view.times = node("div", {});
-  view.events = node("div", {});
+  view.events = node("tbody", {});
   view.whole = node("button", { type: "button", hidden: true, onclick: () => { Object.assign(state, { first: null, last: null }); refresh(true); } }, "show all steps");
   view.partial = node("span", { class: "soft", hidden: true }, "a first look at a long run: some of its steps; the rest is being read …");
   const smooth = node("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, oninput: (e) => { state.smooth = Number(e.target.value); drawOverview(); } });
@@ -108,7 +117,7 @@ function buildOverview() {
     node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth), node("label", {}, "over ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
     node("section", { class: "card times" }, node("h2", {}, "Where does a step's time go?"), view.times),
-    node("section", { class: "card" }, node("h2", {}, "Events"), view.events),
+    node("section", { class: "card" }, node("h2", {}, "Events"), node("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" }, node("table", {}, view.events))),
     view.about = node("div", {}));
   state.view = view;
 }
@@ -125,36 +134,22 @@ function drawOverview() {
   view.findings.replaceChildren(...runs.map((r) => node("div", {}, runs.length > 1 ? node("p", { class: `f${r.colour}` }, r.name) : null, findingList(r.findings))));
   if (runs.every((r) => !r.findings.length)) view.findings.replaceChildren(node("p", { class: "soft" }, "No step has been written yet."));
   view.times.replaceChildren(...runs.filter((r) => r.phases.x.length).map((r) => drawTimes(state.setup.phases, r.phases, r.name)));
-  view.events.replaceChildren(eventTable(runs));
+  view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
-}
-
-function eventTable(runs) {
-  const rows = runs.flatMap((r) => r.events.map((e) => ({ run: r.name, ...e }))).sort((a, b) => String(b.time).localeCompare(String(a.time))).slice(0, 200);
-  const rest = (e) => Object.entries(e).filter(([k]) => !["time", "event", "step", "run"].includes(k)).map(([k, v]) => (k === "what" ? String(v) : `${k} ${typeof v === "object" ? JSON.stringify(v) : v}`)).join(", ");
-  return node("div", { class: "scroll", tabindex: 0 }, node("table", {}, node("tbody", {}, ...rows.map((e) => node("tr", { class: MARKS[e.event] || "" },
-    node("td", { class: "soft" }, String(e.time || "").replace("T", " ")), runs.length > 1 ? node("td", {}, e.run) : null, node("td", {}, e.event), node("td", {}, Number.isFinite(e.step) ? `step ${e.step}` : ""), node("td", {}, visible(rest(e))))))));
 }
 
 async function drawAbout(runs, view) {
   const made = await Promise.all(runs.map(async (r) => {
     const about = await ask(`${apiRun(r.name)}/about`);
-    const rows = (tree, prefix = "") => Object.entries(tree).flatMap(([k, v]) => (v && typeof v === "object" && !Array.isArray(v) ? rows(v, `${prefix}${k}.`) : [node("tr", {}, node("th", {}, prefix + k), node("td", {}, visible(String(Array.isArray(v) ? JSON.stringify(v) : v))))]));
+    const rows = (tree, prefix = "") => Object.entries(tree).flatMap(([k, v]) => (v && typeof v === "object" && !Array.isArray(v) ? rows(v, `${prefix}${k}.`) : [node("tr", {}, node("th", {}, prefix + k), node("td", {}, String(Array.isArray(v) ? JSON.stringify(v) : v)))]));
     return node("details", { class: "card" }, node("summary", {}, `Settings and machine of ${r.name}`), node("p", { class: "soft" }, about.path), node("table", {}, node("tbody", {}, ...rows({ ...about.settings, environment: about.environment }))));
   })).catch(() => []);
   view.about.replaceChildren(...made);
 }
 
-async function openStep(x) {
-  const run = state.runs.find((r) => state.shown.has(r.name));
-  if (!run || !Number.isFinite(x)) return;
-  try {
-    const { rollouts } = await ask(`${apiRun(run.name)}/about`);
-    if (!rollouts.length) { complain("This run has no replies to open (log.rollouts = false)."); return; }
-    const at = state.x === "step" ? x : stepAt(run.name, x);
-    location.hash = address(run.name, rollouts[nearest(rollouts, at)]);
-  } catch (error) { complain(error.message); }
+function openStep(x, name) {
+  if (Number.isFinite(x) && name) location.hash = address(name, Math.round(state.x === "step" ? x : stepAt(name, x)));
 }
 
 function stepAt(name, tokens) {
@@ -166,11 +161,11 @@ function stepAt(name, tokens) {
 // ---------------------------------------------------------------------------------------------- a step
 
 async function showStep(name, step) {
-  const filters = { text: "", only: "", order: "" };
+  const filters = state.filters;
   const list = node("div", {});
   const crumbs = node("nav", { class: "crumbs", "aria-label": "Where you are" });
-  const search = node("input", { type: "search", placeholder: "search prompts and replies", "aria-label": "search prompts and replies", oninput: (e) => { filters.text = e.target.value; later(draw); } });
-  const choose = (key, label, options) => node("label", {}, `${label} `, node("select", { onchange: (e) => { filters[key] = e.target.value; draw(); } }, node("option", { value: "" }, key === "only" ? "all replies" : "groups"), ...options.map(([value, text]) => node("option", { value }, text))));
+  const search = node("input", { type: "search", placeholder: "search prompts and replies", value: filters.text, "aria-label": "search prompts and replies", oninput: (e) => { filters.text = e.target.value; later(draw); } });
+  const choose = (key, label, options) => node("label", {}, `${label} `, node("select", { onchange: (e) => { filters[key] = e.target.value; draw(); } }, node("option", { value: "" }, key === "only" ? "all replies" : "groups"), ...options.map(([value, text]) => node("option", { value, selected: filters[key] === value }, text))));
   const numbers = node("p", { class: "soft" });
   main.replaceChildren(crumbs, numbers, node("div", { class: "controls" }, search, choose("only", "show", Object.entries(state.setup.filters)), choose("order", "sort by", state.setup.orders.map((o) => [o, o]))), node("section", { class: "card" }, list));
   state.view = { kind: "step", search };
@@ -182,6 +177,7 @@ async function showStep(name, step) {
     Object.assign(view, { previous: found.previous === null ? null : address(name, found.previous), next: found.next === null ? null : address(name, found.next), up: "#/" });
     crumbs.replaceChildren(node("a", { href: "#/" }, name), node("h1", {}, `Step ${step.toLocaleString("en")}`), ...links(view, "step"));
     numbers.textContent = stepWords(found.metrics);
+    state.matches = (found.matching?.replies || []).map((r) => address(name, step, r.group, r.number));
     list.replaceChildren(...(found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching)));
   };
   await draw();
@@ -198,12 +194,12 @@ function stepWords(row) {
 }
 
 function groupRows(name, step, groups) {
-  if (!groups.length) return [node("p", { class: "soft" }, "No replies were written for this step (log.rollouts = false, or the file is gone).")];
+  if (!groups.length) return [node("p", { class: "soft" }, "No replies were written for this step (log.rollouts = false, or the file is gone). Previous and next lead to steps that have some.")];
   return groups.map((g) => {
     const kind = g.discarded ? ["out", "discarded: all right or all wrong"] : g.uniform ? ["uniform", "uniform: teaches nothing"] : ["mixed", "mixed"];
     const judged = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
     return node("div", { class: "group" },
-      node("div", {}, node("div", { class: "prompt" }, visible(g.prompt)), node("span", { class: `tag ${kind[0]}` }, kind[1]), node("span", { class: "soft" }, `  ${judged}, ${g.prompt_id}`)),
+      node("div", {}, node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind[0]}` }, kind[1]), node("span", { class: "soft" }, `  ${judged}, ${g.prompt_id}`)),
       node("div", { class: "replies" }, ...g.replies.map((r, i) => node("a", { class: replyClass(r), href: address(name, step, g.group, i), title: replyWords(r), "aria-label": `reply ${i + 1}: ${replyWords(r)}` }, r.status === "unscored" ? "?" : format(r.reward)))));
   });
 }
@@ -211,7 +207,7 @@ function groupRows(name, step, groups) {
 function matchRows(name, step, matching) {
   const head = node("p", { class: "soft" }, `${matching.found} of ${matching.total} replies${matching.found > matching.replies.length ? `; the first ${matching.replies.length} are listed` : ""}`);
   return [head, ...matching.replies.map((r) => node("a", { class: "match", href: address(name, step, r.group, r.number) },
-    node("div", { class: "prompt soft" }, visible(r.prompt)), node("div", { class: "excerpt" }, visible(r.excerpt)), node("div", { class: "soft" }, replyWords(r) + (Number.isFinite(r.sequence_ratio) ? `, ratio ${r.sequence_ratio.toPrecision(5)}` : ""))))];
+    node("div", { class: "prompt soft" }, r.prompt), node("div", { class: "excerpt" }, r.excerpt), node("div", { class: "soft" }, replyWords(r) + (Number.isFinite(r.sequence_ratio) ? `, ratio ${r.sequence_ratio.toPrecision(5)}` : ""))))];
 }
 
 let waiting = null;
@@ -224,12 +220,11 @@ function later(action) {
 
 async function showReply(name, step, group, number) {
   const reply = await ask(`${apiRun(name)}/steps/${step}/${group}/${number}`);
-  const to = (offset) => {
-    if (number + offset >= 0 && number + offset < reply.replies) return address(name, step, group, number + offset);
-    const other = group + offset;
-    return other >= 0 && other < reply.groups ? address(name, step, other, 0) : null;
-  };
-  state.view = { kind: "reply", previous: to(-1), next: to(1), up: address(name, step) };
+  // Along the replies that were searched for, if this is one of them; else along all.
+  const at = state.matches.indexOf(address(name, step, group, number));
+  const place = (found) => (found ? address(name, step, ...found) : null);
+  const [previous, next] = at >= 0 ? [state.matches[at - 1] || null, state.matches[at + 1] || null] : [place(reply.previous), place(reply.next)];
+  state.view = { kind: "reply", previous, next, up: address(name, step) };
   main.replaceChildren(
     node("nav", { class: "crumbs", "aria-label": "Where you are" }, node("a", { href: "#/" }, name), node("a", { href: address(name, step) }, `step ${step.toLocaleString("en")}`), node("h1", {}, `Reply ${number + 1} of ${reply.replies} to ${reply.prompt_id}`), ...links(state.view, "reply")),
     replyView(reply));
@@ -238,10 +233,10 @@ async function showReply(name, step, group, number) {
 // ---------------------------------------------------------------------------------------------- moving about
 
 async function route() {
-  const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
-  const numbers = parts.slice(1).map(Number);
   window.scrollTo(0, 0);
   try {
+    const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+    const numbers = parts.slice(1).map(Number);
     if (parts.length === 2 && numbers.every(Number.isInteger)) await showStep(parts[0], numbers[0]);
     else if (parts.length === 4 && numbers.every(Number.isInteger)) await showReply(parts[0], ...numbers);
     else { buildOverview(); await refresh(true); }

@@ -6,13 +6,24 @@ const COLOURS = 7;
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
+// Characters that would hide, reorder or escape are shown by name.
+function visible(text) {
+  return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu, (c) => {
+    const code = c.codePointAt(0);
+    if (c === "\n") return "⏎\n";
+    if (c === "\t") return "⇥";
+    return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
+}
+
+// The one way to make an element; every text in it is only text, with nothing hidden.
 function node(name, attributes = {}, ...children) {
   const made = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : ["title", "aria-label"].includes(key) ? visible(String(value)) : value);
   }
-  made.append(...children.filter((c) => c !== null && c !== undefined));
+  made.append(...children.filter((c) => c !== null && c !== undefined).map((c) => (c instanceof Node ? c : visible(String(c)))));
   return made;
 }
 
@@ -39,11 +50,11 @@ function smoothed(values, amount) {
 
 function niceTicks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
+  if (!(raw > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
-  const ticks = [];
-  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) ticks.push(Math.abs(t) < step * 1e-9 ? 0 : t);
-  return ticks;
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw) || raw;
+  const first = Math.ceil(low / step);
+  return Array.from({ length: 40 }, (_, i) => (first + i) * step).filter((t) => t <= high + step * 1e-9);
 }
 
 class Axis {
@@ -67,6 +78,11 @@ class Axis {
   }
 }
 
+// Numbers near the largest there are would overflow on the way to a pixel.
+function drawable(value, log) {
+  return value !== null && value !== undefined && Math.abs(value) < 1e150 && (!log || value > 0);
+}
+
 function extent(lists) {
   let low = Infinity, high = -Infinity;
   for (const list of lists) for (const v of list) if (v !== null && Number.isFinite(v)) { if (v < low) low = v; if (v > high) high = v; }
@@ -74,7 +90,7 @@ function extent(lists) {
 }
 
 class Chart {
-  // panel: {title, what, form, log}. events: {cursor(x), open(x), range(first, last)}.
+  // panel: {title, what, form, log}. events: {cursor(x), open(x, run), range(first, last)}.
   constructor(panel, events = {}) {
     this.panel = panel;
     this.events = events;
@@ -91,7 +107,7 @@ class Chart {
     if (typeof ResizeObserver !== "undefined") new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  // series: [{label, colour, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}]; marks: [{x, kind, text}]; view: {smooth, first, last}.
+  // series: [{run, label, colour, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}]; marks: [{x, kind, text}]; view: {smooth, first, last}.
   update(series, marks, view) {
     Object.assign(this, { series, marks, view });
     const empty = this.panel.hide_zero && series.every((s) => s.y.every((v) => !v));
@@ -107,11 +123,12 @@ class Chart {
 
   axes() {
     const { width, height } = this.svg.getBoundingClientRect();
-    const keep = (v) => v !== null && (!this.log || v > 0);
+    const keep = (v) => drawable(v, this.log);
     let [x0, x1] = extent(this.series.map((s) => s.x));
     if (this.view.first !== undefined && this.view.first !== null) [x0, x1] = [this.view.first, this.view.last];
     let [y0, y1] = extent(this.series.flatMap((s) => [s.y, s.bandLow || [], s.bandHigh || []].map((l) => l.filter(keep))));
     if (y0 > y1) [y0, y1] = this.log ? [0.1, 1] : [0, 1];
+    if (y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1))) y0 = y1 = (y0 + y1) / 2;
     if (this.log) { if (y0 === y1) { y0 /= 2; y1 *= 2; } }
     else {
       if (this.panel.form === "share") y0 = Math.min(y0, 0);
@@ -124,7 +141,7 @@ class Chart {
   }
 
   draw() {
-    if (!this.series.length || this.root.hidden) return;
+    if (!this.series.length || this.root.hidden || this.busy) return;
     const axes = this.axes();
     if (axes.width < 50) return;
     this.scale = axes;
@@ -165,7 +182,7 @@ class Chart {
   }
 
   lines(s, x, y) {
-    const ok = (v) => v !== null && v !== undefined && (!this.log || v > 0);
+    const ok = (v) => drawable(v, this.log);
     const path = (values) => {
       let d = "", pen = "M";
       values.forEach((v, i) => {
@@ -193,6 +210,17 @@ class Chart {
     return made;
   }
 
+  // What a curve says at the cursor: its last point up to there; nothing where it has not begun or has ended.
+  valueAt(s, x) {
+    const gap = s.x.length > 1 ? (s.x[s.x.length - 1] - s.x[0]) / (s.x.length - 1) : 1;
+    if (!s.x.length || x < s.x[0] - gap / 2 || x > s.x[s.x.length - 1] + Math.max(gap, 0.5)) return "–";
+    let i = nearest(s.x, x);
+    if (s.x[i] > x + gap / 2 || (!s.smooth && s.x[i] > x)) i = Math.max(0, i - 1);
+    const form = this.panel.form, spread = s.low && s.low[i] !== s.high[i] ? ` (${format(s.low[i], form)} to ${format(s.high[i], form)})` : "";
+    const other = !s.smooth && s.x[i] !== x ? ` at ${Math.round(s.x[i]).toLocaleString("en")}` : "";
+    return format(s.y[i], form) + spread + other;
+  }
+
   // The readout: values of all curves at the cursor, or their last ones.
   showCursor(x) {
     this.cursor = x;
@@ -202,10 +230,9 @@ class Chart {
       if (inside) { const at = this.scale.x.at(x); this.cursorLine.setAttribute("x1", at); this.cursorLine.setAttribute("x2", at); }
     }
     const keys = this.series.map((s) => {
-      const i = x === null ? s.x.length - 1 : nearest(s.x, x);
       const line = node("svg:svg", { "aria-hidden": "true" }, node("svg:line", { class: `line s${s.colour % COLOURS}`, x1: 0, x2: 24, y1: 5, y2: 5, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null }));
-      const spread = s.low && s.low[i] !== s.high[i] ? ` (${format(s.low[i], this.panel.form)} to ${format(s.high[i], this.panel.form)})` : "";
-      return node("span", { class: "key" }, line, `${s.label} ${format(s.y[i], this.panel.form)}${spread}`);
+      const said = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
+      return node("span", { class: "key" }, line, `${s.label} ${said}`);
     });
     const where = x === null ? [] : [node("span", { class: "soft" }, `${this.view.unit || "step"} ${Math.round(x).toLocaleString("en")}`)];
     this.legend.replaceChildren(...where, ...keys);
@@ -221,6 +248,12 @@ class Chart {
       const box = this.svg.getBoundingClientRect();
       return Math.min(Math.max(event.clientX - box.left, MARGIN.left), box.width - MARGIN.right);
     };
+    // The run whose curve is nearest to the pointer.
+    const runAt = (event, x) => {
+      const y = event.clientY - this.svg.getBoundingClientRect().top;
+      const away = (s) => { const v = s.y[nearest(s.x, x)]; return v === null || (this.log && v <= 0) || x > s.x[s.x.length - 1] ? Infinity : Math.abs(this.scale.y.at(v) - y); };
+      return this.series.reduce((a, b) => (away(b) < away(a) ? b : a)).run;
+    };
     const snapped = (pixel) => { const xs = this.points(); return xs[nearest(xs, this.scale.x.back(pixel))]; };
     this.svg.addEventListener("pointermove", (event) => {
       if (!this.scale || !this.series.length) return;
@@ -233,16 +266,20 @@ class Chart {
       this.move(snapped(at));
     });
     this.svg.addEventListener("pointerleave", () => { if (begun === null) this.move(null); });
-    this.svg.addEventListener("pointerdown", (event) => { if (event.button === 0) { begun = place(event); this.svg.setPointerCapture(event.pointerId); } });
+    this.svg.addEventListener("pointerdown", (event) => { if (event.button === 0) { begun = place(event); this.busy = true; this.svg.setPointerCapture(event.pointerId); } });
     this.svg.addEventListener("pointerup", (event) => {
       if (begun === null || !this.scale) return;
       const at = place(event), from = begun;
       begun = null;
+      this.busy = false;
+      this.selection.setAttribute("visibility", "hidden");
+      clearTimeout(this.opening);
       if (Math.abs(at - from) > 5) this.events.range?.(this.scale.x.back(Math.min(at, from)), this.scale.x.back(Math.max(at, from)));
-      else this.events.open?.(snapped(at));
+      // A second click within this time is a double click, which shows all instead.
+      else { const x = snapped(at), run = runAt(event, x); this.opening = setTimeout(() => this.events.open?.(x, run), 250); }
     });
-    this.svg.addEventListener("pointercancel", () => { begun = null; });
-    this.svg.addEventListener("dblclick", () => this.events.range?.(null, null));
+    this.svg.addEventListener("pointercancel", () => { begun = null; this.busy = false; });
+    this.svg.addEventListener("dblclick", () => { clearTimeout(this.opening); this.events.range?.(null, null); });
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -254,7 +291,7 @@ class Chart {
     else if (event.key === "ArrowRight") at += this.cursor === null ? 0 : step;
     else if (event.key === "Home") at = 0;
     else if (event.key === "End") at = xs.length - 1;
-    else if (event.key === "Enter" && this.cursor !== null) { this.events.open?.(this.cursor); event.preventDefault(); return; }
+    else if (event.key === "Enter" && this.cursor !== null) { this.events.open?.(this.cursor, this.series[0].run); event.preventDefault(); return; }
     else return;
     event.preventDefault();
     this.move(xs[Math.min(xs.length - 1, Math.max(0, at))]);
@@ -308,7 +345,7 @@ function seriesOf(panel, runs) {
     const [low, high] = (curve.band || []).map((key) => run.curves[key]?.y);
     const banded = low && high && low.length === found.y.length;
     return [{
-      label: several ? `${run.name}: ${curve.label}` : curve.label,
+      run: run.name, label: several ? `${run.name}: ${curve.label}` : curve.label,
       colour: several ? run.colour : number, dash: several ? number : 0,
       smooth: curve.every_step, ...found, bandLow: banded ? low : null, bandHigh: banded ? high : null,
     }];
@@ -319,6 +356,13 @@ const MARKS = { alarm: "alarm", error: "error", "skipped update": "skip", "out o
 
 function marksOf(events) {
   return events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300).map((e) => ({ x: e.step, kind: MARKS[e.event], text: `${e.event} ${e.name || ""} ${e.what || e.why || ""}`.trim() }));
+}
+
+function eventTable(runs, most = 200) {
+  const rows = runs.flatMap((r) => r.events.map((e) => ({ run: r.name, ...e }))).sort((a, b) => String(b.time).localeCompare(String(a.time))).slice(0, most);
+  const rest = (e) => Object.entries(e).filter(([k, v]) => v !== null && !["time", "event", "step", "run"].includes(k)).map(([k, v]) => (k === "what" ? String(v) : `${k} ${v}`)).join(", ");
+  return rows.map((e) => node("tr", { class: MARKS[e.event] || "" },
+    node("td", { class: "soft" }, String(e.time || "").replace("T", " ")), runs.length > 1 ? node("td", {}, e.run) : null, node("td", {}, e.event), node("td", {}, Number.isFinite(e.step) ? `step ${e.step}` : ""), node("td", {}, rest(e))));
 }
 
 function findingList(findings) {

@@ -25,6 +25,7 @@ function buildReport() {
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
     node("section", { class: "card times" }, node("h2", {}, "Where does a step's time go?"), ...runs.filter((r) => r.phases.x.length).map((r) => drawTimes(report.setup.phases, r.phases, r.name))),
     telling.length ? node("h2", {}, "Telling replies") : null, ...telling,
+    node("details", { class: "card" }, node("summary", {}, "Events"), node("table", {}, node("tbody", {}, ...eventTable(runs)))),
   ].filter(Boolean));
   draw();
 }

@@ -12,16 +12,6 @@ function difference(a, b, i) {
   return a && b && Number.isFinite(a[i]) && Number.isFinite(b[i]) ? a[i] - b[i] : null;
 }
 
-// Characters that would hide, reorder or escape are shown by name.
-function visible(text) {
-  return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/gu, (c) => {
-    const code = c.codePointAt(0);
-    if (c === "\n") return "⏎\n";
-    if (c === "\t") return "⇥";
-    return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
-  });
-}
-
 function replyClass(reply) {
   const classes = ["reply"];
   if (reply.status === "unscored") classes.push("unscored");
@@ -48,19 +38,20 @@ function clipSentence(reply) {
   const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = reply;
   if (!reply.trained) return `It was not learned from: ${reply.left_out || "unknown"}.`;
   if (!Number.isFinite(ratio)) return "";
-  const moved = `Its sequence ratio is ${ratio.toPrecision(6)}`;
-  if (low === null || low === undefined) return `${moved}; the objective has no clip range.`;
-  const way = advantage > 0 ? "better than its group, so it is pushed up" : advantage < 0 ? "worse than its group, so it is pushed down" : "like its group: its advantage is 0, so it has no gradient";
-  const side = share > 0 ? (advantage > 0 ? "above the range" : "below the range") : "";
-  const whole = share === 1 ? `It was clipped ${side}: no gradient.` : share > 0 ? `${format(share, "share")} of its tokens were clipped ${side}.` : "It was not clipped.";
-  return `${moved}, the range ${reply.clips_sequences ? "" : "for each token's ratio "}${(1 - low).toPrecision(6)} to ${(1 + high).toPrecision(6)}. The reply is ${way}. ${whole}`;
+  const moved = `Its sequence ratio is ${ratio.toPrecision(6)}.`;
+  const way = advantage > 0 ? "It is better than its group, so it is pushed up." : advantage < 0 ? "It is worse than its group, so it is pushed down." : "Its advantage is 0, so it has no gradient.";
+  if (!Number.isFinite(low)) return `${moved} ${way}${share > 0 ? ` The trust region acted on ${format(share, "share")} of its tokens.` : ""}`;
+  const side = ratio > 1 + high ? " above the range" : ratio < 1 - low ? " below the range" : "";
+  const whole = share === 1 ? `It was clipped${reply.range_of === "reply" ? side : ""}: no gradient.` : share > 0 ? `${format(share, "share")} of its tokens were clipped.` : "It was not clipped.";
+  const range = { reply: `The range for it is ${(1 - low).toPrecision(6)} to ${(1 + high).toPrecision(6)}.`, token: `The range for each token's ratio is ${(1 - low).toPrecision(4)} to ${(1 + high).toPrecision(4)}.` }[reply.range_of] || "";
+  return `${moved} ${range} ${way} ${whole}`;
 }
 
 function gauge(reply) {
   const { sequence_ratio: ratio, clip_low: low, clip_high: high } = reply;
-  if (!reply.clips_sequences || !Number.isFinite(ratio) || !Number.isFinite(low) || !Number.isFinite(high)) return null;
+  if (reply.range_of !== "reply" || !Number.isFinite(ratio) || !Number.isFinite(low) || !Number.isFinite(high)) return null;
   const reach = 1.25 * Math.max(low, high, Math.abs(ratio - 1)), W = 320, at = (v) => W / 2 + ((v - 1) / reach) * (W / 2 - 8);
-  const out = ratio < 1 - low || ratio > 1 + high;
+  const out = reply.clipped_fraction > 0;
   const text = (x, label, anchor = "middle") => node("svg:text", { class: "tick", x, y: 50, "text-anchor": anchor }, label);
   return node("svg:svg", { class: "gauge", viewBox: `0 0 ${W} 56`, role: "img", "aria-label": clipSentence(reply) },
     node("svg:rect", { class: "range", x: at(1 - low), width: Math.max(1, at(1 + high) - at(1 - low)), y: 8, height: 24 }),
@@ -88,7 +79,7 @@ class TokenView {
 
   piece(i) {
     const text = this.reply.pieces ? this.reply.pieces[i] : `[${this.reply.tokens[i]}]`;
-    return visible(text) || "·";
+    return text || "·";
   }
 
   chooser() {
@@ -157,7 +148,7 @@ function factTable(reply) {
 
 function replyView(reply) {
   const view = new TokenView(reply);
-  const prompt = node("p", { class: "text", dir: "auto" }, visible(reply.prompt || ""));
+  const prompt = node("p", { class: "text", dir: "auto" }, reply.prompt || "");
   const cut = reply.cut ? node("p", { class: "soft" }, `${reply.cut.toLocaleString("en")} more tokens are not shown.`) : null;
   return node("div", { class: "sides" },
     node("div", {},
