@@ -88,7 +88,7 @@ def sweep(swept: Swept) -> Figure:
     clipped.yaxis.set_major_formatter(_PERCENT)
     norm.plot(x, [p.grad_norm for p in swept.points], color=COLOURS[2], **look)
     norm.set(ylabel="gradient norm")
-    norm.set_ylim(bottom=0)
+    norm.set_ylim(0, 1.1 * max(p.grad_norm for p in swept.points) or 1.0)
     cosine.plot(x, [math.nan if p.cosine is None else p.cosine for p in swept.points], color=COLOURS[3], **look)
     cosine.set(ylabel="cosine with the run's gradient")
     cosine.ticklabel_format(axis="y", useOffset=False)

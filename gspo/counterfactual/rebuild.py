@@ -17,7 +17,7 @@ from gspo.config import ModelConfig
 from gspo.counterfactual.agreement import Agreement, agreement
 from gspo.counterfactual.records import Recorded, read_step
 from gspo.counterfactual.source import Source
-from gspo.errors import CheckpointError, ConfigError, MemoryLimitError
+from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from gspo.policy import checkpoint
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import load_policy, load_tokenizer
@@ -28,6 +28,8 @@ from gspo.train import run_auto_clip, run_objective
 
 Look = Callable[[Learner, Recorded, Batch, int], None]
 """Called before every optimiser step of the replayed step."""
+
+NO_REFERENCE = "the run has kept no reference model (checkpoint.keep = 0 keeps the one it began with)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +78,19 @@ def _learn(source: Source, learner: Learner, recorded: Recorded, step: int, look
 
 
 def _recorded(source: Source, step: int, learner: Learner) -> Recorded:
-    config = source.config
-    return read_step(
-        source.rollouts(step),
+    config, file = source.config, source.rollouts(step)
+    recorded = read_step(
+        file,
         learner.policy.tokenizer,
         chat=config.data.chat,
         keep=learner.objective.keep,
         routes=config.routing.replay == "sampler",
     )
+    known = learner.policy.model.get_input_embeddings().weight.shape[0]
+    ids = [i for g in recorded.gathered.sampled for c in g.completions for i in c.token_ids]
+    if not all(0 <= i < known for i in ids):
+        raise DataError(f"{file}: holds tokens that the model does not have; the file is damaged, or the checkpoint is of another model")  # fmt: skip
+    return recorded
 
 
 def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.TrainerState, Learner]:
@@ -110,19 +117,23 @@ def kept_model(config: ModelConfig, path: Path, device: str | None) -> ModelConf
     return dataclasses.replace(config, path=str(path), build="", build_options={}, device=device or config.device)
 
 
-def load_reference(source: Source, device: str | None) -> tuple[Any, str]:
-    """The policy as RL found it, or None and why it cannot be had."""
+def reference_model(source: Source, device: str | None) -> ModelConfig | None:
+    """Where the policy is as RL found it; None: the run has not kept it."""
     config, kept = source.config.model, source.path / "reference"
-    fresh = not source.config.cold_start.steps
     if kept.is_dir():
         config = kept_model(config, kept, device)
     elif 0 in source.checkpoints:
         config = kept_model(config, source.checkpoints[0], device)
-    elif fresh and not config.build:
-        config = dataclasses.replace(config, device=device or config.device)
-    else:
-        return None, "the run has kept no reference model (checkpoint.keep = 0 keeps the one it began with)"
-    config = dataclasses.replace(config, gradient_checkpointing=False)
+    elif config.build or source.config.cold_start.steps:
+        return None
+    return dataclasses.replace(config, device=device or config.device, gradient_checkpointing=False)
+
+
+def load_reference(source: Source, device: str | None) -> tuple[Any, str]:
+    """The policy as RL found it, or None and why it cannot be had."""
+    config = reference_model(source, device)
+    if config is None:
+        return None, NO_REFERENCE
     try:
         model = load_policy(config, load_tokenizer(config), seed=source.config.seed).model
     except ConfigError as error:

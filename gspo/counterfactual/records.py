@@ -40,10 +40,12 @@ class Recorded:
 
 def read_step(file: Path, tokenizer: Any, *, chat: Chat, keep: str, routes: bool) -> Recorded:
     """Read a step; `keep` is the objective's rule for groups, `routes`: learning needs the sampler's experts."""
-    lines = _lines(file)
-    groups = _by_group(lines)
-    ids = token_ids_of([members[0]["prompt"] for members in groups], tokenizer, chat=chat)
-    made = [_group(file, members, prompt, routes) for members, prompt in zip(groups, ids, strict=True)]
+    groups = _by_group(_lines(file))
+    try:
+        ids = token_ids_of([members[0]["prompt"] for members in groups], tokenizer, chat=chat)
+        made = [_group(file, members, prompt, routes) for members, prompt in zip(groups, ids, strict=True)]
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+        raise error if isinstance(error, DataError) else DataError(f"{file}: holds what no run writes ({type(error).__name__}: {error}); the file is damaged, replay another step") from None  # fmt: skip
     gathered = Gathered(
         groups=tuple(g for g in made if keep == "all" or g.mixed),
         discarded=tuple(g for g in made if not (keep == "all" or g.mixed)),
@@ -76,6 +78,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
             missing += [key for key in ("logp_old", "logp_new") if key not in record]
         if missing:
             raise DataError(f"{file}: line {number}: no {missing[0]}, which a replay needs; the run was made by another version")  # fmt: skip
+        if len(record["logp_sampler"]) != len(record["token_ids"]):
+            raise DataError(f"{file}: line {number}: {len(record['token_ids'])} tokens, but {len(record['logp_sampler'])} log-probabilities; the file is damaged, replay another step")  # fmt: skip
         found.append(record)
     if not found:
         raise DataError(f"{file}: holds no replies; replay another step")

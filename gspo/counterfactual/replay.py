@@ -6,6 +6,7 @@ In: a `Request`, as the command line gives it. Out: an exit code, a table on the
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from gspo.counterfactual.agreement import Agreement
 from gspo.counterfactual.candidates import ALL, Candidate, LeftOut, candidates, without_reference
 from gspo.counterfactual.numbers import Numbers, look
-from gspo.counterfactual.rebuild import load_reference, rebuild
+from gspo.counterfactual.rebuild import NO_REFERENCE, load_reference, rebuild, reference_model
 from gspo.counterfactual.records import Recorded
 from gspo.counterfactual.source import Source, open_run
 from gspo.counterfactual.sweep import Sweep, needs_reference, parse_sweep, swept
@@ -68,9 +69,12 @@ def replay(request: Request) -> int:
     from gspo.counterfactual.report import as_text, write
 
     found = compute(request)
-    out = _out(request, found)
     print(as_text(found))
-    page = write(out, found)
+    out = Path(request.out or _default_out(found.run, found.step))
+    try:
+        page = write(out, found)
+    except OSError as error:
+        raise ConfigError(f"-o: {out}: {error.strerror}; choose another") from None
     print(f"\nPage:     {page}\nNumbers:  {out / 'replay.json'}")
     return 0
 
@@ -101,11 +105,17 @@ def _check(source: Source, request: Request, sweeps: Sequence[Sweep]) -> None:
     """Refuse what cannot work before anything is loaded."""
     objective = run_objective(source.config)
     candidates(source.config, objective, request.objectives)
-    for sweep in sweeps:
-        swept(objective, sweep)
-    out = Path(request.out).resolve() if request.out else None
-    if out and (out == source.path.resolve() or source.path.resolve() in out.parents):
-        raise ConfigError(f"-o: {request.out} is inside the run directory, which a replay only reads; choose another")
+    for number, sweep in enumerate(sweeps):
+        if sweep.setting in [s.setting for s in sweeps[:number]]:
+            raise ConfigError(f"--sweep: {sweep.setting} is there twice; give each setting once")
+        if needs_reference(swept(objective, sweep)) and reference_model(source, request.device) is None:
+            raise ConfigError(f"--sweep {sweep.setting}: {NO_REFERENCE}")
+    out, run = Path(request.out or _default_out(source.path, 0)).resolve(), source.path.resolve()
+    if out == run or run in out.parents:
+        raise ConfigError(f"-o: {out} is inside the run directory, which a replay only reads; choose another")
+    there = next(p for p in (out, *out.parents) if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"-o: {out}: cannot write in {there}; choose another")
 
 
 class _Watcher:
@@ -140,13 +150,8 @@ class _Watcher:
         return found if reference is not None else without_reference(found, why), reference
 
 
-def _out(request: Request, found: Replay) -> Path:
-    out = Path(request.out or f"runs/replay-{found.run.resolve().name}-{found.step:06d}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"-o: {out}: cannot make the directory: {error.strerror}; choose another") from None
-    return out
+def _default_out(run: Path, step: int) -> str:
+    return f"runs/replay-{run.resolve().name}-{step:06d}"
 
 
 def _say(text: str) -> None:

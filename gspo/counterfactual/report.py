@@ -116,7 +116,7 @@ def _wrapped(text: str, first: str = "") -> str:
 def write(out: Path, replay: Replay) -> Path:
     """Write the folder; the page's path."""
     folder = out / "figures"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     replace_text(out / "replay.json", json.dumps(as_data(replay), indent=1, allow_nan=False) + "\n")
     replace_text(out / "replay.html", page(replay, draw(folder, replay)))
     return out / "replay.html"

@@ -8,6 +8,8 @@ from gspo.counterfactual.replay import Replay
 
 ALIKE = 0.99
 """Gradients with this cosine or more are called alike."""
+HALF = 0.5
+"""Share of clipped tokens that is worth a word."""
 
 
 def agreement(replay: Replay) -> tuple[str, bool]:
@@ -68,14 +70,15 @@ def _least(numbers: Numbers) -> str:
 
 
 def _clipping(numbers: Numbers) -> list[str]:
-    told = [
-        f"{r.label} clips {share(r.clipped_replies.share)} of its replies; what is left weighs as much as {plain(r.effective_replies)} equal replies of {r.replies}."
+    hard = [
+        f"{r.label} ({share(r.clipped_tokens.share)}; the rest weighs as much as {plain(r.effective_replies)} equal replies of {r.replies})"
         for r in numbers.rows
-        if r.clipped_replies.share >= 0.5
+        if r.clipped_tokens.share >= HALF
     ]
+    told = [f"Half or more of the tokens are clipped by {listed(hard)}."] if hard else []
     silent = [r.label for r in numbers.rows if not r.grad_norm]
     if silent:
-        told.append(f"{listed(silent)}: the gradient is 0, nothing would be learned from this mini-batch.")
+        told.append(f"The gradient of {listed(silent)} is 0: nothing would be learned from this mini-batch.")
     return told
 
 

@@ -16,6 +16,10 @@ from gspo.train import train
 REWARD = """
 def spaces(prompts, completions, **columns):
     return [0.4 * (len(c) % 3) + 0.5 * c.count(" ") for c in completions]
+
+
+def flat(prompts, completions, **columns):
+    return [0.5 for c in completions]
 """
 
 

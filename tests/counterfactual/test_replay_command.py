@@ -77,6 +77,16 @@ def test_the_numbers_are_written(written: tuple[Path, str, bool], run: Path) -> 
         )
 
 
+def test_every_key_of_the_numbers_is_documented(written: tuple[Path, str, bool]) -> None:
+    data = json.loads((written[0] / "replay.json").read_text())
+    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    section = text[text.index("## replay.json") : text.index("## Reading it")]
+    first = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", section, re.MULTILINE)
+    assert {key.strip("`") for cell in first for key in cell.split(", ")} == set(data)
+    for key in (*data["rows"][0], *data["sweeps"][0], *data["sweeps"][0]["points"][0], *data["replies"][0], *data["agreements"][0]):  # fmt: skip
+        assert f"`{key}`" in section, key
+
+
 def test_the_page_needs_nothing_and_runs_nothing(written: tuple[Path, str, bool]) -> None:
     page = Tags((written[0] / "replay.html").read_text())
     assert {"h1", "table", "img", "figure"} <= page.tags
@@ -97,6 +107,7 @@ def test_a_page_escapes_what_it_shows(run: Path, tmp_path: Path) -> None:
 
 def test_without_a_step_the_last_one_is_replayed_and_the_first_mini_batch_clips_nothing(run: Path) -> None:
     found = compute(Request(run=str(run), mini_batch=1, objectives="grpo,gspo"))
+    assert found == compute(Request(run=str(run), mini_batch=1, objectives="grpo,gspo")), "twice the same"
     assert (found.step, found.start) == (3, 2)
     assert found.numbers.token_log_std == 0
     assert all(row.clipped_tokens.share == 0 for row in found.numbers.rows)
@@ -137,7 +148,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a sweep of a setting of another row": (["--sweep", "tau_pos=1..2"], "gspo has no setting 'tau_pos'"),
     "a sweep with no number": (["--sweep", "clip_high=a..b"], "'a' is no number"),
     "a sweep with one point": (["--sweep", "clip_high=1e-3..1e-2:1"], "the count must be from 2"),
+    "a sweep given twice": (["--sweep", "kl=1e-3..1e-2", "--sweep", "kl=1..2"], "kl is there twice"),
+    "a sweep that a setting cannot take": (["--sweep", "dual_clip=0.5..3"], "dual_clip: must be above 1"),
     "a mini-batch that is not there": (["--mini-batch", "4", "--objectives", "grpo"], "step 3 has 3 mini-batches, not 4"),
+    "a folder that cannot be made": (["-o", f"{__file__}/replay"], "test_replay_command.py; choose another"),
     "a device that is not there": (["--device", "tpu"], "model.device"),
 }  # fmt: skip
 
@@ -176,6 +190,24 @@ def test_a_run_that_did_not_keep_its_replies(tmp_path: Path, capsys: Any) -> Non
     run = make_run(tmp_path, "steps=1", "log.rollouts=false")
     assert main(["replay", str(run)]) == 1
     assert "log.rollouts was false" in capsys.readouterr().err
+
+
+def test_a_batch_that_teaches_nothing(tmp_path: Path) -> None:
+    """Every reply is worth the same: the gradients are 0, cosines are not there, and both are said."""
+    run = make_run(tmp_path, "steps=1", f"reward.functions={tmp_path}/spaces.py:flat")
+    out = tmp_path / "out"
+    assert main(["replay", str(run), "--sweep", "clip_high=1e-3..1:2", "-o", str(out)]) == 0
+    data = json.loads((out / "replay.json").read_text())
+    own, dapo = data["rows"][0], next(row for row in data["rows"] if row["label"] == "dapo")
+    assert (own["grad_norm"], own["cosine"], own["effective_replies"]) == (0, None, 0)
+    assert (dapo["replies"], dapo["loss"]) == (0, 0)
+    assert any("is 0: nothing would be learned" in text for text in data["reading"])
+
+
+def test_a_step_that_learned_nothing_is_refused_and_passed_over_on_the_way(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path, "steps=1", "objective.name=dapo", "reward.correct_above=100")
+    assert main(["replay", str(run)]) == 1
+    assert "step 1 had no reply to learn from" in capsys.readouterr().err
 
 
 def test_ranges() -> None:

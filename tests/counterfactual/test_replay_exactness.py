@@ -136,3 +136,24 @@ def test_damaged_records_are_named(run: Path, tmp_path: Path, text: str, message
     (copy / "rollouts" / "000003.jsonl").write_text(text)
     with pytest.raises(DataError, match=message):
         rebuilt(copy, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("token_ids", [10**6, 1], "tokens that the model does not have"),
+        ("token_ids", [1], "1 tokens, but 2 log-probabilities"),
+        ("stop", "tired", "holds what no run writes"),
+        ("prompt", 3, "holds what no run writes"),
+    ],
+)
+def test_records_that_no_run_writes_are_refused(
+    run: Path, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    copy = copy_of(run, tmp_path)
+    file = copy / "rollouts" / "000003.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[0] |= {"token_ids": [1, 1], "logp_sampler": [0.0, 0.0], field: value}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=message):
+        rebuilt(copy, 3)
