@@ -42,7 +42,7 @@ def _write_in(axis: object, matrix: np.ndarray, middle: float) -> None:
     for (i, j), value in np.ndenumerate(matrix):
         text = "–" if not np.isfinite(value) else f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.0f}"  # fmt: skip
         colour = "black" if not np.isfinite(value) or value > middle else "white"
-        axis.text(j, i, text, ha="center", va="center", fontsize=7, color=colour)  # type: ignore[attr-defined]
+        axis.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)  # type: ignore[attr-defined]
 
 
 def weights(numbers: Numbers) -> Figure:

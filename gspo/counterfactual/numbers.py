@@ -6,6 +6,7 @@ rows are of the same replies, weights and forward; row 0 is the run's own, and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,7 +135,7 @@ def look(
         _Measured(made=m, inner=inner, mine=i, run=at[0], sequences=view.tokens.sequences)
         for m, i in zip(made, at, strict=True)
     ]
-    order = [0, *sorted(range(1, len(found)), key=lambda i: -(measured[i].cosine or -2.0))]
+    order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(measured[i].cosine))]
     return Numbers(
         mini_batch=index + 1,
         mini_batches=len(batch.plan.steps),
@@ -146,6 +147,11 @@ def look(
         balanced=inner.balance is not None,
         **_moved(view, rows),
     )  # fmt: skip
+
+
+def _distance(cosine: float | None) -> float:
+    """What rows are sorted by; those without a gradient come last."""
+    return math.inf if cosine is None else -cosine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def _least(numbers: Numbers) -> str:
     others = [r for r in numbers.rows[1:] if r.cosine is not None]
     if not others:
         return ""
-    row = min(others, key=lambda r: r.cosine or 0.0)
+    row = min(others, key=lambda r: 1.0 if r.cosine is None else r.cosine)
     return f"Least like the run's own gradient: {row.label}, cosine {row.cosine:.2f}."
 
 
