@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 # Idle OpenMP threads must sleep, not spin: on small models spinning is many times slower. Read when torch is imported.
@@ -122,6 +123,27 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
     overrides = _given(options) + overrides
     return run(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
+
+
+def watch(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Show runs while they train, or afterwards."""
+    _no_overrides(overrides)
+    if options.text:
+        from gspo.observe.terminal import watch_text
+
+        return watch_text(options.runs)
+    from gspo.observe.dashboard.server import watch as serve
+
+    return serve(options.runs, port=options.port, ready=lambda text: print(text, flush=True))
+
+
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write runs as one HTML file."""
+    _no_overrides(overrides)
+    from gspo.observe.report import write_report
+
+    print(f"Report:  {write_report(options.runs, Path(options.out))}")
+    return 0
 
 
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
@@ -243,6 +265,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="for programs")
     _common(sub)
+    sub = command("watch", watch, "A page on this machine that shows runs while they train, down to the token.", "docs/watch.md says what it shows.")  # fmt: skip
+    sub.add_argument("runs", nargs="*", default=["runs"], metavar="RUN", help="run directories, or directories of runs (default: runs)")  # fmt: skip
+    sub.add_argument("--text", action="store_true", help="sparklines in this terminal instead of a page")
+    sub.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    sub = command("report", report, "Runs as one self-contained HTML file: figures, findings, telling replies.")
+    sub.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or directories of runs")
+    sub.add_argument("-o", "--out", default="report.html", metavar="FILE", help="the file to write (default: report.html)")  # fmt: skip
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser

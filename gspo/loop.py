@@ -87,6 +87,7 @@ class Loop:
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
         describe(self.parts, self.run.path, self.display, self._warn)
+        self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
         if self.config.cold_start.steps:
             try:
                 with self.stop.interruptible():

@@ -183,6 +183,7 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
     """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
     tokens = learned.tokens
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
+    ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
     flipped = learned.routed.flipped_N.tolist() if learned.routed else None
     old, new, clipped = tokens.logp_old_N.tolist(), tokens.logp_N.tolist(), learned.clipped_N.tolist()
     records, start = [], 0
@@ -196,6 +197,7 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
                 "clipped_tokens": flags,
                 "logp_old": _rounded(old[start:end]),
                 "logp_new": _rounded(new[start:end]),
+                **({} if ref is None else {"logp_ref": _rounded(ref[start:end])}),
                 **({} if flipped is None else {"flipped_experts": flipped[start:end]}),
             }
         )
