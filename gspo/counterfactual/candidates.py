@@ -46,10 +46,10 @@ def own(objective: Objective) -> Candidate:
 
 
 def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidate], list[LeftOut]]:
-    """The run's own objective and those asked for: `all` rows of the table, or `NAME[+KEY=VALUE...],...`."""
-    arms = [Arm(label=name, row=name) for name in TABLE] if text == ALL else parse_arms(text)
+    """The run's own objective and those asked for: `NAME[+KEY=VALUE...],...`, where `all` is every row of the table."""
+    every = [Arm(label=name, row=name) for name in TABLE]
     found, left_out = [own(run)], []
-    for arm in arms:
+    for arm in [a for given in parse_arms(text) for a in (every if given.label == ALL else [given])]:
         objective = _objective(config, arm)
         twin = next((c for c in found if _same(c.objective, objective)), None)
         if objective.advantage is external:
@@ -58,9 +58,9 @@ def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidat
             )
         elif twin is None:
             found.append(Candidate(label=arm.label, objective=objective))
-        elif text != ALL:
+        elif arm not in every:
             left_out.append(LeftOut(label=arm.label, reason=f"it is the same as {twin.label}"))
-    return found, left_out  # fmt: skip
+    return found, left_out
 
 
 def _objective(config: Config, arm: Arm) -> Objective:

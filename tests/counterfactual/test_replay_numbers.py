@@ -164,6 +164,17 @@ def test_every_row_of_the_table_is_there_but_the_one_that_needs_a_critic(at: At)
     assert "from outside" in left_out[0].reason
 
 
+def test_all_may_stand_among_others_and_nothing_is_computed_twice(at: At) -> None:
+    learner = at.learner
+    text = "all,grpo+clip_high=0.1,gspo+clip_low=3e-3+clip_high=4e-3,gspo+clip_high=0.5"
+    found, left_out = candidates(learner.config, learner.objective, text)
+    assert [c.label for c in found[-2:]] == ["grpo+clip_high=0.1", "gspo+clip_high=0.5"]
+    assert len(found) == 18 + 2
+    assert [(x.label, x.reason) for x in left_out[1:]] == [
+        ("gspo+clip_low=3e-3+clip_high=4e-3", "it is the same as gspo (run)")
+    ]
+
+
 def test_gradients_are_those_of_a_backward_through_the_public_loss(at: At) -> None:
     """All inner products: the norms and every cosine."""
     rows = torch.stack([g for g, _, _ in at.independent])
