@@ -18,7 +18,7 @@ from gspo.train import resume
 
 KINDS = {
     "a reference, an entropy bonus, top-p": ("objective.name=grpo", "objective.entropy=0.01", "rollout.temperature=0.7", "rollout.top_p=0.9"),
-    "KL in the reward, cut replies left out": ("objective.name=reinforce_pp", "objective.kl=0.1", "objective.shape=overlong_filter"),
+    "KL in the reward, cut replies left out, no chat template": ("data.chat=no", "objective.name=reinforce_pp", "objective.kl=0.1", "objective.shape=overlong_filter"),
     "tokens singled out at random, micro-batches": ("objective.name=clip_cov", "objective.select_fraction=0.2", "objective.cov_low=0.01", "learner.micro_batch_tokens=64"),
     "the sampler's probabilities in the loss, recomputed activations": ("objective.name=vespo", "model.gradient_checkpointing=true"),
     "groups discarded and refilled, bfloat16": ("objective.name=dapo", "objective.overlong_limit=8", "model.dtype=bfloat16"),
