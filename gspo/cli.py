@@ -101,6 +101,21 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     )  # fmt: skip
 
 
+def replay(options: argparse.Namespace, overrides: list[str]) -> int:
+    """What every objective would have done with a step that a run has taken."""
+    _no_overrides(overrides)
+    _quiet_libraries()
+    from gspo.counterfactual.replay import Request
+    from gspo.counterfactual.replay import replay as run
+
+    return run(
+        Request(
+            run=options.run_dir, step=options.step, objectives=options.objectives, sweeps=options.sweep,
+            mini_batch=options.mini_batch, out=options.out, device=options.device,
+        )
+    )  # fmt: skip
+
+
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Look a recipe over before it costs anything."""
     _quiet_libraries()
@@ -234,6 +249,14 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)"
     )
     sub.add_argument("--report", metavar="DIR", help="only write the report of this comparison anew")
+    sub = command("replay", replay, "What every objective would have done with a step that a run has taken.", "The run directory is only read, also while the run goes on; docs/replay.md has more.")  # fmt: skip
+    sub.add_argument("run_dir", metavar="RUN", help="the directory of the run")
+    sub.add_argument("--step", type=_positive, help="which step (default: the last that can be replayed)")
+    sub.add_argument("--objectives", default="all", metavar="ROWS", help="comma-separated: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 (default: all)")  # fmt: skip
+    sub.add_argument("--sweep", action="append", default=[], metavar="SETTING=LOW..HIGH[:COUNT]", help="move a setting of the run's objective, for example clip_high=1e-4..1e-1; may be repeated")  # fmt: skip
+    sub.add_argument("--mini-batch", type=_positive, metavar="K", help="look at the weights of optimiser step K of the step, from 1 (default: the last)")  # fmt: skip
+    sub.add_argument("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
+    sub.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
     sub = command("doctor", doctor, "Look a recipe over before it costs anything; exit code 1 if something would fail.", "Settings are given as to 'gspo train'; docs/doctor.md has every check.")  # fmt: skip
     sub.add_argument("recipe", help="a .toml recipe, or the name of a shipped one")
     sub.add_argument("--quick", action="store_true", help="load no weights: only what files and settings can tell")

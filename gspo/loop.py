@@ -186,7 +186,8 @@ class Loop:
         if not self.config.log.rollouts:
             return
         try:
-            self.run.rollouts(step, rollout_records(parts.objective, collected, learned))
+            routes = self.config.routing.replay == "sampler"
+            self.run.rollouts(step, rollout_records(parts.objective, collected, learned, routes=routes))
         except OSError as error:
             self.display.message(f"warning: step {step}: the replies could not be written ({error})")
 
