@@ -38,7 +38,7 @@ from gspo.types import Sampling, Status
 
 MAY_CHANGE = (
     "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
-    "reward.timeout_s", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
+    "reward.timeout_s", "reward.memory_mb", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
 )  # fmt: skip
 """Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned."""
 

@@ -117,8 +117,8 @@ class Score:
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value; None where it abstained or failed."""
     failure: str | None = None
-    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`,
-    `died: ...` (the worker crashed), `nonsense: ...`."""
+    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `untried: ...` (the batch's
+    time was up), `died: ...` (the worker crashed), `memory: ...`, `nonsense: ...`, `abstained: ...`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ run starts, so that an edit during the run cannot change the reward under way.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import difflib
 import importlib
@@ -30,7 +29,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -160,7 +159,7 @@ class RewardFunction:
             return f"raised: {lacking(self.name, missing, row)}"
         try:
             values = self.call(**self._arguments(prompt, texts, ids, row))
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            values = _awaited(values) if inspect.iscoroutine(values) else values
             return self._results(values, len(texts))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing the function does ends the run
             return self._failure(error)
@@ -205,6 +204,12 @@ class RewardFunction:
         if not math.isfinite(number):
             return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
         return {"value": number}
+
+
+def _awaited(values: Coroutine[Any, Any, Any]) -> Any:
+    import asyncio  # takes as long as all other imports of a worker together, and few functions need it
+
+    return asyncio.run(values)
 
 
 def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
