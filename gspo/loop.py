@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from gspo.data.problems import Problems
 from gspo.errors import AlarmError, CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.objective.auto_clip import at_limit
-from gspo.observe.alarms import holding
+from gspo.observe.alarms import HISTORY, holding
 from gspo.observe.clock import Clock
 from gspo.observe.metrics import rollout_records, step_metrics
 from gspo.observe.progress import Display
@@ -52,7 +53,7 @@ class Loop:
         self.unscored = 0
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=self.config.alarms.steps)
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._alarms: set[str] = set()
         self._last: TrainerState | None = None
         """The state that the weights are now in; None until the cold start has ended."""
@@ -62,6 +63,7 @@ class Loop:
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
         fresh = TrainerState(problems=self._fingerprint, settings=flat(self.config))
+        self._look_around(begin)
         with suppress(Interrupted):
             state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
@@ -72,6 +74,19 @@ class Loop:
             return fresh
         self._save(self._last)
         return self._last
+
+    def _look_around(self, begin: Path | None) -> None:
+        """Before anything is spent: which sandbox rewards use, and whether the checkpoints will fit on the disk."""
+        for name, text in self.parts.rewards.about.items():
+            self.run.event("reward", name=name, what=text)
+            self.display.message(f"{name}: {text}")
+        keep, done = self.config.checkpoint.keep, int(begin.name) if begin else 0
+        saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
+        there = len(checkpoint.saved(self.run.checkpoints))
+        count = saves if not keep else max(1, min(saves, keep + 1 - there))
+        need, free = count * checkpoint.size_of(self.parts.policy.model), shutil.disk_usage(self.run.path).free
+        if need > free:
+            self._warn(f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {self.run.path}: make room, lower checkpoint.keep, or raise checkpoint.every")  # fmt: skip
 
     def over(self, state: TrainerState) -> bool:
         """Whether a run that has come this far is finished."""

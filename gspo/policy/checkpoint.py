@@ -156,6 +156,13 @@ def save_model(policy: Policy, folder: Path) -> None:
     policy.tokenizer.save_pretrained(folder)
 
 
+def size_of(model: Any) -> int:
+    """Bytes of a checkpoint, about: the weights, two float32 moments, and float32 masters where the weights are in less."""
+    parameters = list(model.parameters())
+    n, low = sum(p.numel() for p in parameters), any(p.element_size() < 4 for p in parameters)
+    return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
+
+
 def saved(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; other folders beside them are nobody's business."""
     return sorted((p for p in folder.glob("*") if p.is_dir() and p.name.isdecimal()), key=lambda p: int(p.name))

@@ -42,6 +42,8 @@ class Part:
     value: float | None = None
     """None: it abstained, or failed."""
     failure: str | None = None
+    notes: Sequence[str] = ()
+    """Words on how it came about."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

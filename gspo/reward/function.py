@@ -27,6 +27,7 @@ import math
 import numbers
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -43,12 +44,27 @@ RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may receive beside the row's columns."""
 
 
+_WORD = re.compile(r"[a-z0-9_]{1,32}")
+
+
 class RewardWarning(UserWarning):
     """Something that the user must see, although it happens in a worker when the functions are loaded."""
 
 
 Result = dict[str, Any]
-"""`{"value": number or None}`, or `{"failure": "kind: why"}`."""
+"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`."""
+
+
+class Noted(float):
+    """A number with words on how it came about, which are counted (`reward/note/FUNCTION/WORD`): `Noted(0.5, "half")`. Up to 8
+    words of small letters, digits and underscores."""
+
+    notes: tuple[str, ...]
+
+    def __new__(cls, value: float, *notes: str) -> Noted:
+        noted = super().__new__(cls, value)
+        noted.notes = notes
+        return noted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +160,8 @@ class RewardFunction:
     settings: frozenset[str]
     """Keywords of a built-in that are options: a column of that name stays away from them."""
     options: Mapping[str, Any]
+    about: str = ""
+    """What it has to say of itself when a run begins."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
@@ -203,7 +221,12 @@ class RewardFunction:
             number = math.inf
         if not math.isfinite(number):
             return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
-        return {"value": number}
+        return self._noted(number, value.notes) if isinstance(value, Noted) else {"value": number}
+
+    def _noted(self, number: float, words: tuple[str, ...]) -> Result:
+        if len(words) > 8 or not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
+            return {"failure": f"nonsense: {self.name}: noted {_shown(words)}, not up to 8 words of small letters"}
+        return {"value": number, "notes": list(words)}
 
 
 def _awaited(values: Coroutine[Any, Any, Any]) -> Any:
@@ -240,6 +263,7 @@ def load(source: Source) -> RewardFunction:
         needs=frozenset(name for name, p in named.items() if p.default is p.empty),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
+        about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
     )
 
 

@@ -66,6 +66,8 @@ class WorkerProcess:
         self._calls = 0
         self.needs: list[list[str]] = []
         """Columns each function cannot be called without; known once the functions are loaded."""
+        self.about: list[str] = []
+        """What each function has to say of itself; likewise."""
 
     @property
     def pid(self) -> int | None:
@@ -105,7 +107,7 @@ class WorkerProcess:
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
         for text in answer["warnings"]:
             warnings.warn(text, RewardWarning, stacklevel=2)
-        self.needs = answer["needs"]
+        self.needs, self.about = answer["needs"], answer["about"]
         self._most = held(self._process.pid) + self._memory_mb * 2**20 if self._memory_mb and self._process else 0
         self._ready = True
 

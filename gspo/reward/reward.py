@@ -24,6 +24,10 @@ from gspo.reward.function import Source, find_sources, lacking, one_line
 from gspo.reward.process import Cancelled, WorkerDied, WorkerFat, WorkerHung, WorkerProcess
 from gspo.types import Score, Status
 
+ANSWER_S = 1.0
+"""Between the end of a program's own time and that of its worker."""
+PROGRAM_S = 5.0
+"""A program's own time, if nothing else is set."""
 MOST_SPARES = 32
 """Worker processes beyond `reward.workers`, while calls hang."""
 _TICK_S = 0.05
@@ -36,6 +40,7 @@ class RewardPool:
         self._config = config
         self._sources: list[Source] = find_sources(config.functions, config.options, task)
         self._weights = _checked_weights(config.weights, self._sources)
+        _check_limits(config.timeout_s, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -58,6 +63,11 @@ class RewardPool:
     def names(self) -> tuple[str, ...]:
         """The functions' short names, in order: the keys of `Score.parts`."""
         return tuple(source.name for source in self._sources)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What functions have to say of themselves, by name: which sandbox is used, for example."""
+        return {name: text for name, text in zip(self.names, self._workers[0].about, strict=True) if text}
 
     def pids(self) -> list[int]:
         """The live worker processes."""
@@ -277,6 +287,7 @@ class RewardPool:
 
     def _combine(self, parts: Sequence[Part]) -> Score:
         named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
+        notes = {name: tuple(part.notes) for name, part in zip(self.names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
         terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
         if failure is None and not terms:
@@ -284,10 +295,10 @@ class RewardPool:
         if failure is None and not math.isfinite(sum(terms)):
             failure = "nonsense: the weighted sum is not finite"
         if failure is not None:
-            return Score(status=Status.UNSCORED, parts=named, failure=failure)
+            return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)
         first = parts[0].value
         correct = None if first is None else first > self._config.correct_above
-        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named)
+        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
 
 
 def _request(job: Job) -> dict[str, Any]:
@@ -299,6 +310,17 @@ def _request(job: Job) -> dict[str, Any]:
             prompt, shown = job.batch.groups[job.group][0].id, one_line(repr(value), 80)
             raise RewardError(f"prompt {prompt}: column {name} must hold JSON values, not {shown}") from None
     return request
+
+
+def _check_limits(timeout_s: float, sources: Sequence[Source]) -> None:
+    """A program that takes all of its time must come to its end, and score 0, before its worker is killed."""
+    for source in sources:
+        limit = source.options.get("limit_s", PROGRAM_S)
+        if source.spec == "code_tests" and isinstance(limit, int | float) and timeout_s < limit + ANSWER_S:
+            raise ConfigError(
+                f"reward.timeout_s: {timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
+                f"set reward.timeout_s to at least {limit + ANSWER_S:g}, better {2 * (limit + ANSWER_S):g}"
+            )
 
 
 def _checked_weights(weights: Sequence[float], sources: Sequence[Source]) -> tuple[float, ...]:
