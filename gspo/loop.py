@@ -63,7 +63,6 @@ class Loop:
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
         fresh = TrainerState(problems=self._fingerprint, settings=flat(self.config))
-        self._look_around(begin)
         with suppress(Interrupted):
             state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
@@ -75,12 +74,12 @@ class Loop:
         self._save(self._last)
         return self._last
 
-    def _look_around(self, begin: Path | None) -> None:
+    def _look_around(self, *, done: int) -> None:
         """Before anything is spent: which sandbox rewards use, and whether the checkpoints will fit on the disk."""
         for name, text in self.parts.rewards.about.items():
             self.run.event("reward", name=name, what=text)
             self.display.message(f"{name}: {text}")
-        keep, done = self.config.checkpoint.keep, int(begin.name) if begin else 0
+        keep = self.config.checkpoint.keep
         saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
         there = len(checkpoint.saved(self.run.checkpoints))
         count = saves if not keep else max(1, min(saves, keep + 1 - there))
@@ -101,6 +100,7 @@ class Loop:
     def _begin_fresh(self, state: TrainerState) -> TrainerState:
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
+        self._look_around(done=0)
         describe(self.parts, self.run.path, self.display, self._warn)
         if self.config.cold_start.steps:
             try:
@@ -125,6 +125,7 @@ class Loop:
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
         self.run.event("resume", step=state.step)
+        self._look_around(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
         self._recent.extend(rows)

@@ -513,7 +513,7 @@ def test_f4_too_little_room_for_the_checkpoints_is_said_before_the_first_step(
     train(config, display)
     assert Usage.shots == 1
     kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
-    assert kinds.index("warning") < kinds.index("start")
+    assert kinds.index("warning") < kinds.index("checkpoint")
     assert "checkpoints will need" in events(config, "warning")[0]["what"]
 
 

@@ -158,34 +158,51 @@ OPERATIONS = (
 """The same in Python, for machines without strace."""
 
 
-def test_f2_killed_at_every_file_operation_of_a_save(
-    prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
-) -> None:
-    calls, at = [0], [0]
+def operations(prepared: Prepared, run: Path, count: Path, at: int) -> int:
+    """Save in a fork, and kill it before the `at`-th file operation (0: only count them); how the fork ended."""
+    calls = [0]
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
             calls[0] += 1
-            if calls[0] == at[0]:
+            if calls[0] == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 
         return instead
 
-    def work(run: Path) -> None:
+    def work() -> None:
         for owner, name in OPERATIONS:
             setattr(owner, name, counting(getattr(owner, name)))
         prepared.save(run)
-        (tmp_path / "count").write_bytes(str(calls[0]).encode())
+        count.write_bytes(str(calls[0]).encode())
 
-    assert wait(forked(lambda: work(copies()))) == 0
-    operations, seen = int((tmp_path / "count").read_text()), set()
-    assert operations >= 15
-    for number in range(1, operations + 1):
-        at[0], run = number, copies()
-        assert wait(forked(lambda run=run: work(run))) == -signal.SIGKILL, f"operation {number} did not kill"
-        seen.add(checkpoint.newest(run / "checkpoints")[0].name)
-    assert seen == {"000001", "000002"}
+    return wait(forked(work))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_f2_killed_at_every_file_operation_of_a_save(
+    again: bool, prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
+) -> None:
+    """`again`: the same step is saved a second time, over the only checkpoint there is."""
+    count, seen = tmp_path / "count", set()
+
+    def copy() -> Path:
+        run = copies()
+        if again:
+            prepared.save(run)
+        return run
+
+    assert operations(prepared, copy(), count, 0) == 0
+    number = int(count.read_text())
+    assert number >= 15
+    for at in range(1, number + 1):
+        run = copy()
+        assert operations(prepared, run, count, at) == -signal.SIGKILL, f"operation {at} did not kill"
+        newest, complaints = checkpoint.newest(run / "checkpoints")
+        assert not complaints
+        seen.add(newest.name)
+    assert seen == ({"000002"} if again else {"000001", "000002"})
 
 
 def test_f6_five_resumes_each_killed_before_the_clean_up(prepared: Prepared, copies: Callable[[], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -24,11 +25,15 @@ def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s:
     """Do the work in a fork, with `strace` on it from its first system call on; how the fork ended (as `Popen.returncode`)."""
     if shutil.which("strace") is None:
         unusable("strace", "not installed (apt-get install strace)")
-    wait, go = os.pipe()
+    (wait, go), (begun, ready) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            ctypes.CDLL(None).prctl(
+                0x59616D61, ctypes.c_long(-1)
+            )  # a tracer that is no ancestor needs leave (PR_SET_PTRACER)
+            os.write(ready, b"x")
             os.read(wait, 1)
             work()
             code = 0
@@ -36,6 +41,7 @@ def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s:
             code = 2
         finally:
             os._exit(code)
+    os.read(begun, 1)
     tracer = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", str(log), *options, "-p", str(child)], stderr=subprocess.PIPE
     )
@@ -58,8 +64,8 @@ def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s:
         os.waitpid(child, 0)
         raise AssertionError("the traced work hangs")
     finally:
-        os.close(wait)
-        os.close(go)
+        for descriptor in (wait, go, begun, ready):
+            os.close(descriptor)
         with suppress(subprocess.TimeoutExpired):
             tracer.wait(timeout=10)
         tracer.kill()
