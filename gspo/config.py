@@ -140,9 +140,11 @@ class RewardConfig:
     correct_above: float = 0.5
     """A reply counts as correct when the first function gives more than this."""
     timeout_s: float = 10.0
-    """Deadline of one call; the worker is killed when it passes."""
+    """Deadline of one call; the worker is killed when it passes. Replies of a call that has used half of it are also tried alone, so keep it at several times what a call takes."""
+    memory_mb: int = 2048
+    """Megabytes that a worker process and what it starts may hold beyond what loading the functions took; it is killed when it holds more. 0: no limit."""
     workers: int = 2
-    """Worker processes."""
+    """Worker processes; a few more are lent while calls hang."""
     max_unscored_fraction: float = 0.5
     """Stop the run, with a checkpoint, when more than this share of a step's replies cannot be scored."""
 
@@ -214,7 +216,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: int = 5
-    """An alarm (uniform rewards, entropy collapse, length pinned, repetition) needs its sign in this many steps in a row."""
+    """An alarm (uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations."""
     stop: tuple[str, ...] = ()
     """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
 
@@ -378,7 +380,7 @@ def _check_ranges(config: Config) -> None:
         "steps": 0, "tokens": 0, "routing.balance_loss": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
         "data.held_out": 0, "data.task_size": 1, "data.max_prompt_tokens": 1, "rollout.prompts": 1,
         "rollout.replies": 1, "rollout.max_tokens": 1, "rollout.top_k": 0, "rollout.refill_budget": 1,
-        "reward.workers": 1, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,
+        "reward.workers": 1, "reward.memory_mb": 0, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,
         "learner.learning_rate": 0, "learner.weight_decay": 0, "learner.max_skipped": 1, "eval.every": 0,
         "eval.samples": 1, "alarms.steps": 1, "learner.spike": 0, "checkpoint.every": 1, "checkpoint.keep": 0, "cold_start.learning_rate": 0,
     }  # fmt: skip

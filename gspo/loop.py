@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from gspo.data.problems import Problems
 from gspo.errors import AlarmError, CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.evaluate import Evaluation, evaluate
 from gspo.objective.auto_clip import at_limit
-from gspo.observe.alarms import holding
+from gspo.observe.alarms import HISTORY, holding
 from gspo.observe.clock import Clock
 from gspo.observe.metrics import rollout_records, step_metrics
 from gspo.observe.progress import Display
@@ -38,7 +39,7 @@ from gspo.types import Sampling, Status
 
 MAY_CHANGE = (
     "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
-    "reward.timeout_s", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
+    "reward.timeout_s", "reward.memory_mb", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
 )  # fmt: skip
 """Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned."""
 
@@ -52,7 +53,7 @@ class Loop:
         self.unscored = 0
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=self.config.alarms.steps)
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._alarms: set[str] = set()
         self._last: TrainerState | None = None
         """The state that the weights are now in; None until the cold start has ended."""
@@ -73,6 +74,19 @@ class Loop:
         self._save(self._last)
         return self._last
 
+    def _look_around(self, *, done: int) -> None:
+        """Before anything is spent: which sandbox rewards use, and whether the checkpoints will fit on the disk."""
+        for name, text in self.parts.rewards.about.items():
+            self.run.event("reward", name=name, what=text)
+            self.display.message(f"{name}: {text}")
+        keep = self.config.checkpoint.keep
+        saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
+        there = len(checkpoint.saved(self.run.checkpoints))
+        count = saves if not keep else max(1, min(saves, keep + 1 - there))
+        need, free = count * checkpoint.size_of(self.parts.policy.model), shutil.disk_usage(self.run.path).free
+        if need > free:
+            self._warn(f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {self.run.path}: make room, lower checkpoint.keep, or raise checkpoint.every")  # fmt: skip
+
     def over(self, state: TrainerState) -> bool:
         """Whether a run that has come this far is finished."""
         if not self.config.tokens:
@@ -86,6 +100,7 @@ class Loop:
     def _begin_fresh(self, state: TrainerState) -> TrainerState:
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
+        self._look_around(done=0)
         describe(self.parts, self.run.path, self.display, self._warn)
         self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
         if self.config.cold_start.steps:
@@ -111,6 +126,7 @@ class Loop:
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
         self.run.event("resume", step=state.step)
+        self._look_around(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
         self._recent.extend(rows)

@@ -1,4 +1,4 @@
-"""Asking a run to stop: the first SIGINT or SIGTERM ends the current phase and saves, the second leaves at once.
+"""Asking a run to stop: the first SIGINT, SIGTERM or SIGUSR1 (which schedulers send before they take a machine) ends the current phase and saves, the second leaves at once.
 
 In: signals. Out: a flag, and `Interrupted` where a phase may be left in its middle. Invariant: a phase that changes weights is
 never left in its middle.
@@ -44,7 +44,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self  # signals reach the main thread only; its owner decides about them
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._receive)
         return self
 

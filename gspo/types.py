@@ -116,9 +116,11 @@ class Score:
     """Decides mixed groups and accuracy. None when unscored, or when the first reward function abstained."""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value; None where it abstained or failed."""
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Words of reward functions on how their values came about, where they have any: `code_tests`: `timeout`."""
     failure: str | None = None
-    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`,
-    `died: ...` (the worker crashed), `nonsense: ...`."""
+    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `untried: ...` (the batch's
+    time was up), `died: ...` (the worker crashed), `memory: ...`, `nonsense: ...`, `abstained: ...`."""
 
 
 @dataclass(frozen=True, kw_only=True)

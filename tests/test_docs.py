@@ -20,9 +20,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if p.is_file())])
 
 REWARDS = '''
+from gspo.reward.function import Noted
 def spaces(prompts, completions, **columns):
     """Varies between replies of a random model, and fails on some of them."""
-    return [ValueError("ouch") if len(c) % 4 == 3 else c.count(" ") + len(c) % 2 for c in completions]
+    return [ValueError("ouch") if len(c) % 4 == 3 else Noted(c.count(" ") + len(c) % 2, "fine") for c in completions]
 '''
 
 
@@ -60,7 +61,12 @@ def defined(section: str) -> set[str]:
 
 
 def keys(rows: list[dict[str, Any]]) -> set[str]:
-    general = ((r"^reward/part/.*", "reward/part/NAME"), (r"^(routing/load_\w+)/\d+$", r"\1/L"))
+    general = (
+        (r"^reward/part/.*", "reward/part/NAME"),
+        (r"^reward/note/.*", "reward/note/FUNCTION/WORD"),
+        (r"^samples/unscored/.*", "samples/unscored/KIND"),
+        (r"^(routing/load_\w+)/\d+$", r"\1/L"),
+    )
     found = {key for row in rows for key in row}
     for pattern, name in general:
         found = {re.sub(pattern, name, key) for key in found}

@@ -10,6 +10,7 @@ from pathlib import Path
 from gspo.doctor.case import Case
 from gspo.doctor.findings import Finding, fail, ok, warning
 from gspo.doctor.machine import human
+from gspo.policy.checkpoint import size_of
 
 TOKEN_BYTES = 64
 """Of a reply's token in `rollouts/`: its id, three log-probabilities, flags. Measured on demo runs: 62."""
@@ -42,9 +43,7 @@ def check_disk(case: Case) -> Iterator[Finding]:
 
 def checkpoint_bytes(case: Case) -> float:
     """One checkpoint: the model, two float32 moments, and float32 masters where the weights are in less."""
-    parameters = list(case.skeleton.parameters())
-    n = sum(p.numel() for p in parameters)
-    return sum(p.numel() * p.element_size() for p in parameters) + 8 * n + (4 * n if _low(case) else 0)
+    return size_of(case.skeleton)
 
 
 def checkpoints(case: Case) -> int:

@@ -1,17 +1,24 @@
 """Signs that a run has gone wrong, each with a sentence on what to try.
 
 In: the metrics of the last steps. Out: the alarms that hold. Invariant: a function of `metrics.jsonl` alone, so it can be
-asked of any run at any time; each rule wants its sign in every one of the last steps, so that a healthy run's bad moment is
-not an alarm.
+asked of any run at any time; each rule wants its sign in every one of the last steps (or evaluations), so that a healthy
+run's bad moment is not an alarm.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
+HISTORY = 500
+"""Rows that alarms look at."""
+BEFORE = 20
+"""Steps that a jump of the reward is measured against."""
+JUMP = 4.0
+"""Their standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,40 +26,98 @@ class Alarm:
     """A sign, and what to do about it."""
 
     name: str
-    holds: Callable[[Row], bool]
-    """Of one step."""
+    holds: Callable[[Sequence[Row], int], bool]
+    """Of the rows so far, and the steps for which a sign must last."""
     what: str
+
+
+def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]:
+    """A sign of single steps that is in each of the last; step 0 has no signs."""
+
+    def holds(rows: Sequence[Row], steps: int) -> bool:
+        recent = [row for row in rows if row.get("step")][-steps:]
+        return len(recent) == steps and all(map(sign, recent))
+
+    return holds
+
+
+def jumped(rows: Sequence[Row], steps: int) -> bool:
+    """Whether every one of the last steps has a mean reward far above the steps before them."""
+    scored = [row for row in rows if row.get("reward/mean") is not None]
+    before, recent = scored[-steps - BEFORE : -steps], scored[-steps:]
+    if len(before) < BEFORE:
+        return False
+    values = [float(row["reward/mean"]) for row in before]
+    within = statistics.fmean(_at(row, "reward/std") for row in recent)
+    spread = max(statistics.pstdev(values), 0.1 * within)  # a reward that was always 0 has no spread of its own
+    return min(float(row["reward/mean"]) for row in recent) > statistics.fmean(values) + JUMP * spread
+
+
+def parted(rows: Sequence[Row], steps: int) -> bool:
+    """Whether held-out accuracy is surely below an earlier one at two evaluations in a row, and more training replies are right."""
+    tested = [i for i, row in enumerate(rows) if row.get("eval/accuracy_low") is not None]
+    if len(tested) < 3:
+        return False
+    best = max(tested[:-2], key=lambda i: float(rows[i]["eval/accuracy_low"]))
+    fallen = all(float(rows[i]["eval/accuracy_high"]) < float(rows[best]["eval/accuracy_low"]) for i in tested[-2:])
+    before, after = _right(rows[max(0, best - steps) : best + 1]), _right(rows[tested[-2] :][-steps:])
+    return fallen and before is not None and after is not None and after > before
+
+
+def _right(rows: Sequence[Row]) -> float | None:
+    values = [float(row["reward/correct_fraction"]) for row in rows if row.get("reward/correct_fraction") is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _tricks(row: Row) -> float:
+    return sum(float(v or 0) for key, v in row.items() if key.startswith("reward/note/") and key.endswith("/trick"))
 
 
 ALARMS = (
     Alarm(
         name="uniform rewards",
-        holds=lambda row: _at(row, "groups/uniform_fraction") >= 1,
+        holds=lasting(lambda row: _at(row, "groups/uniform_fraction") >= 1),
         what="every group's replies have the same reward, so nothing can be learned; use problems that are sometimes solved, more replies per prompt, or look at the reward",
     ),
     Alarm(
         name="entropy collapse",
-        holds=lambda row: _at(row, "entropy/mean", 1.0) < 1e-3 and _at(row, "reward/correct_fraction", 1.0) < 0.9,
+        holds=lasting(
+            lambda row: _at(row, "entropy/mean", 1.0) < 1e-3 and _at(row, "reward/correct_fraction", 1.0) < 0.9
+        ),
         what="the policy has become certain of every token without solving the problems; go back to an earlier checkpoint with a lower learning rate, or a higher objective.clip_high",
     ),
     Alarm(
         name="length pinned",
-        holds=lambda row: _at(row, "length/truncated_fraction") >= 0.9,
+        holds=lasting(lambda row: _at(row, "length/truncated_fraction") >= 0.9),
         what="nearly all replies are cut at rollout.max_tokens, so their answers are missing; raise it, check that the chat template's end token is among the stop tokens, or set objective.shape",
     ),
     Alarm(
         name="repetition",
-        holds=lambda row: _at(row, "length/repetitive_fraction") >= 0.5,
+        holds=lasting(lambda row: _at(row, "length/repetitive_fraction") >= 0.5),
         what="half of the replies or more repeat one token; go back to an earlier checkpoint with a lower learning rate",
+    ),
+    Alarm(
+        name="reward jump",
+        holds=jumped,
+        what="the reward has leapt, as it does when the policy finds a way around the problem; read replies of this step in rollouts/ before you believe it",
+    ),
+    Alarm(
+        name="held-out falls",
+        holds=parted,
+        what="more training replies count as right while held-out accuracy has fallen: the policy learns the reward or the training problems, not the task; read replies, and go back to an earlier checkpoint",
+    ),
+    Alarm(
+        name="tricks in programs",
+        holds=lasting(lambda row: _tricks(row) >= 0.5),
+        what="half of the programs or more use what programs use that want a reward without solving the problem (exit, __eq__, sys.modules, settrace, ...); read some in rollouts/",
     ),
 )
 NAMES = tuple(alarm.name for alarm in ALARMS)
 
 
 def holding(rows: Sequence[Row], steps: int) -> list[Alarm]:
-    """The alarms whose sign is in each of the last `steps` rows; step 0 has no signs."""
-    recent = [row for row in rows if row.get("step")][-steps:]
-    return [alarm for alarm in ALARMS if len(recent) == steps and all(alarm.holds(row) for row in recent)]
+    """The alarms that hold after these rows; a sign must last for `steps`."""
+    return [alarm for alarm in ALARMS if alarm.holds(rows[-HISTORY:], steps)]
 
 
 def _at(row: Row, key: str, missing: float = 0.0) -> float:

@@ -50,6 +50,8 @@ def _sampled(collected: Collected) -> dict[str, Any]:
         "groups/uniform_fraction": _mean([g.uniform for g in groups]),
         "groups/discarded": len(collected.gathered.discarded),
         "samples/unscored": sum(s.status is Status.UNSCORED for _, s in replies),
+        **_failures([s for _, s in replies]),
+        **_notes([s for _, s in replies]),
         "length/mean": _mean(lengths),
         "length/max": max(lengths, default=0),
         "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
@@ -70,6 +72,18 @@ def _parts(replies: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
         return {}
     values = {name: [v for _, s in replies if (v := s.parts.get(name)) is not None] for name in names}
     return {f"reward/part/{name}": _mean(v) for name, v in values.items()}
+
+
+def _failures(scores: Sequence[Score]) -> dict[str, int]:
+    """How many replies are unscored for each kind of reason."""
+    kinds = Counter(s.failure.partition(":")[0] for s in scores if s.failure)
+    return {f"samples/unscored/{kind}": kinds[kind] for kind in sorted(kinds)}
+
+
+def _notes(scores: Sequence[Score]) -> dict[str, float]:
+    """The share of replies to which a reward function has put a word."""
+    counts = Counter((name, word) for s in scores for name, words in s.notes.items() for word in set(words))
+    return {f"reward/note/{name}/{word}": n / len(scores) for (name, word), n in sorted(counts.items())}
 
 
 def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
@@ -161,6 +175,7 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
         "reward": score.reward,
         "correct": score.correct,
         "parts": dict(score.parts),
+        "notes": dict(score.notes),
         "failure": score.failure,
         "logp_sampler": _exact(completion.logp_sampler),
     }

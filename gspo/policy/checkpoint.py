@@ -6,24 +6,27 @@
       trainer.json                                      step, data cursor, counters, file offsets
       manifest.json                                     size and SHA-256 of every other file
 
-Invariant: a checkpoint is written to `.tmp-*`, flushed to disk and renamed into place, so a directory without that prefix
-is whole. Loading checks it against its manifest; a damaged one is named and passed over, never loaded.
+Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory without that
+prefix is whole; one that is replaced is exchanged, so that at every instant there is a whole one. Loading checks a checkpoint
+against its manifest, which names plain files beside it and nothing else; a damaged one is named and passed over, never loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError, NumericalError
@@ -67,32 +70,97 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+    _put(partial, target)
     _flush(folder)
     _retire(folder, keep)
     return target
 
 
 def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerState) -> None:
-    try:
+    with _disk_errors():
         save_model(policy, partial)
         save_file(optimizer.state(), partial / "trainer.safetensors")
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    (partial / "trainer.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+    _write_json(partial / "trainer.json", dataclasses.asdict(state))
+    with _disk_errors():
+        _read_back(partial, policy)
     files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps(files, indent=2) + "\n")
+    _write_json(partial / "manifest.json", files)
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """What the libraries below say of a disk that fails, as the error that it is: tokenizers raises a bare Exception."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SafetensorError) or "(os error " in str(error):
+            raise OSError(str(error)) from error
+        raise
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2) + "\n"
+    path.write_text(text)
+    if path.read_text() != text:
+        raise OSError(f"{path.name} is not on disk as it was written")
+
+
+def _read_back(partial: Path, policy: Policy) -> None:
+    """A write that was lost or cut short without an error must not be hashed as if it were right. Tensors: the file is as
+    long as its header says. The tokenizer, whose files may be of any kind: it is written twice."""
+    for path in partial.glob("*.safetensors"):
+        with safe_open(path, framework="pt"):
+            pass
+    again = partial / "again"
+    policy.tokenizer.save_pretrained(again)
+    for path in (*again.iterdir(), *partial.glob("*.json")):
+        if path.read_bytes() != (partial / path.name).read_bytes() or not _is_json(path):
+            raise OSError(f"{path.name} is not on disk as it was written")
+    shutil.rmtree(again)
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file that is called so is it."""
+    try:
+        return path.suffix != ".json" or json.loads(path.read_text(encoding="utf-8")) is not None
+    except ValueError:
+        return False
+
+
+def _put(partial: Path, target: Path) -> None:
+    """Rename into place. A checkpoint that is there already is exchanged with the new one before it is deleted."""
+    if target.exists() and not _exchange(partial, target):
+        aside = partial.with_name(f".tmp-old-{target.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    if not target.exists():
+        partial.rename(target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the system could exchange two directories in one go (Linux, most file systems)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    here, exchange = -100, 2
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
 
 
 def save_model(policy: Policy, folder: Path) -> None:
     """Weights, config and tokenizer in Hugging Face layout."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+
+
+def size_of(model: Any) -> int:
+    """Bytes of a checkpoint, about: the weights, two float32 moments, and float32 masters where the weights are in less."""
+    parameters = list(model.parameters())
+    n, low = sum(p.numel() for p in parameters), any(p.element_size() < 4 for p in parameters)
+    return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
 
 
 def saved(folder: Path) -> list[Path]:
@@ -116,16 +184,26 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((path / "manifest.json").read_text())
-        for name, entry in files.items():
+        complaint = _strange(path, files)
+        for name, entry in () if complaint else files.items():
             if (path / name).stat().st_size != entry["size"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes instead of {entry['size']}"
             if _digest(path / name) != entry["sha256"]:
                 return f"{path / name}: contents differ from the manifest"
+        return complaint
     except FileNotFoundError as error:
         return f"{error.filename}: missing"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{path}: unreadable manifest ({type(error).__name__})"
-    return None
+
+
+def _strange(path: Path, names: Iterable[str]) -> str | None:
+    """What leads out of a checkpoint: a link, or a name that is more than a name."""
+    for file in (path, *sorted(path.iterdir())):
+        if file.is_symlink() or (file != path and not file.is_file()):
+            return f"{file}: a link, or no plain file; a checkpoint holds files of its own"
+    strange = next((name for name in names if Path(name).name != name), None)
+    return None if strange is None else f"{path}: its manifest names {strange!r}, which is no file in it"
 
 
 def read_state(path: Path) -> TrainerState:
@@ -142,9 +220,9 @@ def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
 
 
 def _retire(folder: Path, keep: int) -> None:
-    if keep:
-        for path in saved(folder)[:-keep]:
-            shutil.rmtree(path)
+    """Delete what is too old, and what saves that did not come to their end have left."""
+    for path in (*(saved(folder)[:-keep] if keep else ()), *folder.glob(".tmp-*")):
+        shutil.rmtree(path)
 
 
 def _digest(path: Path) -> str:

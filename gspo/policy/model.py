@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
@@ -160,8 +161,12 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
     """What transformers says of a model it cannot load, as one line."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        pickled = type(error).__name__ == "UnpicklingError"
+        if not pickled and not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
+            raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
         local = "" if Path(config.path).exists() else " (and there is no such file or directory here)"
         raise ConfigError(f"model.path: cannot load {config.path!r}{local}: {reason}") from error
 

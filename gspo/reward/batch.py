@@ -1,19 +1,23 @@
-"""One batch of replies on its way through the workers: what is left to do, and what to do again after a failure.
+"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is enough.
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated. A function that hangs or dies at call after call and has never
-answered in the batch is given up; one that has answered is always tried again, so that innocent replies keep their scores.
+exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the time
+that answered calls took: replies that have no answer then are unscored, each with what became of it.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
-guilty ones stay without a score.
+guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
+while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts and
+theirs are forgotten; so what a reply scores does not depend on which was quicker. Calls of whole groups that have not begun
+by then are made reply by reply, until one of a whole group is answered.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,12 @@ from gspo.types import Completion, Prompt
 
 PATIENCE = 2
 """Calls per worker, of groups and then of single replies, that a function may lose before its first answer in a batch."""
+SPARE_S = 0.8
+"""What a batch may take beyond `timeout_s`."""
+SUSPECT = 0.5
+"""Share of `timeout_s` after which a call is likely to hang."""
+SLOW, QUICK_S = 4.0, 0.1
+"""A single reply is likely to hang when it takes this many times as long as any answered before it, and this long at least."""
 
 Groups = Sequence[tuple[Prompt, Sequence[Completion]]]
 
@@ -32,9 +42,11 @@ class Part:
     value: float | None = None
     """None: it abstained, or failed."""
     failure: str | None = None
+    notes: Sequence[str] = ()
+    """Words on how it came about."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """One call. No replies at all: only make sure that the worker can load the functions."""
 
@@ -43,6 +55,15 @@ class Job:
     function: int = 0
     replies: tuple[int, ...] = ()
     again: bool = False
+
+    @property
+    def call(self) -> tuple[int, int]:
+        """Which call of a whole group this is, or is a part of."""
+        return self.group, self.function
+
+    def key(self, reply: int) -> tuple[int, int, int]:
+        """Which word is meant: this function's on one of the replies."""
+        return self.group, self.function, reply
 
     def request(self) -> dict[str, Any]:
         """What the worker needs to know."""
@@ -67,16 +88,28 @@ class Job:
 class Batch:
     """What a call of `RewardPool.score` waits for. Shared between threads."""
 
-    def __init__(self, groups: Groups, *, functions: int, workers: int) -> None:
+    def __init__(self, groups: Groups, *, functions: int, workers: int, timeout_s: float) -> None:
         self.groups = groups
         self.functions = functions
         self.done = threading.Event()
         self.error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._timeout_s = timeout_s
         self._parts: dict[tuple[int, int, int], Part] = {}
+        self._meanwhile: dict[tuple[int, int, int], Part] = {}
+        """Words on replies that were tried alone while the call of their group goes on."""
         self._left = functions * sum(len(completions) for _, completions in groups)
         self._patience = PATIENCE * workers
         self._lost: dict[tuple[int, bool], float] = defaultdict(float)
+        self._out: dict[Job, float] = {}
+        """Calls under way, and since when."""
+        self._whole: set[tuple[int, int]] = set()
+        """Those of whole groups that may still be answered."""
+        self._split: set[tuple[int, int]] = set()
+        self._suspects: set[int] = set()
+        self._began: float | None = None
+        self._answered_s = 0.0
+        self._longest_alone_s: float | None = None
         if not self._left:
             self.done.set()
 
@@ -89,26 +122,87 @@ class Batch:
             if completions
         ]
 
-    def record(self, job: Job, parts: Sequence[Part]) -> None:
+    # ---- calls
+
+    def begin(self, job: Job) -> None:
+        """A call is made."""
+        with self._lock:
+            self._out[job] = time.monotonic()
+            self._began = self._began or self._out[job]
+            if not job.again:
+                self._whole.add(job.call)
+
+    def end(self, job: Job, *, hung: bool) -> None:
+        """It is over. The time of calls that end by themselves is the batch's to use; that of hanging ones is not."""
+        with self._lock:
+            took = time.monotonic() - self._out.pop(job)
+            if not job.again:
+                self._whole.discard(job.call)
+            self._answered_s += 0 if hung else took
+            if not hung and job.again:
+                self._longest_alone_s = max(took, self._longest_alone_s or 0.0)
+
+    def unwanted(self, job: Job) -> bool:
+        """Whether nobody waits for a call any more."""
+        return self.done.is_set() or job.key(job.replies[0]) in self._parts
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._out)
+
+    # ---- results
+
+    def answer(self, job: Job, parts: Sequence[Part]) -> None:
         """Set down a call's results."""
         with self._lock:
+            self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
+            if not job.again:
+                self._suspects.discard(job.function)
+            self.record(job, parts)
+
+    def record(self, job: Job, parts: Sequence[Part]) -> None:
+        """Set down what there is to say of a call's replies. The word of a whole group's call comes before any other."""
+        with self._lock:
+            waiting = job.again and job.call in self._whole
+            into = self._meanwhile if waiting else self._parts
             for reply, part in zip(job.replies, parts, strict=True):
-                key = (job.group, job.function, reply)
-                assert key not in self._parts, f"scored twice: {key}"
-                self._parts[key] = part
-                self._left -= 1
+                key = job.key(reply)
+                if key in self._parts:
+                    continue
+                into[key] = part
+                self._left -= 0 if waiting else 1
             if not self._left:
                 self.done.set()
+
+    def split(self, job: Job) -> list[Job]:
+        """The replies of a call that failed, or is likely to, one by one; nothing if they are under way already."""
+        with self._lock:
+            if job.call in self._split:
+                return []
+            self._split.add(job.call)
+            return job.alone()
+
+    def failed(self, job: Job) -> list[Job]:
+        """A call of a group has failed: what its replies scored alone counts. What is left to do."""
+        with self._lock:
+            self._whole.discard(job.call)
+            for alone in job.alone():
+                part = self._meanwhile.pop(alone.key(*alone.replies), None)
+                if part is not None:
+                    self.record(alone, [part])
+            return self.split(job)
 
     def give_up(self, error: BaseException) -> None:
         """Let the waiting call of `score` raise this."""
         self.error = self.error or error
         self.done.set()
 
-    def answered(self, job: Job) -> None:
-        """Note that the function works at all."""
-        with self._lock:
-            self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
+    def parts(self, group: int, reply: int) -> list[Part]:
+        """Every function's word on a reply, in the order of the functions."""
+        return [self._parts[group, f, reply] for f in range(self.functions)]
+
+    # ---- functions that keep failing
 
     def lost(self, job: Job) -> None:
         """Count a call that hung or killed its worker."""
@@ -120,6 +214,40 @@ class Batch:
         with self._lock:
             return self._lost[job.function, job.again] >= self._patience
 
-    def parts(self, group: int, reply: int) -> list[Part]:
-        """Every function's word on a reply, in the order of the functions."""
-        return [self._parts[group, f, reply] for f in range(self.functions)]
+    def suspicious(self, job: Job) -> bool:
+        """Whether a group of several replies had better not be tried as a whole."""
+        with self._lock:
+            return len(job.replies) > 1 and job.function in self._suspects
+
+    # ---- time
+
+    def likely_to_hang(self) -> list[Job]:
+        """The calls that have taken too long already. Their functions are under suspicion from now on."""
+        with self._lock:
+            now, group_s, alone_s = time.monotonic(), SUSPECT * self._timeout_s, self._usual_s()
+            found = [job for job, since in self._out.items() if now - since > (alone_s if job.again else group_s)]
+            self._suspects |= {job.function for job in found if not job.again}
+            return found
+
+    def _usual_s(self) -> float:
+        if self._longest_alone_s is None:
+            return SUSPECT * self._timeout_s / 4
+        return min(max(SLOW * self._longest_alone_s, QUICK_S), SUSPECT * self._timeout_s)
+
+    def close_if_late(self, name: Callable[[int], str]) -> None:
+        """When the time is up, leave every reply that has no word unscored, with what became of it."""
+        with self._lock:
+            if self._began is None or time.monotonic() < self._began + self._timeout_s + SPARE_S + self._answered_s:
+                return
+            for job in [job for job in self._out if not job.again]:
+                self.failed(job)
+            trying = {job.key(reply): since for job, since in self._out.items() for reply in job.replies}
+            for alone in [alone for job in self.jobs() for alone in job.alone()]:
+                since = trying.get(alone.key(*alone.replies))
+                self.record(alone, [Part(failure=_late(name(alone.function), since))])
+
+
+def _late(name: str, since: float | None) -> str:
+    if since is None:
+        return f"untried: {name}: every worker was busy with a call that hung, until the batch's time was up (reward.timeout_s)"
+    return f"timeout: {name}: no result after {time.monotonic() - since:.2g} s, when the batch's time was up (reward.timeout_s)"

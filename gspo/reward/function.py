@@ -17,7 +17,6 @@ run starts, so that an edit during the run cannot change the reward under way.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import difflib
 import importlib
@@ -28,9 +27,10 @@ import math
 import numbers
 import os
 import pkgutil
+import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,12 +44,27 @@ RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may receive beside the row's columns."""
 
 
+_WORD = re.compile(r"[a-z0-9_]{1,32}")
+
+
 class RewardWarning(UserWarning):
     """Something that the user must see, although it happens in a worker when the functions are loaded."""
 
 
 Result = dict[str, Any]
-"""`{"value": number or None}`, or `{"failure": "kind: why"}`."""
+"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`."""
+
+
+class Noted(float):
+    """A number with words on how it came about, which are counted (`reward/note/FUNCTION/WORD`): `Noted(0.5, "half")`. Up to 8
+    words of small letters, digits and underscores."""
+
+    notes: tuple[str, ...]
+
+    def __new__(cls, value: float, *notes: str) -> Noted:
+        noted = super().__new__(cls, value)
+        noted.notes = notes
+        return noted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +160,8 @@ class RewardFunction:
     settings: frozenset[str]
     """Keywords of a built-in that are options: a column of that name stays away from them."""
     options: Mapping[str, Any]
+    about: str = ""
+    """What it has to say of itself when a run begins."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
@@ -160,7 +177,7 @@ class RewardFunction:
             return f"raised: {lacking(self.name, missing, row)}"
         try:
             values = self.call(**self._arguments(prompt, texts, ids, row))
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            values = _awaited(values) if inspect.iscoroutine(values) else values
             return self._results(values, len(texts))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing the function does ends the run
             return self._failure(error)
@@ -204,7 +221,18 @@ class RewardFunction:
             number = math.inf
         if not math.isfinite(number):
             return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
-        return {"value": number}
+        return self._noted(number, value.notes) if isinstance(value, Noted) else {"value": number}
+
+    def _noted(self, number: float, words: tuple[str, ...]) -> Result:
+        if len(words) > 8 or not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
+            return {"failure": f"nonsense: {self.name}: noted {_shown(words)}, not up to 8 words of small letters"}
+        return {"value": number, "notes": list(words)}
+
+
+def _awaited(values: Coroutine[Any, Any, Any]) -> Any:
+    import asyncio  # takes as long as all other imports of a worker together, and few functions need it
+
+    return asyncio.run(values)
 
 
 def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
@@ -235,6 +263,7 @@ def load(source: Source) -> RewardFunction:
         needs=frozenset(name for name, p in named.items() if p.default is p.empty),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
+        about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
     )
 
 

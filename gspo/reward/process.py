@@ -1,12 +1,13 @@
 """One worker process, seen from the trainer.
 
 In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: every wait has a deadline
-on a monotonic clock, a worker that failed is killed with its whole process group and reaped, and what it prints is
-drained and forgotten except for a short tail.
+on a monotonic clock, a worker that failed is killed with all it started and reaped, what it prints is drained and forgotten
+except for a short tail, and what it holds in memory beyond what its functions took to load has a limit.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -24,12 +25,15 @@ from typing import IO, Any
 import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, Source, one_line
+from gspo.reward.memory import held
 
 START_LIMIT_S = 120.0
 """For importing the functions: a user's file may import torch."""
 ANSWER_LIMIT = 16 * 2**20
 """Bytes of one answer."""
-_TAIL = 2000
+END_LIMIT_S = 2.0
+"""For the overseer to end all that the functions have started."""
+_TAIL, _NOISE = 2000, 2**20
 _SLICE_S = 0.1
 
 
@@ -41,22 +45,29 @@ class WorkerDied(Exception):
     """The process ended in the middle of a call."""
 
 
+class WorkerFat(WorkerDied):
+    """It held too much memory."""
+
+
 class Cancelled(Exception):
-    """The pool is closing."""
+    """The pool is closing, or nobody waits for the answer any more."""
 
 
 class WorkerProcess:
     """Owns a process and its three pipes. Belongs to one thread: the kernel kills the process when that thread ends."""
 
-    def __init__(self, sources: Sequence[Source], cancelled: Callable[[], bool]) -> None:
+    def __init__(self, sources: Sequence[Source], closing: Callable[[], bool], *, memory_mb: int = 0) -> None:
         self._load = {"load": [asdict(source) for source in sources]}
-        self._cancelled = cancelled
+        self._closing = closing
+        self._memory_mb, self._most, self._weighed = memory_mb, 0, 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._tail = b""
         self._calls = 0
         self.needs: list[list[str]] = []
         """Columns each function cannot be called without; known once the functions are loaded."""
+        self.about: list[str] = []
+        """What each function has to say of itself; likewise."""
 
     @property
     def pid(self) -> int | None:
@@ -96,7 +107,8 @@ class WorkerProcess:
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
         for text in answer["warnings"]:
             warnings.warn(text, RewardWarning, stacklevel=2)
-        self.needs = answer["needs"]
+        self.needs, self.about = answer["needs"], answer["about"]
+        self._most = held(self._process.pid) + self._memory_mb * 2**20 if self._memory_mb and self._process else 0
         self._ready = True
 
     def _load_functions(self) -> dict[str, Any]:
@@ -107,15 +119,17 @@ class WorkerProcess:
             self.start()
             return self._exchange(self._load, START_LIMIT_S)
 
-    def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to one call; after `WorkerHung` or `WorkerDied` the process is gone."""
+    def call(
+        self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        """The answer to one call; after `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone."""
         self._calls += 1
         try:
-            answer = self._exchange({"id": self._calls, **request}, timeout_s)
+            answer = self._exchange({"id": self._calls, **request}, timeout_s, unwanted)
             if answer.get("id") != self._calls:
                 raise WorkerDied("its answer was not to this call")
             return answer
-        except (WorkerHung, WorkerDied):
+        except (WorkerHung, WorkerDied, Cancelled):
             self.kill()
             raise
 
@@ -124,6 +138,7 @@ class WorkerProcess:
         process, self._process, self._ready, self._tail = self._process, None, False, b""
         if process is None:
             return
+        _told_to_end(process)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the number may be someone else's
         for pipe in _pipes(process):
@@ -131,7 +146,9 @@ class WorkerProcess:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
 
-    def _exchange(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _exchange(
+        self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Write a line and read a line, draining what the functions print meanwhile."""
         process = self._process
         assert process
@@ -143,10 +160,11 @@ class WorkerProcess:
             poller.register(descriptor, event)
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if self._cancelled():
+            if self._closing() or unwanted():
                 raise Cancelled
             if left <= 0:
                 raise WorkerHung
+            self._weigh(process.pid)
             ready = [descriptor for descriptor, _ in poller.poll(1000 * min(left, _SLICE_S) + 1)]
             if not ready and _exit_code(process) is not None:  # a grandchild may hold the pipes open
                 raise WorkerDied(self._last_words())
@@ -159,6 +177,12 @@ class WorkerProcess:
             if len(line) > ANSWER_LIMIT:
                 raise WorkerDied(f"its answer was longer than {ANSWER_LIMIT} bytes")
         return _decoded(bytes(line))
+
+    def _weigh(self, pid: int) -> None:
+        if self._most and time.monotonic() >= self._weighed + _SLICE_S:
+            if held(pid, at_least=self._most) > self._most:
+                raise WorkerFat(f"it took more than {self._memory_mb} MB; raise reward.memory_mb if it needs them")
+            self._weighed = time.monotonic()
 
     def _send(self, descriptor: int, pending: memoryview) -> memoryview:
         try:
@@ -180,10 +204,10 @@ class WorkerProcess:
     def _drain(self, descriptor: int) -> bool:
         """Whether there can be more."""
         try:
-            data = os.read(descriptor, 2**16)
+            data = os.read(descriptor, _NOISE)
         except BlockingIOError:
             return True
-        self._tail = (self._tail + data)[-_TAIL:]
+        self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
         return bool(data)
 
     def _last_words(self) -> str:
@@ -213,6 +237,9 @@ def _popen() -> subprocess.Popen[bytes]:
     )
     for pipe in _pipes(process):
         os.set_blocking(pipe.fileno(), False)
+    if hasattr(fcntl, "F_SETPIPE_SZ"):  # a function that prints a gigabyte need not wait for every 64 KB of it
+        with suppress(OSError):
+            fcntl.fcntl(_pipes(process)[2].fileno(), fcntl.F_SETPIPE_SZ, _NOISE)
     return process
 
 
@@ -251,6 +278,16 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _told_to_end(process: subprocess.Popen[bytes]) -> None:
+    """Let the overseer end what the functions have started, before the rest is done by force."""
+    with suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "linux" and _exit_code(process) is None:
+            os.kill(process.pid, signal.SIGTERM)
+    until = time.monotonic() + END_LIMIT_S
+    while sys.platform == "linux" and _exit_code(process) is None and time.monotonic() < until:
+        time.sleep(0.002)
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

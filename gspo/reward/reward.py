@@ -3,6 +3,8 @@
 In: prompts with their replies. Out: a `Score` per reply, in the same order. Invariant: a reward function that raises,
 hangs, dies or returns nonsense leaves exactly the replies it failed on UNSCORED, with the reason; it never turns them
 into a 0, never changes another reply's score, and never takes the run down. Functions run in worker processes only.
+
+Calls that hang do not keep the others from being made: they get spare workers, which end with the batch.
 """
 
 from __future__ import annotations
@@ -19,8 +21,16 @@ from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.batch import Batch, Groups, Job, Part
 from gspo.reward.function import Source, find_sources, lacking, one_line
-from gspo.reward.process import Cancelled, WorkerDied, WorkerHung, WorkerProcess
+from gspo.reward.process import Cancelled, WorkerDied, WorkerFat, WorkerHung, WorkerProcess
 from gspo.types import Score, Status
+
+ANSWER_S = 1.0
+"""Between the end of a program's own time and that of its worker."""
+PROGRAM_S = 5.0
+"""A program's own time, if nothing else is set."""
+MOST_SPARES = 32
+"""Worker processes beyond `reward.workers`, while calls hang."""
+_TICK_S = 0.05
 
 
 class RewardPool:
@@ -30,10 +40,12 @@ class RewardPool:
         self._config = config
         self._sources: list[Source] = find_sources(config.functions, config.options, task)
         self._weights = _checked_weights(config.weights, self._sources)
+        _check_limits(config.timeout_s, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._workers = [WorkerProcess(self._sources, lambda: self._closing) for _ in range(config.workers)]
+        self._workers = [self._worker() for _ in range(config.workers)]
+        self._spares: dict[WorkerProcess, Batch] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, number > 0), name=f"reward-{number}", daemon=True)
             for number, worker in enumerate(self._workers)
@@ -52,9 +64,14 @@ class RewardPool:
         """The functions' short names, in order: the keys of `Score.parts`."""
         return tuple(source.name for source in self._sources)
 
+    @property
+    def about(self) -> dict[str, str]:
+        """What functions have to say of themselves, by name: which sandbox is used, for example."""
+        return {name: text for name, text in zip(self.names, self._workers[0].about, strict=True) if text}
+
     def pids(self) -> list[int]:
         """The live worker processes."""
-        return [pid for worker in self._workers if (pid := worker.pid) is not None]
+        return [pid for worker in (*self._workers, *self._spares) if (pid := worker.pid) is not None]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse data that lacks a field which a function cannot be called without."""
@@ -82,6 +99,8 @@ class RewardPool:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout=30)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._spares, timeout=30)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -91,8 +110,11 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- the caller's thread
 
+    def _worker(self) -> WorkerProcess:
+        return WorkerProcess(self._sources, lambda: self._closing, memory_mb=self._config.memory_mb)
+
     def _batch(self, groups: Groups) -> Batch:
-        return Batch(groups, functions=len(self._sources), workers=len(self._workers))
+        return Batch(groups, functions=len(self._sources), workers=len(self._workers), timeout_s=self._config.timeout_s)
 
     def _load_once(self) -> None:
         batch = self._batch(())
@@ -104,17 +126,40 @@ class RewardPool:
             raise RewardError("the reward pool is closed; build a new one")
         self._add(jobs)
         try:
-            while not batch.done.wait(timeout=1.0):
+            while not batch.done.wait(timeout=_TICK_S):
                 if not any(thread.is_alive() for thread in self._threads):
                     raise RewardError("the reward pool was closed while it was scoring")
+                self._watch(batch)
         finally:
-            batch.done.set()  # after Ctrl-C: what has not begun never begins, what has begun ends by its deadline
+            batch.done.set()  # after Ctrl-C: what has not begun never begins, and what has begun is ended
+        self._make_whole(batch)
         if batch.error is not None:
             raise batch.error
 
-    def _add(self, jobs: Sequence[Job]) -> None:
+    def _watch(self, batch: Batch) -> None:
+        """See to calls that hang: try their replies alone, in spare workers if need be, and end the batch in time."""
+        hanging = batch.likely_to_hang()
+        self._add([alone for job in hanging if len(job.replies) > 1 for alone in batch.split(job)], first=True)
         with self._changed:
-            self._jobs.extend(jobs)
+            mine = [spare for spare, its in self._spares.items() if its is batch]
+            waiting = sum(job.batch is batch for job in self._jobs)
+            wanted = min(MOST_SPARES, 2 * len(hanging)) - len(mine)
+            spares = [self._worker() for _ in range(min(wanted, waiting))]
+            self._spares |= dict.fromkeys(spares, batch)
+        for spare in spares:
+            threading.Thread(target=self._lend, args=(batch, spare), name="reward-spare", daemon=True).start()
+        batch.close_if_late(lambda function: self._sources[function].name)
+
+    def _make_whole(self, batch: Batch) -> None:
+        """Wait until hanging workers have been replaced and spare ones are gone; that is quick."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or not (batch.busy or batch in self._spares.values()), timeout=5.0
+            )
+
+    def _add(self, jobs: Sequence[Job], *, first: bool = False) -> None:
+        with self._changed:
+            (self._jobs.extendleft if first else self._jobs.extend)(reversed(jobs) if first else jobs)
             self._changed.notify_all()
 
     # --------------------------------------------------------------------------------------- a worker's thread
@@ -130,10 +175,31 @@ class RewardPool:
         finally:
             worker.kill()
 
+    def _lend(self, batch: Batch, worker: WorkerProcess) -> None:
+        """A spare worker: does this batch's jobs while there are any."""
+        try:
+            worker.prepare()
+            while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
+                self._do(worker, job)
+        except (GspoError, OSError, Cancelled):
+            pass  # then the batch must do with the workers it has
+        finally:
+            worker.kill()
+            with self._changed:
+                del self._spares[worker]
+                self._changed.notify_all()
+
     def _take(self) -> Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._jobs)
             return None if self._closing else self._jobs.popleft()
+
+    def _take_of(self, batch: Batch) -> Job | None:
+        with self._changed:
+            job = next((job for job in self._jobs if job.batch is batch), None)
+            if job is not None:
+                self._jobs.remove(job)
+            return None if self._closing else job
 
     def _warm(self, worker: WorkerProcess) -> None:
         """Load the functions while there is nothing to do. An error comes back with the next job."""
@@ -156,33 +222,51 @@ class RewardPool:
         return False
 
     def _call(self, worker: WorkerProcess, job: Job) -> None:
+        batch = job.batch
         if not job.replies:
-            job.batch.done.set()
-        elif job.batch.hopeless(job) and not job.again:
-            self._add(job.alone())
-        elif job.batch.hopeless(job):
-            self._fail(job, f"timeout: {self._name(job)}: not tried: every earlier call of this batch hung or died")
+            batch.done.set()
+        elif batch.unwanted(job):
+            return
+        elif batch.suspicious(job) or (batch.hopeless(job) and not job.again):
+            self._add(batch.split(job), first=True)
+        elif batch.hopeless(job):
+            self._fail(job, f"untried: {self._name(job)}: every earlier call of this batch hung or died")
         else:
             self._settle(worker, job)
 
     def _settle(self, worker: WorkerProcess, job: Job) -> None:
+        request, hung = _request(job), False
+        job.batch.begin(job)
         try:
-            answer = worker.call(_request(job), self._config.timeout_s)
+            answer = worker.call(request, self._config.timeout_s, lambda: job.batch.unwanted(job))
+        except Cancelled:
+            hung = True
+            worker.start()  # a fresh process, so that the pool is whole when the batch is done
+            if self._closing:
+                raise
         except WorkerHung:
+            hung = True
             reason = f"timeout: {self._name(job)}: no result after {self._config.timeout_s:g} s"
             self._replace(worker, job, reason, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
-            reason = f"died: {self._name(job)}: {one_line(error)}"
-            self._replace(worker, job, reason, guilty=job.again)
+            kind = "memory" if isinstance(error, WorkerFat) else "died"
+            self._warm(worker)  # part of this call, so that a batch with many deaths has the time for them
+            self._replace(worker, job, f"{kind}: {self._name(job)}: {one_line(error)}", guilty=job.again)
         else:
-            if "results" in answer:
-                job.batch.record(job, [Part(**result) for result in answer["results"]])
-                job.batch.answered(job)
-            elif len(job.replies) > 1 and not answer["failure"].startswith("nonsense"):
-                self._add(job.alone())
-            else:
-                self._fail(job, answer["failure"])
+            self._take_answer(job, answer)
+        finally:
+            job.batch.end(job, hung=hung)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _take_answer(self, job: Job, answer: Mapping[str, Any]) -> None:
+        if "results" in answer:
+            job.batch.answer(job, [Part(**result) for result in answer["results"]])
+        elif len(job.replies) > 1 and not answer["failure"].startswith("nonsense"):
+            self._add(job.batch.failed(job))
+        else:
+            self._fail(job, answer["failure"])
 
     def _replace(self, worker: WorkerProcess, job: Job, reason: str, *, guilty: bool) -> None:
         """After a hang or a death: a fresh process first, so that the pool is whole when the batch is done."""
@@ -191,7 +275,7 @@ class RewardPool:
         if guilty:
             self._fail(job, reason)
         else:
-            self._add(job.alone())
+            self._add(job.batch.failed(job), first=True)
 
     def _fail(self, job: Job, reason: str) -> None:
         job.batch.record(job, [Part(failure=reason)] * len(job.replies))
@@ -203,6 +287,7 @@ class RewardPool:
 
     def _combine(self, parts: Sequence[Part]) -> Score:
         named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
+        notes = {name: tuple(part.notes) for name, part in zip(self.names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
         terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
         if failure is None and not terms:
@@ -210,10 +295,10 @@ class RewardPool:
         if failure is None and not math.isfinite(sum(terms)):
             failure = "nonsense: the weighted sum is not finite"
         if failure is not None:
-            return Score(status=Status.UNSCORED, parts=named, failure=failure)
+            return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)
         first = parts[0].value
         correct = None if first is None else first > self._config.correct_above
-        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named)
+        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
 
 
 def _request(job: Job) -> dict[str, Any]:
@@ -225,6 +310,17 @@ def _request(job: Job) -> dict[str, Any]:
             prompt, shown = job.batch.groups[job.group][0].id, one_line(repr(value), 80)
             raise RewardError(f"prompt {prompt}: column {name} must hold JSON values, not {shown}") from None
     return request
+
+
+def _check_limits(timeout_s: float, sources: Sequence[Source]) -> None:
+    """A program that takes all of its time must come to its end, and score 0, before its worker is killed."""
+    for source in sources:
+        limit = source.options.get("limit_s", PROGRAM_S)
+        if source.spec == "code_tests" and isinstance(limit, int | float) and timeout_s < limit + ANSWER_S:
+            raise ConfigError(
+                f"reward.timeout_s: {timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
+                f"set reward.timeout_s to at least {limit + ANSWER_S:g}, better {2 * (limit + ANSWER_S):g}"
+            )
 
 
 def _checked_weights(weights: Sequence[float], sources: Sequence[Source]) -> tuple[float, ...]:

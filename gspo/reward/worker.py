@@ -3,28 +3,25 @@
 In: JSON lines on stdin: first the functions to load, then one call at a time. Out: one JSON line per line, on the pipe
 that was stdout when the process began. Invariant: functions run on the main thread (math-verify's alarms need it), one
 at a time, and can neither read the requests nor write into the answers by printing: their stdin is /dev/null, and their
-output goes to stderr, of which the trainer keeps a short tail. The process ends with its trainer.
+output goes to stderr, of which the trainer keeps a short tail. The process ends with its trainer, and what functions have
+started ends with it (`overseer.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
 import warnings
 from typing import Any, BinaryIO
 
 from gspo.errors import ConfigError, GspoError
 from gspo.reward.function import RewardFunction, RewardWarning, Source, load
-
-_PR_SET_PDEATHSIG = 1
+from gspo.reward.overseer import leave_overseer
 
 
 def main() -> None:
     """Serve until stdin closes."""
-    _die_with_parent()
+    leave_overseer()
     requests, answers = _claim_pipes()
     me = os.getpid()
     functions: list[RewardFunction] = []
@@ -54,7 +51,13 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
     except GspoError as error:
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
     needs = [sorted(f.columns_needed) for f in functions]
-    return {"ready": True, "needs": needs, "warnings": [str(w.message) for w in caught if w.category is RewardWarning]}
+    about = [f.about for f in functions]
+    return {
+        "ready": True,
+        "needs": needs,
+        "about": about,
+        "warnings": [str(w.message) for w in caught if w.category is RewardWarning],
+    }
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:
@@ -70,12 +73,6 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
 def _write(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _die_with_parent() -> None:
-    """Linux: the kernel kills this process when its trainer is gone, even in the middle of a call."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

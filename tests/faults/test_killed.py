@@ -1,4 +1,4 @@
-"""A trainer that is killed: at random instants, at every file operation of a save, between a save and the clean-up after it.
+"""A trainer that is killed at random instants, and what it leaves behind. Kills within a save: `test_saves.py`.
 
 The trainer runs in a forked child, so that a kill costs no new interpreter. Every kill is counted.
 """
@@ -85,83 +85,9 @@ def test_f1_killed_at_twenty_random_instants(tiny: Callable[..., Config]) -> Non
     same_end(run_of(golden), run_of(cut))
 
 
-OPERATIONS = (
-    (checkpoint, "save_model"),
-    (checkpoint, "save_file"),
-    (checkpoint, "_flush"),
-    (checkpoint, "_retire"),
-    (Path, "rename"),
-    (Path, "write_text"),
-    (shutil, "rmtree"),
-)
-"""File operations of a save."""
-
-
-def count_and_kill(at: int, counter: Path) -> Callable[[], None]:
-    """In a child: count the file operations of the save of step 2 and die before the `at`-th (0: only count)."""
-
-    def prepare() -> None:
-        calls, saving, original_save = [0], [False], checkpoint.save
-
-        def save(folder: Path, policy: Any, optimizer: Any, state: Any, **options: Any) -> Path:
-            saving[0] = state.step == 2
-            try:
-                return original_save(folder, policy, optimizer, state, **options)
-            finally:
-                saving[0] = False
-                if state.step == 2:
-                    counter.write_bytes(str(calls[0]).encode())
-
-        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def instead(*args: Any, **kwargs: Any) -> Any:
-                if saving[0]:
-                    calls[0] += 1
-                    if calls[0] == at:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **kwargs)
-
-            return instead
-
-        for owner, name in OPERATIONS:
-            setattr(owner, name, counted(getattr(owner, name)))
-        checkpoint.save = save
-
-    return prepare
-
-
 class StopAfterOne(Silent):
     def step(self, *rest: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_f2_f6_killed_at_every_file_operation_of_a_save(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    golden = tiny("steps=3", "eval.every=0", "checkpoint.keep=1", run_dir="golden")
-    train(golden, StopAfterOne())
-    shutil.copytree(run_of(golden), tmp_path / "begun")
-
-    def run(path: Path, at: int) -> int:
-        def work() -> None:
-            count_and_kill(at, tmp_path / "count")()
-            resume(path, Silent())
-
-        return wait(forked(work))
-
-    assert run(run_of(golden), 0) == 0
-    operations = int((tmp_path / "count").read_text())
-    assert operations >= 15
-    for at in range(1, operations + 1):
-        cut = tmp_path / f"cut-{at}"
-        shutil.copytree(tmp_path / "begun", cut)
-        assert run(cut, at) == -signal.SIGKILL, f"operation {at} did not kill"
-        newest, _ = checkpoint.newest(cut / "checkpoints")
-        assert newest.name in ("000001", "000002")
-        assert wait(forked(lambda cut=cut: resume(cut, Silent()))) == 0
-        same_end(run_of(golden), cut)
-        assert len(checkpoint.saved(cut / "checkpoints")) == 1
-        assert not list((cut / "checkpoints").glob(".tmp-*"))
-        shutil.rmtree(cut)
 
 
 def test_f8_nothing_outlives_a_killed_trainer(tiny: Callable[..., Config], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -65,8 +66,10 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [*((phase, number) for phase in PHASES for number in (signal.SIGTERM, signal.SIGINT)), ("reward", signal.SIGUSR1)],
+)
 def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
     phase: str, number: int, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,11 +248,14 @@ SICK = {
     "entropy collapse": {"entropy/mean": 1e-5},
     "length pinned": {"length/truncated_fraction": 1.0},
     "repetition": {"length/repetitive_fraction": 0.9},
+    "tricks in programs": {"reward/note/code_tests/trick": 0.6},
 }
+OTHERS = {"reward jump", "held-out falls"}
+"""Alarms that compare steps with earlier ones."""
 
 
 def test_f18_every_alarm_is_covered_here() -> None:
-    assert set(SICK) == {alarm.name for alarm in ALARMS}
+    assert set(SICK) | OTHERS == {alarm.name for alarm in ALARMS}
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -260,6 +266,55 @@ def test_f18_an_alarm_needs_its_sign_in_every_step(name: str) -> None:
     assert [alarm.name for alarm in holding(healthy + sick, 5)] == [name]
     assert holding(healthy + sick[:4], 5) == []
     assert holding([*healthy, *sick[:4], healthy[-1], sick[4]], 5) == []
+
+
+def climbing(steps: int, seed: int) -> list[dict[str, Any]]:
+    """A healthy run: accuracy climbs from a fifth to four fifths with the noise of 64 replies, held-out accuracy with it."""
+    chance, rows = random.Random(seed), []
+    for step in range(steps + 1):
+        p = 0.2 + 0.6 * step / steps
+        share = sum(chance.random() < p for _ in range(64)) / 64
+        row = {
+            "step": step,
+            **HEALTHY,
+            "reward/mean": share,
+            "reward/std": (p * (1 - p)) ** 0.5,
+            "reward/correct_fraction": share,
+        }
+        if step % 10 == 0:
+            row |= {"eval/accuracy": p, "eval/accuracy_low": p - 0.06, "eval/accuracy_high": p + 0.06}
+        rows.append(row)
+    return rows
+
+
+def test_f18_a_healthy_climb_raises_no_alarm() -> None:
+    for seed in range(20):
+        for steps in (60, 200):
+            rows = climbing(steps, seed)
+            for end in range(1, len(rows) + 1):
+                assert holding(rows[:end], 5) == [], (seed, steps, end)
+
+
+def test_f18_a_leap_of_the_reward_is_an_alarm() -> None:
+    rows = climbing(200, seed=1)[:60]
+    leap = [{**rows[-1], "step": 60 + i, "reward/mean": 0.98} for i in range(5)]
+    assert holding(rows + leap[:4], 5) == []
+    assert [alarm.name for alarm in holding(rows + leap, 5)] == ["reward jump"]
+    silent = [{**row, "reward/mean": 0.0, "reward/std": 0.0} for row in rows]
+    first_successes = [{**row, "reward/mean": 0.02, "reward/std": 0.14} for row in leap]
+    assert holding(silent + first_successes, 5) == []
+
+
+def test_f18_training_that_parts_from_held_out_accuracy_is_an_alarm() -> None:
+    rows = climbing(100, seed=2)
+    for row in rows:
+        if row["step"] > 60 and "eval/accuracy" in row:
+            row |= {"eval/accuracy": 0.3, "eval/accuracy_low": 0.24, "eval/accuracy_high": 0.36}
+    assert holding(rows[:71], 5) == []  # once may be chance
+    assert [alarm.name for alarm in holding(rows[:81], 5)] == ["held-out falls"]
+    for row in rows[60:]:
+        row |= {"reward/correct_fraction": 0.1, "reward/mean": 0.1}
+    assert holding(rows[:81], 5) == []  # both fall: no hack, and no news
 
 
 def test_f18_a_solved_task_may_be_certain() -> None:
@@ -441,3 +496,34 @@ def test_events_are_whole_json(tiny: Callable[..., Config], display: Any) -> Non
     train(config, display)
     for line in (run_of(config) / "events.jsonl").read_text().splitlines():
         assert "event" in json.loads(line)
+
+
+def test_f4_too_little_room_for_the_checkpoints_is_said_before_the_first_step(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free, shots = 1000, 0
+
+    def usage(path: Any) -> Usage:
+        Usage.shots += 1
+        return Usage()
+
+    monkeypatch.setattr(gspo.loop.shutil, "disk_usage", usage)
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    assert Usage.shots == 1
+    kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
+    assert kinds.index("warning") < kinds.index("checkpoint")
+    assert "checkpoints will need" in events(config, "warning")[0]["what"]
+
+
+def test_room_for_the_checkpoints_is_no_warning(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    assert not events(config, "warning")
+    folder = checkpoint.saved(run_of(config) / "checkpoints")[-1]
+    written = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    from gspo.policy.model import load_policy, load_tokenizer
+
+    policy = load_policy(config.model, load_tokenizer(config.model), seed=0)
+    assert 0.8 < checkpoint.size_of(policy.model) / written < 1.3

@@ -205,3 +205,23 @@ def test_bad_settings_stop_the_run_at_once(make_pool: Callable[..., Any]) -> Non
         make_pool("code_tests", options={"code_tests": {"limit_s": -1}})
     with pytest.raises(ConfigError, match="did you mean limit_s"):
         make_pool("code_tests", options={"code_tests": {"limit": 1}})
+
+
+# ------------------------------------------------------------------------------------------- what is counted
+
+
+def test_how_a_program_came_out_reaches_the_score(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+    cheat = "```python\nimport os\ndef double(x):\n    os._exit(0)\n```"
+    pool = make_pool("code_tests", options={"code_tests": {"limit_s": 1}}, timeout_s=20.0)
+    right, wrong, loop, died, empty = pool.score([group([RIGHT, WRONG, LOOP, cheat, ""], tests=TESTS)])[0]
+    assert [s.reward for s in (right, wrong, loop, died, empty)] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    notes = [s.notes["code_tests"] for s in (right, wrong, loop, died, empty)]
+    assert notes == [("passed",), ("wrong",), ("timeout",), ("died", "trick"), ("empty",)]
+    assert pool.about["code_tests"].startswith("sandbox L")
+
+
+def test_a_deadline_below_a_programs_own_time_is_refused(make_pool: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s: 5 s.*at least 6, better 12"):
+        make_pool("code_tests", timeout_s=5.0)
+    with pytest.raises(ConfigError, match=r"at least 31"):
+        make_pool("code_tests", options={"code_tests": {"limit_s": 30}}, timeout_s=20.0)

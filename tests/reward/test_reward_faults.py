@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_a_hang_costs_only_its_own_reply(make_pool, reward_file, group, bad):
     pool = make_pool(reward_file(code(bad)), timeout_s=0.7, workers=2)
     began = time.monotonic()
     scores = pool.score([group(["a", "b"]), group(["a", "bad", "b", "c"]), group(["d", "e"])])
-    assert time.monotonic() - began < 3 * 0.7 + 2
+    assert time.monotonic() - began < 0.7 + 2
     assert check_innocent(scores[1], 1).failure == "timeout: score: no result after 0.7 s"
     for others in (scores[0], scores[2]):
         check_innocent([None, *others], 0)
@@ -177,16 +178,17 @@ def test_a_function_that_always_hangs_is_given_up(make_pool, reward_file, group,
     pool = make_pool(reward_file(code("time.sleep(60)")), timeout_s=0.5, workers=workers)
     began = time.monotonic()
     scores = pool.score([group(["bad"] * 6, id=f"train/{g}") for g in range(8)])
-    assert time.monotonic() - began < 4 * 0.5 + 3
-    assert all(s.failure.startswith("timeout: score: ") for g in scores for s in g)
-    assert "not tried" in scores[-1][-1].failure
+    assert time.monotonic() - began < 0.5 + 2
+    kinds = Counter(s.failure.partition(": ")[0] for g in scores for s in g)
+    assert set(kinds) == {"timeout", "untried"}
+    assert scores[-1][-1].failure.startswith("untried: score: every ")
     assert len(pool.pids()) == workers
 
 
 @pytest.mark.parametrize("harm", ["time.sleep(60)", "os._exit(1)"])
 def test_however_many_are_guilty_the_innocent_keep_their_scores(make_pool, reward_file, group, harm):
-    pool = make_pool(reward_file(code(harm)), timeout_s=0.3, workers=2)
-    for scores in pool.score([group(["a", "b", "bad", "c"], id=f"train/{g}") for g in range(12)]):
+    pool = make_pool(reward_file(code(harm)), timeout_s=2.0, workers=2)
+    for scores in pool.score([group(["a", "b", "bad", "c"], id=f"train/{g}") for g in range(4)]):
         check_innocent(scores, 2)
 
 
@@ -240,6 +242,8 @@ def test_a_worker_killed_while_idle_is_replaced(make_pool, reward_file, group):
     pool = make_pool(reward_file(code("pass")))
     (pid,) = pool.pids()
     os.kill(pid, signal.SIGKILL)
+    while _alive(pid):
+        time.sleep(0.01)
     check_innocent([None, *pool.score([group(["a", "b"])])[0]], 0)
     assert pool.pids() != [pid]
 

@@ -10,12 +10,14 @@ themselves fail, the reply stays unscored.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from typing import Any
 
 from gspo.errors import ConfigError
+from gspo.reward.function import Noted
 from gspo.reward.reply import reply_text
-from gspo.reward.sandbox.grade import Grader, Limits
+from gspo.reward.sandbox.grade import Grade, Grader, Limits
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import COLUMNS, read_suite
 
@@ -25,6 +27,10 @@ EXAMPLE: dict[str, Any] = {
     "options": {},
 }
 _FENCES = ("python", "python3", "py")
+_TRICKS = re.compile(
+    r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b|\bget_objects\b|\batexit\b|\bbuiltins\b|/proc/"
+)
+"""What programs do that want a reward without solving the problem. Some of it has honest uses: it is counted, not punished."""
 
 
 def score(
@@ -38,7 +44,7 @@ def score(
     packages: bool = False,
     allow_unsafe: bool = False,
     **columns: Any,
-) -> list[float | Exception]:
+) -> list[Noted | Exception]:
     rows = [{name: columns[name][i] for name in COLUMNS if name in columns} for i in range(len(completions))]
     suites = [read_suite(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
     if not suites:
@@ -47,8 +53,23 @@ def score(
     limits = Limits(limit_s=limit_s, memory_mb=memory_mb, stop=all_or_nothing)
     with ExitStack() as stack:
         graders = {suite: stack.enter_context(Grader(suite, level, limits)) for suite in set(suites)}
-        grades = [graders[s].grade(program_of(reply_text(c))) for s, c in zip(suites, completions, strict=True)]
-    return [g if isinstance(g, Exception) else g.value(all_or_nothing=all_or_nothing) for g in grades]
+        programs = [program_of(reply_text(c)) for c in completions]
+        grades = [graders[s].grade(program) for s, program in zip(suites, programs, strict=True)]
+    return [
+        g if isinstance(g, Exception) else _noted(g, program, all_or_nothing)
+        for g, program in zip(grades, programs, strict=True)
+    ]
+
+
+def about(python: str = "", packages: bool = False, allow_unsafe: bool = False, **options: Any) -> str:
+    """The sandbox in use."""
+    return f"sandbox {sandbox_level(python, packages, allow_unsafe)}"
+
+
+def _noted(grade: Grade, program: str, all_or_nothing: bool) -> Noted:
+    """The value, how the program came out, and whether it tries something."""
+    notes = (str(grade.end), *(("trick",) if _TRICKS.search(program) else ()))
+    return Noted(grade.value(all_or_nothing=all_or_nothing), *notes)
 
 
 def check(

@@ -1,0 +1,221 @@
+"""Long or repeated runs: memory that must not grow (F22), the same run under other circumstances (F29), every fault at a low rate (F30)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ends import run_of, same_end
+from test_killed import Silent, forked, wait
+
+import gspo.loop
+from gspo.config import Config
+from gspo.observe.run_dir import read_jsonl
+from gspo.policy import checkpoint
+from gspo.policy.optimizer import Optimizer
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engines.local import LocalEngine
+from gspo.train import resume, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SMALL = ("eval.every=0", "rollout.prompts=2", "rollout.replies=2", "rollout.max_tokens=4", "log.rollouts=false")
+
+
+def resident() -> float:
+    """Megabytes that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_f22_memory_does_not_grow(tiny: Callable[..., Config]) -> None:
+    held: dict[int, float] = {}
+
+    class Watch(Silent):
+        def step(self, step: int, *rest: Any) -> None:
+            held[step] = resident()
+
+    train(tiny("steps=300", "checkpoint.every=25", "checkpoint.keep=1", *SMALL), Watch())
+    assert len(held) == 300
+    x = torch.arange(100, 300, dtype=torch.float64)
+    y = torch.tensor([held[int(step) + 1] for step in x], dtype=torch.float64)
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()) * 100
+    print(f"{slope:.2f} MB per 100 steps, {held[100]:.0f} MB at step 100, {held[300]:.0f} MB at the end")
+    assert slope < 1.0
+
+
+# ------------------------------------------------------------------------------------------------- F29: the same run elsewhere
+
+
+def command(config: Config, **environment: str) -> None:
+    """The run in a process of its own."""
+    code = "import sys, json; from gspo import config; from gspo.train import train; from gspo.observe.progress import PlainDisplay; train(config.from_tree(json.loads(sys.argv[1]), where='test'), PlainDisplay())"
+    tree = dataclasses.asdict(config)
+    tree["objective"] = {"name": config.objective.name, **config.objective.settings}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(tree)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_f29_hash_seed_threads_and_the_order_of_finishing_change_nothing(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {name: tiny("steps=3", "eval.every=2", run_dir=name) for name in ("one", "hash", "slow")}
+    command(runs["one"], PYTHONHASHSEED="1")
+    command(runs["hash"], PYTHONHASHSEED="2")
+    same_end(run_of(runs["one"]), run_of(runs["hash"]))
+    original, shots = RewardPool._take, [0]
+
+    def shuffled(self: RewardPool) -> Any:
+        with self._changed:
+            shots[0] += len(self._jobs) > 1
+            random.Random(shots[0]).shuffle(self._jobs)
+        return original(self)
+
+    monkeypatch.setattr(RewardPool, "_take", shuffled)
+    train(runs["slow"], Silent())
+    assert shots[0] > 3
+    same_end(run_of(runs["one"]), run_of(runs["slow"]))
+
+
+def test_f29_two_threads_give_what_one_gives(tiny: Callable[..., Config]) -> None:
+    """Sums of a model this small are not split between threads; the log is the same to the byte."""
+    one, two = (tiny("steps=3", "eval.every=0", f"model.threads={n}", run_dir=str(n)) for n in (1, 2))
+    command(one)
+    command(two)
+    assert (run_of(one) / "metrics.jsonl").read_bytes() == (run_of(two) / "metrics.jsonl").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- F30: everything at once
+
+STEPS = 500
+REWARD = """
+import os, random, time
+def varied(prompts, completions, **columns):
+    values = []
+    for prompt, c in zip(prompts, completions):
+        x = random.Random(repr((prompt, c))).random()
+        if x < 0.003: os._exit(1)
+        if x < 0.006: raise ValueError("bad day")
+        if x < 0.008: time.sleep(60)
+        values.append(len(c) % 3 + 0.5 * c.count(" "))
+    return values
+"""
+
+
+class Faults:
+    """Injects faults into a run at a low rate, by the step they come at, and counts them in a file that outlives the process."""
+
+    def __init__(self, ledger: Path) -> None:
+        self.ledger, self.step = ledger, 0
+
+    def counts(self) -> Counter[str]:
+        return (
+            Counter(line.partition(" ")[0] for line in self.ledger.read_text().splitlines())
+            if self.ledger.exists()
+            else Counter()
+        )
+
+    def due(self, kind: str, one_in: int) -> bool:
+        """Whether this fault comes now; each at most once for a step, so that a repeated step is not hit again."""
+        line = f"{kind} {self.step}"
+        if random.Random(line).random() * one_in >= 1 or (
+            self.ledger.exists() and line in self.ledger.read_text().splitlines()
+        ):
+            return False
+        with self.ledger.open("a") as file:
+            file.write(line + "\n")
+        return True
+
+    def install(self) -> None:
+        learn, save = gspo.loop.learn, checkpoint.save
+        step, decode = Optimizer.step, LocalEngine._decode
+
+        def learning(parts: Any, groups: Any, *, step: int) -> Any:
+            self.step = step
+            if self.due("terminate", 60):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return learn(parts, groups, step=step)
+
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            if self.due("disk", 8):
+                raise OSError(28, "No space left on device")
+            done = save(*args, **kwargs)
+            if self.due("damage", 12):
+                with (done / "trainer.safetensors").open("r+b") as file:
+                    file.write(b"XXXX")
+            return done
+
+        def stepping(optimizer: Optimizer, *, loss_finite: bool) -> Any:
+            if self.due("nan", 40):
+                loss_finite = False
+            return step(optimizer, loss_finite=loss_finite)
+
+        def decoding(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.due("kill", 60):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return decode(engine, *args, **kwargs)
+
+        gspo.loop.learn, checkpoint.save, Optimizer.step = learning, saving, stepping
+        LocalEngine._decode = decoding
+
+
+def test_f30_a_soak_of_all_faults(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "varied.py").write_text(REWARD)
+    config = tiny(f"steps={STEPS}", "checkpoint.every=10", "checkpoint.keep=2", "reward.timeout_s=0.6", "reward.workers=2",
+                  f"reward.functions={tmp_path}/varied.py:varied", "learner.max_skipped=50", *SMALL)  # fmt: skip
+    faults, starts, began = Faults(tmp_path / "ledger"), 0, time.monotonic()
+
+    def work() -> None:
+        faults.install()
+        if (run_of(config) / "config.toml").exists():
+            resume(run_of(config), Silent())
+        else:
+            train(config, Silent())
+
+    while not done(config):
+        starts += 1
+        assert starts < 100
+        code = wait(forked(work), 300)
+        last = (read_jsonl(run_of(config) / "events.jsonl") or [{}])[-1]
+        full = code == 1 and last.get("error") == "CheckpointError"  # a disk that is full at the very last save
+        assert full or code in (0, -signal.SIGKILL), f"start {starts} ended with {code}: {last}"
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))  # nothing twice, nothing lost
+    counts = faults.counts()
+    assert all(counts[kind] >= 3 for kind in ("terminate", "disk", "damage", "nan", "kill")), counts
+    assert sum(row.get("grad/skipped", 0) for row in rows) >= 3
+    unscored = Counter(
+        {k: sum(row.get(k, 0) for row in rows) for row in rows for k in row if k.startswith("samples/unscored/")}
+    )
+    assert {"samples/unscored/died", "samples/unscored/raised", "samples/unscored/timeout"} <= set(unscored)
+    assert not list((run_of(config) / "checkpoints").glob(".tmp-*"))
+    assert len(checkpoint.saved(run_of(config) / "checkpoints")) <= 2
+    assert threading.active_count() < 10
+    used = sum(t["time/step_s"] for t in read_jsonl(run_of(config) / "timings.jsonl"))
+    wall = time.monotonic() - began
+    print(
+        f"goodput {used / wall:.0%}: {used:.0f} s of steps that count in {wall:.0f} s, {starts} starts, {dict(counts)}, {dict(unscored)}"
+    )
+
+
+def done(config: Config) -> bool:
+    rows = read_jsonl(run_of(config) / "events.jsonl")
+    return bool(rows) and rows[-1]["event"] == "stop" and rows[-1]["step"] == STEPS

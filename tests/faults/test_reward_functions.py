@@ -1,0 +1,212 @@
+"""F19: reward functions that do what they should not, sixteen ways. Numbers are those of docs/reliability.md.
+
+Every function gives a reply its own number (its length over seven) and misbehaves on the replies `bad`, which write a mark
+before they do: so the shots are counted. Asked each time: the run's other numbers are the same to the bit, the fault has its
+own name, the batch is over in time, and the pool is whole.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.reward.reward import MOST_SPARES
+from gspo.types import Status
+
+TIMEOUT_S = 2.0
+GROUPS = [["one", "bad", "three", "fourteen"], ["x", "yy"], ["bad", "seventeen letters", "z"], ["abc", "d"]]
+FUNCTION = """
+    import faulthandler, os, sys, threading, time
+    held, lock = [], threading.Lock()
+    def mark():
+        os.close(os.open({marks!r} + f"/{{os.getpid()}}-{{time.monotonic_ns()}}", os.O_CREAT | os.O_WRONLY))
+    def bad(prompts, columns):
+        mark()
+        {bad}
+    def score(prompts, completions, **columns):
+        values = []
+        for c in completions:
+            values.append(bad(prompts, columns) if c == "bad" else len(c) / 7)
+        return {result}
+"""
+CASES: dict[str, tuple[str, str | float]] = {
+    # what a bad reply does -> the kind of failure it must be counted as, or the number it must get
+    "raises": ("raise ValueError('no')", "raised"),
+    "gives None": ("return None", "abstained"),
+    "gives NaN": ("return float('nan')", "nonsense"),
+    "gives inf": ("return float('inf')", "nonsense"),
+    "gives a str": ("return '1'", "nonsense"),
+    "gives a numpy number": ("import numpy; return numpy.float32(0.5)", 0.5),
+    "gives a bool": ("return True", 1.0),
+    "sleeps for ever": ("time.sleep(3600)", "timeout"),
+    "exits": ("sys.exit(3)", "raised"),
+    "leaves at once": ("os._exit(0)", "died"),
+    "crashes": ("faulthandler._sigsegv()", "died"),
+    "forks": ("os.fork(); return 0.25", 0.25),
+    "prints 1 GB": ("[sys.stdout.write('x' * 2**20) for _ in range(1024)]; return 0.25", 0.25),
+    "changes its arguments": (
+        "prompts.clear(); [v.clear() for v in columns.values()]; columns.clear(); return 0.25",
+        0.25,
+    ),
+    "holds the GIL in C": ("(10 ** 8) ** (10 ** 7)", "timeout"),
+    "eats 4 GB": ("held.extend(bytearray(b'x' * 2**26) for _ in range(64)); return 0.25", "memory"),
+    "needs another thread's lock": (
+        "t = threading.Thread(target=lock.acquire); t.start(); t.join(); lock.acquire()",
+        "timeout",
+    ),
+}
+
+
+@pytest.fixture
+def misbehaving(make_pool: Callable[..., Any], reward_file: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
+    """A pool whose function does this on a bad reply, and the folder in which it leaves its marks."""
+
+    def make(bad: str, result: str = "values", **settings: Any) -> tuple[Any, Path]:
+        marks = tmp_path / "marks"
+        marks.mkdir()
+        name = reward_file(textwrap.dedent(FUNCTION).format(marks=str(marks), bad=bad, result=result))
+        return make_pool(name, **{"timeout_s": TIMEOUT_S, "workers": 2, "memory_mb": 300, **settings}), marks
+
+    return make
+
+
+def check_others(scores: list[list[Any]], groups: list[list[str]]) -> None:
+    for row, texts in zip(scores, groups, strict=True):
+        for score, text in zip(row, texts, strict=True):
+            if text != "bad":
+                assert (score.status, score.reward, score.failure) == (Status.SCORED, len(text) / 7, None), text
+
+
+def wait_for(pool: Any, workers: int) -> None:
+    """The pool is at its full size; a pool this young may still be starting its second worker."""
+    until = time.monotonic() + 2
+    while len(pool.pids()) != workers and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(pool.pids()) == workers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_f19_a_function_that_misbehaves(case: str, misbehaving: Callable[..., Any], group: Callable[..., Any]) -> None:
+    bad, expected = CASES[case]
+    timeout_s = 20.0 if case == "prints 1 GB" else TIMEOUT_S  # printing takes more than a second here, and is no fault
+    pool, marks = misbehaving(bad, timeout_s=timeout_s)
+    groups = [group(texts, id=f"train/{i}") for i, texts in enumerate(GROUPS)]
+    began = time.monotonic()
+    scores = pool.score(groups)
+    assert time.monotonic() - began < timeout_s + 2
+    assert len(list(marks.iterdir())) >= 2, "the fault did not happen"
+    check_others(scores, GROUPS)
+    guilty = [
+        s for row, texts in zip(scores, GROUPS, strict=True) for s, t in zip(row, texts, strict=True) if t == "bad"
+    ]
+    if isinstance(expected, str):
+        assert [s.failure.partition(": ")[0] for s in guilty] == [expected] * 2
+        assert [(s.status, s.reward, s.correct) for s in guilty] == [(Status.UNSCORED, None, None)] * 2
+    else:
+        assert [s.reward for s in guilty] == [expected] * 2
+    wait_for(pool, 2)
+    check_others(pool.score([group(["after", "it"])]), [["after", "it"]])
+
+
+def test_f19_a_wrong_number_of_values_fails_the_call_and_no_other(
+    misbehaving: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    pool, marks = misbehaving("return 1.0", result="values + [1.0] * ('bad' in completions)")
+    scores = pool.score([group(texts, id=f"train/{i}") for i, texts in enumerate(GROUPS)])
+    assert len(list(marks.iterdir())) == 2
+    for row, texts in zip(scores, GROUPS, strict=True):
+        if "bad" in texts:
+            assert {s.failure.partition(": ")[0] for s in row} == {"nonsense"}
+        else:
+            check_others([row], [texts])
+
+
+def test_f19_many_hanging_replies_cost_one_deadline_together_and_nobody_elses_score(
+    misbehaving: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    """Eight hang, two workers: one after the other they would take four deadlines, and eight when tried alone."""
+    pool, marks = misbehaving("time.sleep(3600)", timeout_s=5.0)
+    groups = [["bad" if i == n % 3 else "a" * (n + i + 1) for i in range(3)] for n in range(8)]
+    began = time.monotonic()
+    scores = pool.score([group(texts, id=f"train/{i}") for i, texts in enumerate(groups)])
+    assert time.monotonic() - began < 5.0 + 2
+    check_others(scores, groups)
+    assert Counter(s.failure.partition(": ")[0] for row in scores for s in row if s.failure) == {"timeout": 8}
+    assert len(list(marks.iterdir())) >= 8
+    wait_for(pool, 2)
+
+
+def test_f19_when_everything_hangs_the_batch_is_over_in_time_and_says_what_was_never_tried(
+    misbehaving: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    pool, _ = misbehaving("time.sleep(3600)")
+    began = time.monotonic()
+    scores = pool.score([group(["bad"] * 8, id=f"train/{i}") for i in range(16)])
+    assert time.monotonic() - began < TIMEOUT_S + 2
+    kinds = Counter(s.failure.partition(": ")[0] for row in scores for s in row)
+    assert kinds["timeout"] + kinds["untried"] == 128
+    assert 0 < kinds["timeout"] <= 8 * (2 + MOST_SPARES)
+    wait_for(pool, 2)
+
+
+def test_f19_a_slow_function_is_not_a_hanging_one(
+    make_pool: Callable[..., Any], reward_file: Callable[..., str], group: Callable[..., Any]
+) -> None:
+    """Each call takes most of its time, and all of them together several deadlines: every answer counts, that of the
+    whole group where there is one (it gives its size)."""
+    name = reward_file("""
+        import time
+        def score(completions, **_):
+            time.sleep(0.7 if len(completions) > 1 else 0.1)
+            return [float(len(completions))] * len(completions)
+    """)
+    pool = make_pool(name, timeout_s=1.0, workers=1)
+    scores = pool.score([group(["a", "b", "c"], id=f"train/{i}") for i in range(4)])
+    assert [s.reward for s in scores[0]] == [3.0] * 3
+    assert all(s.status is Status.SCORED for row in scores for s in row)
+
+
+def test_f19_what_a_function_leaves_running_ends_with_it(
+    make_pool: Callable[..., Any], reward_file: Callable[..., str], group: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Daemons: double fork, a session of their own, pipes closed. After a hang, after a death, and at the end."""
+    note = tmp_path / "pids"
+    name = reward_file(f"""
+        import os, time
+        def daemon():
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork():
+                    os._exit(0)
+                with open({str(note)!r}, "a") as file:
+                    file.write(f"{{os.getpid()}}\\n")
+                os.closerange(0, 100)
+                time.sleep(3600)
+                os._exit(0)
+            os.wait()
+            while not os.path.exists({str(note)!r}):
+                time.sleep(0.01)
+        def score(completions, **_):
+            if completions[0] != "good":
+                daemon()
+                time.sleep(0.2)
+            if completions[0] == "hang":
+                time.sleep(3600)
+            if completions[0] == "die":
+                os._exit(1)
+            return [1.0]
+    """)
+    pool = make_pool(name, timeout_s=1.0)
+    for reply in ("hang", "die", "stay"):
+        pool.score([group([reply])])
+    assert pool.score([group(["good"])])[0][0].reward == 1.0
+    pool.close()
+    daemons = list(map(int, note.read_text().split()))
+    assert len(daemons) >= 3
+    assert not [pid for pid in daemons if Path(f"/proc/{pid}").exists()]
