@@ -7,7 +7,7 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-faults lint docs bench-rollout clean
+.PHONY: demo test test-slow test-faults lint docs bench-rollout bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -31,6 +31,9 @@ docs: $(DEV)
 
 bench-rollout: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollout_cpu.py
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 # Versions that were tested together. (An open range would also fetch gigabytes of GPU packages where torch has them.)
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.head import gradient_buffer, head_of, passed_by
+from gspo.policy.kernels.selected import selected_logprobs
 from gspo.policy.memory import out_of_memory
 
 
@@ -21,6 +23,23 @@ def reply_logprobs(
     model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
+    head = head_of(model)
+    if head is None:
+        return _from_logits(model, batch, temperature, entropy_gradient)
+    with passed_by(head):
+        hidden = model(input_ids=batch.input_ids, use_cache=False).logits
+    logp_N, entropy_N = selected_logprobs(
+        hidden[batch.row_N, batch.position_N],
+        head.weight,
+        batch.target_N,
+        temperature,
+        weight_gradient=gradient_buffer(head.weight),
+    )
+    return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
+
+
+def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The same for models whose logits are more than hidden states times a matrix."""
     # Outputs before the first position that predicts a reply token are never read, so the head skips them.
     first = int(batch.position_N.min())
     kept = batch.input_ids.shape[1] - first
@@ -48,6 +67,7 @@ def planned_logprobs(
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
+    head_of(model)  # its trial must not run inside `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     steps = plan.steps if step is None else plan.steps[step : step + 1]
     waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]
