@@ -1,14 +1,15 @@
 """The learner's kernels on one GPU, each beside the ways it replaces, in one table.
 
-In: nothing but a CUDA device. Out: one table per part: milliseconds (median of `--repeats` after two warm-ups, repeats of
-all ways interleaved), peak memory beyond what was allocated before, and the error of the gradients against float64.
+In: nothing but a CUDA device. Out: one table per part: milliseconds (median of `--repeats`, those of all ways interleaved,
+after warm-ups), peak memory beyond what was allocated before, and the error of the gradients against float64.
 
-    python benchmarks/gpu.py [head] [--repeats 5]
+    python benchmarks/gpu.py [head] [learn] [--repeats 5]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,7 +21,12 @@ import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gspo.config import LearnerConfig
+from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
 from gspo.policy.kernels.selected import selected_logprobs
+from gspo.policy.logprobs import _from_logits, planned_logprobs, reply_logprobs
+from gspo.policy.optimizer import Optimizer
+from gspo.policy.packing import reads_packed
 
 ROWS, SIZE, VOCABULARY, SEQUENCES = 16 * 1024, 2048, 151_936, 20
 """The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
@@ -38,11 +44,13 @@ class Cost:
 
 
 def measure(ways: dict[str, Way], repeats: int) -> dict[str, Cost]:
-    """Time and memory of each way; repeats go round, so that a card that grows warm slows all alike."""
+    """Time and memory of each way. Repeats go round, so that a card that grows warm slows all alike, and each follows an
+    untimed run of the same way, so that the power its predecessor drew does not count."""
     seen: dict[str, list[float]] = {name: [] for name in ways}
     extra: dict[str, float] = {}
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + 1):
         for name, way in ways.items():
+            way()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -52,7 +60,7 @@ def measure(ways: dict[str, Way], repeats: int) -> dict[str, Cost]:
             end.record()
             torch.cuda.synchronize()
             extra[name] = torch.cuda.max_memory_allocated() - before
-            if repeat > 1:
+            if repeat:
                 seen[name].append(start.elapsed_time(end))
     return {name: Cost(ms=statistics.median(times), extra=extra[name]) for name, times in seen.items()}
 
@@ -173,7 +181,105 @@ def head_errors(rows: int = 1000) -> None:
         print(f"{name:<40} " + " ".join(f"{e:>9.2e}" for e in errors), flush=True)
 
 
-PARTS = {"head": bench_head}
+# --- the learning forward and backward ---
+
+
+PROMPT, REPLY, REPLIES, GROUPS = 512, 512, 16, 4
+"""Replies of uneven length, `REPLY` on average."""
+PEAK = 989e12
+"""bf16 operations per second by the data sheet of an H100 or H200."""
+
+
+def qwen3(checkpointing: bool = False) -> Any:
+    """The shape of Qwen3-0.6B, with random weights."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(CUDA):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    return model
+
+
+def uneven_rows() -> tuple[list[Row], list[int]]:
+    dice = random.Random(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(dice.randrange(VOCABULARY) for _ in range(count))
+
+    rows: list[Row] = []
+    for _ in range(GROUPS):
+        prompt = ids(PROMPT)
+        rows += [Row(prompt_ids=prompt, reply_ids=ids(dice.randrange(64, 2 * REPLY - 64))) for _ in range(REPLIES)]
+    return rows, [i // REPLIES for i in range(len(rows))]
+
+
+def operations(model: Any, plan: Plan) -> float:
+    """Floating-point operations of a forward and backward over the tokens that stand in the plan, without padding."""
+    config = model.config
+    body = sum(p.numel() for p in model.model.layers.parameters())
+    tokens = sum(int((m.times > 0).sum()) for m in plan.steps[0])
+    shared = sum(len(row.prompt_ids) ** 2 for row in plan.rows) // 2
+    if plan.packed:
+        shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.steps[0] for o in set(m.owners)) // 2
+    pairs = shared + sum(len(r.reply_ids) * (len(r.prompt_ids) + len(r.reply_ids) // 2) for r in plan.rows)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
+
+
+def bench_learn(repeats: int, budget: int = 20480) -> None:
+    rows, groups = uneven_rows()
+    real = sum(row.length for row in rows)
+    models = {"plain": qwen3(), "checkpointed": qwen3(checkpointing=True)}
+    for model in models.values():
+        Optimizer(model, LearnerConfig(), 1)  # as in a run: gradients in float32
+    assert all(reads_packed(model) for model in models.values())
+    settings: dict[str, Any] = {"mini_batches": 1, "token_budget": budget, "pad_id": 0, "seed": ""}
+    padded, packed = (make_plan(rows, groups, **settings, packed=packed) for packed in (False, True))
+    gain_N = torch.randn(padded.tokens, device=CUDA) / padded.tokens
+
+    def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Way:
+        def way() -> None:
+            for cpu_batch in plan.steps[0]:
+                micro = cpu_batch.to(CUDA)
+                (gain_N[micro.at_N] * logprobs(models[name], micro, 1.0)[0]).sum().backward()
+            models[name].zero_grad()
+
+        return way
+
+    def all_logits(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        return _from_logits(model, micro, temperature, False)
+
+    ways = {
+        "padded rows, all logits": (learn("plain", padded, all_logits), padded),
+        "padded rows, selected_logprobs": (learn("plain", padded, reply_logprobs), padded),
+        "packed, prompt shared, selected_logprobs": (learn("plain", packed, reply_logprobs), packed),
+        "the same, gradient checkpointing": (learn("checkpointed", packed, reply_logprobs), packed),
+    }
+    costs = measure({name: way for name, (way, _) in ways.items()}, repeats)
+    slowest = costs["padded rows, all logits"].ms
+
+    def note(name: str, cost: Cost) -> str:
+        used = operations(models["plain"], ways[name][1]) / (cost.ms / 1e3) / PEAK
+        return f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.0%}"
+
+    show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.steps[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
+    model = models["plain"]
+    found = {
+        name: planned_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))
+    }
+    exact = planned_logprobs(model.float(), padded, 1.0, CUDA)[0]
+    for name, logp in found.items():
+        print(
+            f"log-probabilities, {name} in bf16 against float32: mean |difference| {float((logp - exact).abs().mean()):.1e}"
+        )
+
+
+PARTS = {"head": bench_head, "learn": bench_learn}
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from gspo.objective.sequences import Sequences
 from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
 from gspo.policy.head import head_of
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
+from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Unrouted, route
 from gspo.types import Completion, Prompt
 
@@ -87,6 +88,7 @@ def _fresh(case: Case, budget: int) -> Fresh:
     plan = make_plan(
         [Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
         mini_batches=config.learner.mini_batches, token_budget=budget, pad_id=policy.pad_id, seed=f"{config.seed}/mini-batches/1",
+        packed=reads_packed(policy.model),
     )  # fmt: skip
     routing = route(policy.routers, plan, [c.routes for _, _, c in replies], replay=config.routing.replay, balance=config.routing.balance_loss, device=policy.device)  # fmt: skip
     old_N, new_N = torch.zeros(plan.tokens, device=policy.device), torch.zeros(plan.tokens, device=policy.device)

@@ -17,6 +17,7 @@ from gspo.policy.batch import MicroBatch, Plan
 from gspo.policy.head import gradient_buffer, head_of, passed_by
 from gspo.policy.kernels.selected import selected_logprobs
 from gspo.policy.memory import out_of_memory
+from gspo.policy.packing import read
 
 
 def reply_logprobs(
@@ -27,9 +28,9 @@ def reply_logprobs(
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
     with passed_by(head):
-        hidden = model(input_ids=batch.input_ids, use_cache=False).logits
+        hidden = read(model, batch)
     logp_N, entropy_N = selected_logprobs(
-        hidden[batch.row_N, batch.position_N],
+        hidden.flatten(0, 1)[batch.output_N],
         head.weight,
         batch.target_N,
         temperature,
@@ -41,10 +42,11 @@ def reply_logprobs(
 def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """The same for models whose logits are more than hidden states times a matrix."""
     # Outputs before the first position that predicts a reply token are never read, so the head skips them.
-    first = int(batch.position_N.min())
-    kept = batch.input_ids.shape[1] - first
-    logits = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=kept).logits
-    logits_NV = logits[batch.row_N, batch.position_N - first].float() / temperature
+    width = batch.input_ids.shape[1]
+    column_N = batch.output_N % width
+    first = int(column_N.min())
+    logits = read(model, batch, logits_to_keep=width - first)
+    logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normaliser_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normaliser_N
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -166,7 +166,7 @@ def test_families_that_do_more_than_a_product_keep_plain_logits(kind: str, field
     with pytest.warns(RuntimeWarning, match=why):
         logp_N, entropy_N = logprobs.reply_logprobs(model, micro, 0.7)
     assert why in str(obstacle_to_head(model))
-    expected = (model(input_ids=micro.input_ids).logits / 0.7).log_softmax(-1)[micro.row_N, micro.position_N]
+    expected = (model(input_ids=micro.input_ids).logits / 0.7).log_softmax(-1).flatten(0, 1)[micro.output_N]
     torch.testing.assert_close(logp_N, expected.gather(-1, micro.target_N[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy_N, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
     with warnings.catch_warnings():
@@ -202,7 +202,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install '.[dev]' brings it")
+    pytest.importorskip("triton", minversion="3.8", reason="needs Triton 3.8, whose interpreter works with this numpy")
     if CUDA or INTERPRETED:
         pytest.skip("the tests below run here themselves")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]

@@ -48,8 +48,7 @@ def _tiling(device: torch.device, *, stored: bool) -> Tiling:
     card: Any = torch.cuda.get_device_properties(device)
     rows, columns = (128, 256) if card.shared_memory_per_block_optin > 200 * 1024 else (128, 128)
     room = card.shared_memory_per_block_optin - 1024 - (rows * columns if stored else 0)
-    # Measured on an H200: a fourth stage helps the statistics and not the gradient.
-    stages = max(1, min(3 if stored else 4, room // (2 * DEPTH * (rows + columns))))
+    stages = max(1, min(3, room // (2 * DEPTH * (rows + columns))))
     return Tiling(rows=rows, columns=columns, stages=stages, programs=card.multi_processor_count)
 
 
