@@ -7,19 +7,23 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-faults lint docs bench-rollout bench-gpu clean
+.PHONY: demo test test-slow test-faults test-browser lint docs bench-rollout bench-dashboard bench-cpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not browser" $(ARGS)
 
 test-slow: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --ignore=tests/faults $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not browser" --ignore=tests/faults $(ARGS)
 
 test-faults: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
+
+# Needs Chromium (apt-get install chromium).
+test-browser: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -31,6 +35,14 @@ docs: $(DEV)
 
 bench-rollout: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollout_cpu.py
+
+bench-dashboard: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dashboard.py $(ARGS)
+
+# TRL, the peer, in an environment of its own.
+bench-cpu: $(READY)
+	test -x $(VENV)-trl/bin/trl || { $(PYTHON) -m venv $(VENV)-trl && $(VENV)-trl/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch trl; }
+	$(BIN)/python benchmarks/step_cpu.py --trl $(VENV)-trl/bin/python $(ARGS)
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

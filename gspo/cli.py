@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 # Idle OpenMP threads must sleep, not spin: on small models spinning is many times slower. Read when torch is imported.
@@ -100,6 +101,21 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     )  # fmt: skip
 
 
+def replay(options: argparse.Namespace, overrides: list[str]) -> int:
+    """What every objective would have done with a step that a run has taken."""
+    _no_overrides(overrides)
+    _quiet_libraries()
+    from gspo.counterfactual.replay import Request
+    from gspo.counterfactual.replay import replay as run
+
+    return run(
+        Request(
+            run=options.run_dir, step=options.step, objectives=options.objectives, sweeps=options.sweep,
+            mini_batch=options.mini_batch, out=options.out, device=options.device,
+        )
+    )  # fmt: skip
+
+
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Look a recipe over before it costs anything."""
     _quiet_libraries()
@@ -107,6 +123,27 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
     overrides = _given(options) + overrides
     return run(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
+
+
+def watch(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Show runs while they train, or afterwards."""
+    _no_overrides(overrides)
+    if options.text:
+        from gspo.observe.terminal import watch_text
+
+        return watch_text(options.runs)
+    from gspo.observe.dashboard.server import watch as serve
+
+    return serve(options.runs, port=options.port, ready=lambda text: print(text, flush=True))
+
+
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write runs as one HTML file."""
+    _no_overrides(overrides)
+    from gspo.observe.report import write_report
+
+    print(f"Report:  {write_report(options.runs, Path(options.out))}")
+    return 0
 
 
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
@@ -212,6 +249,14 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)"
     )
     sub.add_argument("--report", metavar="DIR", help="only write the report of this comparison anew")
+    sub = command("replay", replay, "What every objective would have done with a step that a run has taken.", "The run directory is only read, also while the run goes on; docs/replay.md has more.")  # fmt: skip
+    sub.add_argument("run_dir", metavar="RUN", help="the directory of the run")
+    sub.add_argument("--step", type=_positive, help="which step (default: the last that can be replayed)")
+    sub.add_argument("--objectives", default="all", metavar="ROWS", help="comma-separated: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 (default: all)")  # fmt: skip
+    sub.add_argument("--sweep", action="append", default=[], metavar="SETTING=LOW..HIGH[:COUNT]", help="move a setting of the run's objective, for example clip_high=1e-4..1e-1; may be repeated")  # fmt: skip
+    sub.add_argument("--mini-batch", type=_positive, metavar="K", help="look at the weights of optimiser step K of the step, from 1 (default: the last)")  # fmt: skip
+    sub.add_argument("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
+    sub.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
     sub = command("doctor", doctor, "Look a recipe over before it costs anything; exit code 1 if something would fail.", "Settings are given as to 'gspo train'; docs/doctor.md has every check.")  # fmt: skip
     sub.add_argument("recipe", help="a .toml recipe, or the name of a shipped one")
     sub.add_argument("--quick", action="store_true", help="load no weights: only what files and settings can tell")
@@ -220,6 +265,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="for programs")
     _common(sub)
+    sub = command("watch", watch, "A page on this machine that shows runs while they train, down to the token.", "docs/watch.md says what it shows.")  # fmt: skip
+    sub.add_argument("runs", nargs="*", default=["runs"], metavar="RUN", help="run directories, or directories of runs (default: runs)")  # fmt: skip
+    sub.add_argument("--text", action="store_true", help="sparklines in this terminal instead of a page")
+    sub.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    sub = command("report", report, "Runs as one self-contained HTML file: figures, findings, telling replies.")
+    sub.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or directories of runs")
+    sub.add_argument("-o", "--out", default="report.html", metavar="FILE", help="the file to write (default: report.html)")  # fmt: skip
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser

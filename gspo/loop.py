@@ -87,6 +87,7 @@ class Loop:
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
         describe(self.parts, self.run.path, self.display, self._warn)
+        self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
         if self.config.cold_start.steps:
             try:
                 with self.stop.interruptible():
@@ -185,7 +186,8 @@ class Loop:
         if not self.config.log.rollouts:
             return
         try:
-            self.run.rollouts(step, rollout_records(parts.objective, collected, learned))
+            routes = self.config.routing.replay == "sampler"
+            self.run.rollouts(step, rollout_records(parts.objective, collected, learned, routes=routes))
         except OSError as error:
             self.display.message(f"warning: step {step}: the replies could not be written ({error})")
 

@@ -11,7 +11,7 @@ How a batch is cut into micro-batches decides memory and speed, nothing else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,19 +42,25 @@ from gspo.types import Completion, Group, Prompt, Score
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Everything a step works with, built once by `train.py`."""
+class Learner:
+    """What the learning half of a step works with."""
 
     config: Config
     objective: Objective
-    problems: Problems
-    order: PromptOrder
     policy: Policy
     reference: Any
     """The frozen reference model; None without a KL penalty."""
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Learner):
+    """Everything a step works with, built once by `train.py`."""
+
+    problems: Problems
+    order: PromptOrder
     engine: Engine
     rewards: RewardPool
-    optimizer: Optimizer
     auto_clip: AutoClip | None = None
     """Adapts the objective's clip range from step to step; None: the range stays."""
 
@@ -116,8 +122,16 @@ def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
     return Collected(gathered=gathered, cursor=position)
 
 
-def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None:
-    """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from."""
+def learn(
+    parts: Learner,
+    groups: Sequence[Group],
+    *,
+    step: int,
+    before_update: Callable[[Batch, int], None] = lambda batch, index: None,
+) -> Learned | None:
+    """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from.
+
+    `before_update` may look at the batch, and at the weights that an optimiser step is about to use."""
     config, objective, policy = parts.config, parts.objective, parts.policy
     replies = counted(groups, objective, max_tokens=config.rollout.max_tokens)
     if not replies:
@@ -126,13 +140,14 @@ def learn(parts: Parts, groups: Sequence[Group], *, step: int) -> Learned | None
     routing = _routing(parts, plan, replies)
     logp_old_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, routed=routing.old)
     tokens = _pack(parts, plan, replies, logp_old_N)
-    reward_B, advantage_N = _advantages(objective, tokens, replies)
+    reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
     batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
-    done = [
-        update(policy, parts.optimizer, objective, batch, index, seed=_seed(config.seed, step, index))
-        for index in range(len(plan.steps))
-    ]
+    done = []
+    for index in range(len(plan.steps)):
+        before_update(batch, index)
+        seed = selection_seed(config.seed, step, index)
+        done.append(update(policy, parts.optimizer, objective, batch, index, seed=seed))
     return Learned(
         counted=tuple(replies),
         reward_B=reward_B,
@@ -162,7 +177,7 @@ def _groups(
     return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, replies_P, scores_P, strict=True)]
 
 
-def _plan(parts: Parts, replies: Sequence[Counted], step: int) -> Plan:
+def _plan(parts: Learner, replies: Sequence[Counted], step: int) -> Plan:
     return make_plan(
         [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies],
         [r.group for r in replies],
@@ -174,14 +189,14 @@ def _plan(parts: Parts, replies: Sequence[Counted], step: int) -> Plan:
     )
 
 
-def _routing(parts: Parts, plan: Plan, replies: Sequence[Counted]) -> Unrouted:
+def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted:
     """How the routers of a mixture of experts are to be treated in this batch, and what the sampler's chose."""
     settings, policy = parts.config.routing, parts.policy
     sampled = [r.completion.routes for r in replies]
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _pack(parts: Parts, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:
+def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:
     temperature, device = parts.config.rollout.temperature, parts.policy.device
     sampler = [logp for r in replies for logp in r.completion.logp_sampler]
     return Tokens(
@@ -194,7 +209,7 @@ def _pack(parts: Parts, plan: Plan, replies: Sequence[Counted], logp_old_N: Tens
     )
 
 
-def _advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:
+def advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:
     """Rewards, less the KL penalty where that belongs to the reward (detached), and the advantage of every token."""
     sequences, penalty_N = tokens.sequences, torch.zeros_like(tokens.logp_old_N)
     if objective.kl and objective.kl_in == "reward":
@@ -207,6 +222,7 @@ def _advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]
     return reward_B, sequences.spread(advantage_B.to(penalty_N.device))
 
 
-def _seed(run_seed: int, step: int, index: int) -> int:
+def selection_seed(run_seed: int, step: int, index: int) -> int:
+    """Seeds the choice of objectives that single tokens out at random in an optimiser step."""
     digest = hashlib.blake2b(f"{run_seed}/select/{step}/{index}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

@@ -118,7 +118,7 @@ def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> 
 
 def run_objective(config: Config) -> Objective:
     """The config's objective, refused where a run cannot use it."""
-    name, (_, settings) = config.objective.name, _auto_clip(config)
+    name, (_, settings) = config.objective.name, run_auto_clip(config)
     if name in TABLE and "max_length" in settings_of(TABLE[name]):
         settings.setdefault("max_length", config.rollout.max_tokens)
     objective = build_objective(name, **settings)
@@ -135,7 +135,7 @@ def run_objective(config: Config) -> Objective:
     return objective
 
 
-def _auto_clip(config: Config) -> tuple[AutoClip | None, dict[str, Any]]:
+def run_auto_clip(config: Config) -> tuple[AutoClip | None, dict[str, Any]]:
     """The adapting clip range, if the settings ask for one, and the objective's other settings."""
     name, settings = config.objective.name, dict(config.objective.settings)
     if name not in TABLE:
@@ -220,7 +220,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         engine=engine,
         rewards=rewards,
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
-        auto_clip=_auto_clip(config)[0],
+        auto_clip=run_auto_clip(config)[0],
     )
 
 

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run_dir": str(folder / "run"),
         "steps": 2,
         "model": {"build": "tiny_moe"},
-        "routing": {"replay": "old", "balance_loss": 0.01},
+        "routing": {"replay": "sampler", "balance_loss": 0.01},
         "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
         "rollout": {"engine": "local", "prompts": 4, "replies": 4, "max_tokens": 8},
         "reward": {

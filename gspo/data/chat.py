@@ -41,6 +41,13 @@ def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat
     return [results[i] for i in range(len(contents))]
 
 
+def token_ids_of(texts: Sequence[str], tokenizer: Any, *, chat: Chat) -> list[tuple[int, ...]]:
+    """The token ids of texts that `render` gave, by the same rule."""
+    special = not uses_template(tokenizer, chat=chat)
+    done = _tokenized(dict(enumerate(texts)), tokenizer, special=special)
+    return [done[i][1] for i in range(len(texts))]
+
+
 def uses_template(tokenizer: Any, *, chat: Chat) -> bool:
     """Whether text prompts are wrapped in the tokenizer's chat template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))

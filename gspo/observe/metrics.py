@@ -6,12 +6,15 @@ clock, and unscored replies are counted but are in no mean.
 
 from __future__ import annotations
 
+import base64
 import math
 import statistics as st
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,14 +128,17 @@ def _share(counts: Tensor, of: int) -> float:
     return float(counts.double().mean() / of) if len(counts) else NAN
 
 
-def rollout_records(objective: Objective, collected: Collected, learned: Learned | None) -> Iterator[dict[str, Any]]:
-    """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies."""
+def rollout_records(
+    objective: Objective, collected: Collected, learned: Learned | None, *, routes: bool
+) -> Iterator[dict[str, Any]]:
+    """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies;
+    `routes`: and the sampler's experts, where learning used them."""
     found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
     numbers = _by_sequence(learned) if learned else []
     kept = collected.gathered.groups
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
-            record = _reply(group, c, s)
+            record = _reply(group, c, s) | (_sampler_experts(c) if routes else {})
             at = found.get((number, sample))
             if at is None or learned is None:
                 reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "not mixed")
@@ -156,8 +162,17 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
         "correct": score.correct,
         "parts": dict(score.parts),
         "failure": score.failure,
-        "logp_sampler": _rounded(completion.logp_sampler),
+        "logp_sampler": _exact(completion.logp_sampler),
     }
+
+
+def _sampler_experts(completion: Completion) -> dict[str, Any]:
+    """As compact as JSON allows: they are many."""
+    routes = completion.routes
+    if routes is None:
+        return {}
+    packed = base64.b64encode(zlib.compress(routes.experts)).decode()
+    return {"routes": {"experts": packed, "layers": routes.layers, "top_k": routes.top_k, "width": routes.width}}
 
 
 def _learning(reward: float, advantage: float, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +183,7 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
     """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
     tokens = learned.tokens
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
+    ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
     flipped = learned.routed.flipped_N.tolist() if learned.routed else None
     old, new, clipped = tokens.logp_old_N.tolist(), tokens.logp_N.tolist(), learned.clipped_N.tolist()
     records, start = [], 0
@@ -181,11 +197,17 @@ def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
                 "clipped_tokens": flags,
                 "logp_old": _rounded(old[start:end]),
                 "logp_new": _rounded(new[start:end]),
+                **({} if ref is None else {"logp_ref": _rounded(ref[start:end])}),
                 **({} if flipped is None else {"flipped_experts": flipped[start:end]}),
             }
         )
         start = end
     return records
+
+
+def _exact(values: Sequence[float]) -> list[float]:
+    """The shortest decimals that give the same float32 again: what learning saw, to the bit."""
+    return [float(str(v)) for v in np.asarray(values, dtype=np.float32)]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

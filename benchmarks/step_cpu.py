@@ -1,0 +1,171 @@
+"""A whole GSPO step of the demo against TRL's GRPOTrainer: same model, problems, sampling and settings, side by side.
+
+`make bench-cpu` sets up TRL in an environment of its own (`.venv-trl`) and runs this. Both sides train from the same
+cold-started checkpoint with one thread; a step is 32 prompts x 8 replies, then four optimiser steps; times are wall-clock
+between the ends of steps, everything included. Sides take turns, so that a busy machine slows both alike. First both compute
+the loss of one batch with made-up old log-probabilities; the program fails if they differ.
+
+    python benchmarks/step_cpu.py --trl .venv-trl/bin/python [--rounds 12] [--repeats 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import gspo
+
+SETTINGS: dict[str, Any] = {
+    "prompts": 32, "replies": 8, "batch": 256, "max_tokens": 48, "clip_low": 3e-3, "clip_high": 4e-3, "learning_rate": 5e-4,
+}  # fmt: skip
+WARM_UP = 2
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def recipe(folder: Path) -> str:
+    """The demo without its cold start and evaluations, from the prepared model."""
+    s = SETTINGS
+    return f"""
+name = "bench"
+steps = 1000
+[model]
+path = "{folder}/model"
+threads = 1
+[data]
+task = "addition"
+task_options = {{digits = 3}}
+held_out = 1
+[rollout]
+prompts = {s["prompts"]}
+replies = {s["replies"]}
+max_tokens = {s["max_tokens"]}
+[objective]
+name = "gspo"
+clip_low = {s["clip_low"]}
+clip_high = {s["clip_high"]}
+[learner]
+mini_batches = 4
+learning_rate = {s["learning_rate"]}
+[eval]
+every = 0
+[checkpoint]
+every = 1000
+"""
+
+
+def prepare(folder: Path) -> float:
+    """A cold-started model, its prompts, and a batch to check the loss on; returns this side's loss of it."""
+    run = folder / "start"
+    command = [sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={run}", "--steps=1", "--eval.every=0"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ONE_THREAD)
+    (run / "checkpoints" / "000000").rename(folder / "model")
+    (folder / "bench.toml").write_text(recipe(folder))
+    records = [json.loads(line) for line in (run / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    with (folder / "prompts.jsonl").open("w") as out:
+        for a, b in ((100 + 7 * i % 900, 100 + 13 * i % 900) for i in range(4000)):
+            out.write(json.dumps({"prompt": f"<user>{a}+{b}<assistant>", "answer": str(a + b)}) + "\n")
+    return check(folder, records[:64])
+
+
+def check(folder: Path, records: list[dict[str, Any]]) -> float:
+    """The GSPO loss of a padded batch whose old log-probabilities are the model's with noise, so that some replies clip."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    prompt = torch.tensor([tokenizer(r["prompt"], add_special_tokens=False)["input_ids"] for r in records])
+    width = max(len(r["token_ids"]) for r in records)
+    reply = torch.tensor([r["token_ids"] + [tokenizer.pad_token_id] * (width - len(r["token_ids"])) for r in records])
+    mask = torch.tensor([[i < len(r["token_ids"]) for i in range(width)] for r in records])
+    advantage = torch.tensor([r["advantage"] for r in records])
+    with torch.no_grad():
+        whole = torch.cat([prompt, reply], 1)
+        seen = torch.cat([torch.ones_like(prompt), mask.long()], 1)
+        logits = model(input_ids=whole, attention_mask=seen).logits[:, prompt.shape[1] - 1 : -1]
+        logp = torch.log_softmax(logits.float(), -1).gather(-1, reply.unsqueeze(-1)).squeeze(-1)
+    generator = torch.Generator().manual_seed(0)
+    old = logp + 0.02 * torch.randn(logp.shape, generator=generator)
+    save_file(
+        {
+            "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": reply, "completion_mask": mask.long(),
+            "advantages": advantage, "old_per_token_logps": old.contiguous(),
+        },
+        folder / "check.safetensors",
+    )  # fmt: skip
+    objective = gspo.objective("gspo", clip_low=SETTINGS["clip_low"], clip_high=SETTINGS["clip_high"])
+    out = gspo.policy_loss(objective, logp, old, advantage, mask)
+    assert out.stats["clip_fraction_sequences"] > 0
+    return float(out.loss)
+
+
+def our_side(folder: Path, rounds: int, number: int) -> dict[str, Any]:
+    """Seconds per step, by when each step's line appears."""
+    run = folder / f"run{number}"
+    command = [sys.executable, "-m", "gspo.cli", "train", str(folder / "bench.toml"), f"--steps={rounds}", f"--run-dir={run}"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD) as process:
+        assert process.stdout
+        ends = [time.perf_counter() for line in process.stdout if re.match(r"step \d+/", line)]
+    assert len(ends) == rounds
+    rewards = [json.loads(line).get("reward/mean") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {"ends": ends, "rewards": [r for r in rewards if r is not None]}
+
+
+def their_side(folder: Path, rounds: int, python: str) -> dict[str, Any]:
+    """The same from TRL."""
+    script = Path(__file__).with_name("trl_step.py")
+    done = subprocess.run([python, str(script), str(folder), str(rounds), json.dumps(SETTINGS)], capture_output=True, text=True, env=ONE_THREAD, check=False)  # fmt: skip
+    found = re.search(r"^RESULT (.*)$", done.stdout, re.M)
+    if not found:
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    return dict(json.loads(found[1]))
+
+
+def seconds(side: dict[str, Any]) -> list[float]:
+    """Time between the ends of steps, without the first ones."""
+    ends = side["ends"][WARM_UP:]
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trl", required=True, help="python of an environment with TRL")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        loss = prepare(folder)
+        ours: list[float] = []
+        theirs: list[float] = []
+        for number in range(options.repeats):
+            mine, other = our_side(folder, options.rounds, number), their_side(folder, options.rounds, options.trl)
+            ours += seconds(mine)
+            theirs += seconds(other)
+            print(f"rewards, first to last round: gspo {mine['rewards'][0]:.2f} to {mine['rewards'][-1]:.2f}, TRL {other['rewards'][0]:.2f} to {other['rewards'][-1]:.2f}", flush=True)  # fmt: skip
+    difference = abs(loss - other["loss"]) / abs(loss)
+    print(f"loss of the same batch: gspo {loss:.8f}, TRL {other['version']} {other['loss']:.8f} (relative difference {difference:.1e})")  # fmt: skip
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    print(
+        f"a step: gspo {statistics.median(ours):.3f} s, TRL {statistics.median(theirs):.3f} s: {ratio:.1f} times as fast"
+    )
+    if difference > 1e-5:
+        raise SystemExit("the losses differ")
+
+
+if __name__ == "__main__":
+    main()

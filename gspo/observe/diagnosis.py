@@ -1,0 +1,391 @@
+"""What is going on in a run, in plain language: what the numbers mean together, and what to try.
+
+In: what a run directory says (`Look`). Out: findings, the gravest first. Invariant: a function of the run directory alone;
+every sentence carries the numbers it rests on, and every rule has a test that triggers it and one that does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+WINDOW = 20
+"""Steps that a rule looks back over."""
+FEWEST = 5
+"""Steps below which nothing is said about a trend or a habit."""
+
+SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
+"""Objectives that clip whole replies."""
+TOKEN_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "minirl")
+"""Objectives that compare each token's ratio with 1 - clip_low and 1 + clip_high."""
+
+Level = Literal["bad", "warn", "note", "good"]
+LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is worth knowing."""
+
+    name: str
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What the rules look at."""
+
+    rows: Sequence[Row]
+    """The metrics of the last `2 * WINDOW` steps, step 0 not among them."""
+    evaluations: Sequence[Row]
+    """Every row that has a held-out accuracy with its interval, step 0 first."""
+    timings: Sequence[Row]
+    """The times of the last `WINDOW` steps."""
+    events: Sequence[Row]
+    settings: Mapping[str, Any]
+    """`config.toml` as nested tables."""
+    state: str
+    """Of the run, as `Watched.state` says it."""
+
+    @property
+    def recent(self) -> Sequence[Row]:
+        """The last `WINDOW` steps."""
+        return self.rows[-WINDOW:]
+
+    def setting(self, section: str, key: str, otherwise: Any) -> Any:
+        """A setting of the run; `otherwise` if it is missing or of another kind."""
+        table = self.settings.get(section)
+        found = table.get(key, otherwise) if isinstance(table, Mapping) else otherwise
+        kind = (int, float) if isinstance(otherwise, int | float) else type(otherwise)
+        return found if isinstance(found, kind) else otherwise
+
+    @property
+    def clips_sequences(self) -> bool:
+        """Whether the objective clips whole replies."""
+        return self.setting("objective", "name", "gspo") in SEQUENCE_ROWS
+
+    def mean(self, key: str, rows: Sequence[Row] | None = None) -> float:
+        """Mean of a metric over the recent steps that have it; NaN if none has."""
+        found = [float(r[key]) for r in (self.recent if rows is None else rows) if r.get(key) is not None]
+        return sum(found) / len(found) if found else math.nan
+
+
+def diagnose(look: Look) -> list[Finding]:
+    """Everything that holds now, the gravest first."""
+    found = [finding for rule in RULES if (finding := rule(look)) is not None]
+    if len(look.recent) >= FEWEST and not any(f.level in ("bad", "warn") for f in found):
+        found.append(Finding(name="no trouble", level="good", what="Nothing here looks wrong."))
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+# ------------------------------------------------------------------------------------------------- how the run ended
+
+
+def _error(look: Look) -> Finding | None:
+    last = look.events[-1] if look.events else {}
+    if last.get("event") != "error":
+        return None
+    return Finding(
+        name="error", level="bad", what=f"The run ended with an error: {last.get('error')}: {last.get('what')}"
+    )
+
+
+def _died(look: Look) -> Finding | None:
+    """A run that nobody works on, that said nothing at its end and is not at its end."""
+    steps, step = look.settings.get("steps"), look.recent[-1]["step"] if look.recent else 0
+    if look.state != "ended" or not isinstance(steps, int) or step >= steps:
+        return None
+    return Finding(
+        name="ended without a word", level="bad",
+        what=f"No trainer works on this run, and it did not say why: it is at step {step:.0f} of {steps}. It was killed, or this is a copy of a run that goes on elsewhere.",
+        remedy="gspo train --resume RUN goes on from its last checkpoint.",
+    )  # fmt: skip
+
+
+def _alarm(look: Look) -> Finding | None:
+    """The newest alarm of the recent steps."""
+    first = look.recent[0]["step"] if look.recent else 0
+    alarms = [e for e in look.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
+    if not alarms:
+        return None
+    last = alarms[-1]
+    return Finding(
+        name="alarm", level="bad", what=f"Alarm at step {last.get('step')}, {last.get('name')}: {last.get('what')}."
+    )
+
+
+# ------------------------------------------------------------------------------------------------- is it learning?
+
+
+def _held_out(look: Look) -> Finding | None:
+    """The last evaluation against the first and the best, beyond their intervals."""
+    points = look.evaluations
+    if len(points) < 2:
+        return None
+    first, last, best = points[0], points[-1], max(points, key=lambda e: float(e["eval/accuracy"]))
+    now = f"{_percent(last['eval/accuracy'])} at step {_step(last)}"
+    if float(last["eval/accuracy_high"]) < float(best["eval/accuracy_low"]):
+        return _fallen(look, now, best, last)
+    if float(last["eval/accuracy_low"]) > float(first["eval/accuracy_high"]):
+        return Finding(
+            name="learning",
+            level="good",
+            what=f"Held-out accuracy rose from {_percent(first['eval/accuracy'])} to {now}, beyond its 95 % interval.",
+        )
+    return None
+
+
+def _fallen(look: Look, now: str, best: Row, last: Row) -> Finding:
+    best_now = f"Held-out accuracy is {now}, below its best of {_percent(best['eval/accuracy'])} at step {_step(best)}, beyond both intervals"
+    rewards = [r for r in (best.get("reward/mean"), last.get("reward/mean")) if r is not None]
+    if len(rewards) == 2 and rewards[1] > rewards[0]:
+        return Finding(
+            name="reward without accuracy", level="bad",
+            what=f"{best_now}, while the training reward rose from {rewards[0]:.3g} to {rewards[1]:.3g}.",
+            remedy="The policy has learned the training problems or a weakness of the reward: read the best-paid replies of the last steps, use more problems, or stop at the best checkpoint.",
+        )  # fmt: skip
+    return Finding(
+        name="forgetting", level="bad", what=f"{best_now}.",
+        remedy="Go back to the checkpoint near that step with a lower learner.learning_rate or a narrower clip range.",
+    )  # fmt: skip
+
+
+def _plateau(look: Look) -> Finding | None:
+    """The reward of the last window against the one before it."""
+    before, after = look.rows[:-WINDOW], look.recent
+    if len(before) < WINDOW or look.mean("reward/correct_fraction") > 0.9:
+        return None
+    x, y = ([float(r["reward/mean"]) for r in rows if r.get("reward/mean") is not None] for rows in (before, after))
+    if min(len(x), len(y)) < FEWEST:
+        return None
+    moved, error = abs(_mean(y) - _mean(x)), math.hypot(_standard_error(x), _standard_error(y))
+    if moved > max(2 * error, 0.005 * max(abs(_mean(x)), 1e-9)):
+        return None
+    return Finding(
+        name="plateau", level="note",
+        what=f"The reward has not moved over the last {len(before) + len(after)} steps ({_mean(x):.3g} before, {_mean(y):.3g} now, within the noise).",
+        remedy="If it should still climb: look at uniform groups, the clipped share and the learning rate below.",
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- is there a signal?
+
+
+def _uniform(look: Look) -> Finding | None:
+    share = look.mean("groups/uniform_fraction")
+    if len(look.recent) < FEWEST or not share >= 0.5:
+        return None
+    correct = look.mean("reward/correct_fraction")
+    solved = "" if math.isnan(correct) else f" ({_percent(correct)} of the replies are correct)"
+    harder = "problems that are sometimes solved" if math.isnan(correct) else "harder problems" if correct >= 0.5 else "easier problems, or a warm start"  # fmt: skip
+    mixed = "" if look.mean("groups/discarded") > 0 else ' turn on dynamic sampling (objective.keep = "mixed"), or'
+    return Finding(
+        name="uniform groups", level="warn",
+        what=f"{_percent(share)} of the groups are uniform{solved}: all their replies have the same reward, so {_percent(share)} of the sampling teaches nothing.",
+        remedy=f"To waste less:{mixed} use {harder}, or more replies per prompt (rollout.replies).",
+    )  # fmt: skip
+
+
+def _unscored(look: Look) -> Finding | None:
+    steps = [r for r in look.recent if (r.get("samples/unscored") or 0) > 0]
+    if not steps:
+        return None
+    total = sum(int(r["samples/unscored"]) for r in steps)
+    return Finding(
+        name="unscored", level="warn",
+        what=f"{total} replies of the last {len(look.recent)} steps could not be scored. They are left out of every mean, never counted as wrong.",
+        remedy="Open a step and filter by 'unscored' to read why: a reward that raises, hangs or returns nonsense.",
+    )  # fmt: skip
+
+
+def _truncated(look: Look) -> Finding | None:
+    share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", 0)
+    if len(look.recent) < FEWEST or not share >= 0.1:
+        return None
+    return Finding(
+        name="length limit", level="warn",
+        what=f"{_percent(share)} of the replies are cut at the limit of {limit} tokens.",
+        remedy="Raise rollout.max_tokens, or set a shape that makes length cost something (objective.shape = \"soft_overlong\") or leaves cut replies out (\"overlong_filter\").",
+    )  # fmt: skip
+
+
+def _length_drift(look: Look) -> Finding | None:
+    ends = _ends(look, "length/mean")
+    if ends is None or not (ends[1] >= 2 * ends[0] or ends[1] <= 0.5 * ends[0]):
+        return None
+    way = "doubled" if ends[1] > ends[0] else "halved"
+    return Finding(
+        name="length drift", level="note",
+        what=f"Replies have {way} in {len(look.recent)} steps: from {ends[0]:.0f} to {ends[1]:.0f} tokens.",
+        remedy="Read a few of both ends: reasoning that grows is fine, padding and repetition are not.",
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the trust region
+
+
+def _one_update(look: Look) -> Finding | None:
+    if look.setting("learner", "mini_batches", 1) != 1 or not look.rows or look.mean("clip/high") != look.mean("clip/high"):  # fmt: skip
+        return None
+    return Finding(
+        name="one update per batch", level="note",
+        what="Each batch is used for one update, so every ratio is 1 and the clip range cannot act.",
+        remedy="That is the most on-policy way to train. learner.mini_batches = 4 gets more updates out of the same replies.",
+    )  # fmt: skip
+
+
+def _clip_never(look: Look) -> Finding | None:
+    high = look.mean("clip/high")
+    if len(look.recent) < FEWEST or look.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
+        return None
+    if not look.mean("clip/fraction_tokens") <= (1e-3 if look.clips_sequences else 0):
+        return None
+    spread = look.mean("ratio/sequence_log_std" if look.clips_sequences else "ratio/token_log_std")
+    per = "replies' mean log-ratios" if look.clips_sequences else "tokens' log-ratios"
+    return Finding(
+        name="clip never fires", level="warn",
+        what=f"The clip range never acts ({_percent(look.mean('clip/fraction_tokens'))} of the tokens): the {per} spread by {spread:.1e}, the range reaches to {high:.1e}.",
+        remedy='Nothing holds the policy back. If rewards are unstable, narrow it: objective.clip_low = "auto:0.15" and clip_high alike find the range that clips about 15 % of the tokens.',
+    )  # fmt: skip
+
+
+def _clip_always(look: Look) -> Finding | None:
+    share = look.mean("clip/fraction_sequences")
+    if len(look.recent) < FEWEST or not look.clips_sequences or not share >= 0.5:
+        return None
+    return Finding(
+        name="clip always fires", level="warn",
+        what=f"{_percent(share)} of the replies are clipped, so most of what was sampled has no gradient.",
+        remedy='Widen the range (objective.clip_low/clip_high = "auto:0.15" finds it), or lower learner.learning_rate.',
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the policy
+
+
+def _entropy(look: Look) -> Finding | None:
+    ends = _ends(look, "entropy/mean")
+    if ends is None or not ends[1] <= 0.5 * ends[0] or look.mean("reward/correct_fraction", look.recent[-3:]) > 0.95:
+        return None
+    return Finding(
+        name="entropy falls", level="warn",
+        what=f"Entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats per token in {len(look.recent)} steps: the policy is ceasing to explore.",
+        remedy="Raise objective.clip_high above clip_low (clip-higher), lower learner.learning_rate, or add objective.entropy.",
+    )  # fmt: skip
+
+
+def _moves_far(look: Look) -> Finding | None:
+    kl = look.mean("kl/old_new")
+    if len(look.recent) < FEWEST or not kl >= 0.05:
+        return None
+    return Finding(
+        name="large steps", level="warn",
+        what=f"The updates of one batch move the policy by {kl:.2g} nats per token; the last mini-batches learn from replies of what is by then another policy.",
+        remedy="Lower learner.learning_rate or learner.mini_batches.",
+    )  # fmt: skip
+
+
+def _mismatch(look: Look) -> Finding | None:
+    k3, truncated = look.mean("mismatch/k3"), look.setting("rollout", "top_p", 1.0) < 1 or look.setting("rollout", "top_k", 0)  # fmt: skip
+    if len(look.recent) < FEWEST or not k3 >= 1e-3:
+        return None
+    why = "Sampling with top_p or top_k draws from a truncated distribution; 1 and 0 agree." if truncated else "Another engine or precision computes them: objective.mismatch = \"token_tis\" corrects for it."  # fmt: skip
+    return Finding(
+        name="mismatch", level="warn",
+        what=f"The engine's probabilities differ from the learner's by {k3:.1e} nats per token (k3); rounding alone gives below 1e-4.",
+        remedy=why,
+    )  # fmt: skip
+
+
+def _skipped(look: Look) -> Finding | None:
+    skipped = sum(int(r.get("grad/skipped") or 0) for r in look.recent)
+    if not skipped:
+        return None
+    return Finding(
+        name="skipped updates", level="warn",
+        what=f"{skipped} updates of the last {len(look.recent)} steps were skipped: their loss or gradient was not finite, or a spike.",
+        remedy="One now and then is harmless. Many: lower learner.learning_rate; the events say which and why.",
+    )  # fmt: skip
+
+
+def _flips(look: Look) -> Finding | None:
+    share = look.mean("routing/flip_fraction")
+    if len(look.recent) < FEWEST or not share >= 0.05:
+        return None
+    return Finding(
+        name="experts flip", level="note",
+        what=f"{_percent(share)} of the experts that compute a token change within a batch's updates.",
+        remedy='Token-level ratios become noisy; routing.replay = "old" holds the experts fixed within a batch.',
+    )  # fmt: skip
+
+
+def _load(look: Look) -> Finding | None:
+    busiest = look.mean("routing/load_max")
+    if len(look.recent) < FEWEST or not busiest >= 8:
+        return None
+    return Finding(
+        name="uneven experts", level="note",
+        what=f"The busiest expert does {busiest:.1f} times its even share of the work.",
+        remedy="routing.balance_loss = 1e-3 pulls towards an even load.",
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- time
+
+
+def _time(look: Look) -> Finding | None:
+    """The phase that a user can do something about, if it takes much of the time."""
+    rows = [r for r in look.timings if r.get("time/step_s")]
+    if len(rows) < FEWEST:
+        return None
+    total = sum(float(r["time/step_s"]) for r in rows)
+    share = {key: sum(float(r.get(f"time/{key}_s") or 0) for r in rows) / total for key in ("reward", "eval", "rollout")}  # fmt: skip
+    remedies = {
+        "reward": (0.3, "scoring", "Raise reward.workers, or look at what the reward waits for."),
+        "eval": (0.35, "evaluating", "Raise eval.every, or lower eval.samples."),
+        "rollout": (0.8, "sampling", "Shorter replies, fewer uniform groups and a faster engine help; a faster learner does not."),
+    }  # fmt: skip
+    for key, (limit, doing, remedy) in remedies.items():
+        if share[key] >= limit:
+            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({total / len(rows):.2g} s per step).", remedy=remedy)  # fmt: skip
+    return None
+
+
+Rule = Callable[[Look], Finding | None]
+RULES: tuple[Rule, ...] = (
+    _error, _died, _alarm, _held_out, _plateau, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
+    _clip_always, _entropy, _moves_far, _mismatch, _skipped, _flips, _load, _time,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- words
+
+
+def _ends(look: Look, key: str) -> tuple[float, float] | None:
+    """Mean of a metric over the first and the last three of the recent steps."""
+    if len(look.recent) < max(6, WINDOW // 2):
+        return None
+    first, last = look.mean(key, look.recent[:3]), look.mean(key, look.recent[-3:])
+    return None if math.isnan(first) or math.isnan(last) else (first, last)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
+def _step(row: Row) -> int:
+    return int(row["step"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values))

@@ -1,0 +1,132 @@
+"""`gspo watch --text`: runs as sparklines and sentences, for a terminal over ssh.
+
+In: run directories. Out: text that is drawn anew while a run goes on, or printed once where there is no terminal.
+Invariant: what a model or a run wrote is printed without control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gspo.errors import ConfigError
+from gspo.observe.dashboard.watchlist import Shown, Watchlist
+from gspo.observe.diagnosis import WINDOW
+from gspo.observe.panels import PANELS, PHASES
+from gspo.observe.watched import STEP_TIME
+
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {"bad": "red", "warn": "yellow", "note": "cyan", "good": "green"}
+REDRAW_S = 2.0
+WIDEST, BESIDE = 72, 46
+
+
+def watch_text(paths: Sequence[str | Path], console: Console | None = None) -> int:
+    """Show runs until interrupted; once, if nothing is a terminal or no run goes on."""
+    watchlist, console = Watchlist(paths), console or Console()
+    if not watchlist.runs:
+        raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
+    if not (console.is_terminal and sys.stdout.isatty()):
+        console.print(screen(watchlist, width=_width(console), height=None))
+        return 0
+    with Live(console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            watchlist.scan()
+            live.update(screen(watchlist, width=_width(console), height=console.height), refresh=True)
+            if all(shown.run.state != "running" for shown in watchlist.runs.values()):
+                return 0
+            time.sleep(REDRAW_S)
+
+
+def screen(watchlist: Watchlist, *, width: int, height: int | None) -> Group:
+    """Every run, one under the other: the sentences first, then as many curves as there is height for."""
+    parts: list[Any] = []
+    for name, shown in watchlist.runs.items():
+        shown.run.refresh()
+        sentences = _sentences(shown)
+        taken = 4 + sum(1 + len(line.plain) // (width + BESIDE) for line in sentences)
+        most = None if height is None else max(2, height // len(watchlist.runs) - taken)
+        parts += [_title(name, shown), *sentences, _curves(shown, width, most), _times(shown), Text("")]
+    return Group(*parts)
+
+
+def _width(console: Console) -> int:
+    """Characters of a sparkline, beside names and values."""
+    return max(10, min(WIDEST, console.width - BESIDE))
+
+
+def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
+    """One character per value; blank where nothing was measured."""
+    span, top = high / 2 - low / 2, len(BARS) - 1
+    levels = [None if v is None else round((v / 2 - low / 2) / span * top) if span > 0 else 0 for v in values]
+    return "".join(" " if level is None else BARS[level] for level in levels)
+
+
+def plain(text: str) -> str:
+    """Text that cannot move a cursor, ring a bell or turn the line around."""
+    return "".join(
+        c if c.isprintable() and c not in "\u200e\u200f\u061c" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def _title(name: str, shown: Shown) -> Text:
+    run = shown.run
+    of = run.settings.get("steps")
+    pace = run.pace()
+    said = f"{name}  {run.state}, step {run.step:,}" + (f" of {of:,}" if isinstance(of, int) else "")
+    return Text(plain(said + (f", {pace:.2g} s per step" if pace else "")), style="bold")
+
+
+def _curves(shown: Shown, width: int, most: int | None) -> Table:
+    """A line per metric, at most so many: name, sparkline, last value."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    found = shown.run.curves(width)["curves"]
+    for panel in PANELS:
+        for curve in panel.curves:
+            values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
+            if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
+                line = sparkline(found[curve.key]["y"], min(values), max(values))
+                table.add_row(
+                    Text(curve.key, style="dim"), line, _shown(shown.run.metrics.latest(curve.key), panel.form)
+                )
+    return table
+
+
+def _times(shown: Shown) -> Text:
+    """Where the time of the recent steps goes, in percent."""
+    rows = shown.run.timings.last(WINDOW)
+    total = sum(row.get(STEP_TIME, 0.0) for row in rows)
+    if not total:
+        return Text("")
+    shares = {c.label: sum(row.get(c.key, 0.0) for row in rows) / total for c in PHASES}
+    said = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
+    return Text(f"time of a step: {said}", style="dim")
+
+
+def _sentences(shown: Shown) -> list[Text]:
+    lines = []
+    for finding in shown.run.findings():
+        line = Text("● ", style=COLOURS[finding.level])
+        line.append(plain(finding.what), style="default")
+        line.append(plain(f" {finding.remedy}" if finding.remedy else ""), style="dim")
+        lines.append(line)
+    return lines
+
+
+def _shown(value: float, form: str) -> str:
+    if not math.isfinite(value):
+        return "-"
+    if form == "share":
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if form == "count" else f"{value:.4g}"
