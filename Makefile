@@ -7,7 +7,7 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-faults test-browser lint docs bench-rollout bench-dashboard bench-cpu clean
+.PHONY: demo test test-slow test-faults test-browser lint docs bench-rollout bench-dashboard bench-cpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -43,6 +43,9 @@ bench-dashboard: $(DEV)
 bench-cpu: $(READY)
 	test -x $(VENV)-trl/bin/trl || { $(PYTHON) -m venv $(VENV)-trl && $(VENV)-trl/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch trl; }
 	$(BIN)/python benchmarks/step_cpu.py --trl $(VENV)-trl/bin/python $(ARGS)
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 # Versions that were tested together. (An open range would also fetch gigabytes of GPU packages where torch has them.)
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable

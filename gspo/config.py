@@ -172,7 +172,7 @@ class LearnerConfig:
     mini_batches: int = 4
     """Optimiser steps per rollout batch."""
     micro_batch_tokens: int = 16384
-    """Tokens (padding included) per forward and backward. Changes memory and speed, never the gradient."""
+    """Tokens per forward and backward: replies, and the prompt of each group once; for models that cannot read packed rows, with padding. Changes memory and speed, never the gradient."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_updates: int = 0

@@ -32,6 +32,7 @@ from gspo.policy.batch import Plan, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer, Update
+from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Routed, Unrouted, route
 from gspo.policy.update import Batch, update
 from gspo.reward.reward import RewardPool
@@ -184,6 +185,7 @@ def _plan(parts: Learner, replies: Sequence[Counted], step: int) -> Plan:
         token_budget=parts.config.learner.micro_batch_tokens,
         pad_id=parts.policy.pad_id,
         seed=f"{parts.config.seed}/mini-batches/{step}",
+        packed=all(reads_packed(model) for model in (parts.policy.model, parts.reference) if model is not None),
     )
 
 

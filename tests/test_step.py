@@ -188,7 +188,7 @@ def test_groups_stay_together_and_every_row_is_used_once() -> None:
         for micro in step:
             assert micro.input_ids.numel() <= 30 or len(micro.rows) == 1
             for n in range(len(micro.target_N)):
-                assert micro.input_ids[micro.row_N[n], micro.position_N[n] + 1] == micro.target_N[n]
+                assert micro.input_ids.flatten()[micro.output_N[n] + 1] == micro.target_N[n]
 
 
 def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:

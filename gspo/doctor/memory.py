@@ -5,8 +5,8 @@ In: the model's shapes and the settings. Out: an `Estimate`. All bytes; b is the
 Held throughout: weights b n, optimiser 8 n (two float32 moments), for weights in less than float32 also masters 4 n, and
 with a KL penalty a second copy of the weights. On top of that comes the larger of
 
-- learning, on the largest micro-batch there can be: gradients b n, activations, logits;
-- the optimiser's step: gradients b n, lifted to float32 4 n where the weights are in less, and on a GPU 4 n for temporaries;
+- learning, on the largest micro-batch there can be: gradients 4 n (float32 whatever the weights are in), activations, logits;
+- the optimiser's step: gradients 4 n, and on a GPU 4 n for temporaries;
 - sampling: keys and values of every slot at full length, and the logits of one decoding step.
 
 Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden size H,
@@ -15,7 +15,8 @@ feed-forward I, queries Q, keys and values K, and E experts of width F chosen pe
     b (5 H + 4 I + 4 Q + 4 K + E (2 H + 4 F)) + 8 H
 
 counted on Llama, Qwen2, Qwen3 and Qwen3-MoE; the tests compare it with what the allocator saw. Where a batch could be
-measured, the measurement is used. The head keeps five float32 numbers per reply token and vocabulary entry at its peak.
+measured, the measurement is used. The head keeps five float32 numbers per reply token and vocabulary entry at its peak, of
+as many entries as it goes through at a time; a model whose logits are no plain product, of all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 from gspo.doctor.case import Case
 from gspo.doctor.findings import Finding, fail, ok, warning
 from gspo.doctor.machine import human
+from gspo.policy.head import head_of
+from gspo.policy.kernels.selected import HELD, HELD_CPU
 
 LOGIT_BYTES = 20
 """Per reply token and vocabulary entry in learning: five float32 copies between softmax, entropy and gradient."""
@@ -142,14 +145,13 @@ def estimate(case: Case, *, gpu: bool) -> Estimate:
         held.append(Line(name="float32 masters", bytes=4 * n, how="4 bytes per weight"))
     if case.objective is not None and case.objective.kl:
         held.append(Line(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
-    gradients = Line(name="gradients", bytes=weights, how="as the weights")
-    lifted = Line(name="gradients in float32", bytes=4 * n, how="4 bytes per weight")
+    gradients = Line(name="gradients", bytes=4 * n, how="4 bytes per weight")
     temporary = Line(name="temporaries", bytes=4 * n, how="4 bytes per weight")
     return Estimate(
         held=tuple(held),
         phases={
             "learning": (gradients, *_learning(case)),
-            "the optimiser's step": (gradients, *((lifted,) if low else ()), *((temporary,) if gpu else ())),
+            "the optimiser's step": (gradients, *((temporary,) if gpu else ())),
             "sampling": _sampling(case),
         },
     )
@@ -162,10 +164,19 @@ def _learning(case: Case) -> tuple[Line, ...]:
     per_token = case.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
     reply = case.config.rollout.max_tokens
     origin = "measured" if case.activation_bytes else "estimated"
+    entries = logits_held(case, rows * reply, shape.vocabulary)
     return (
         Line(name="activations", bytes=rows * width * per_token, how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}"),
-        Line(name="logits", bytes=rows * reply * shape.vocabulary * LOGIT_BYTES, how=f"{rows} x {reply} reply tokens x {shape.vocabulary} x {LOGIT_BYTES} bytes"),
+        Line(name="logits", bytes=entries * LOGIT_BYTES, how=f"{entries / 1e6:,.4g}M of {rows} x {reply} reply tokens x {shape.vocabulary}, {LOGIT_BYTES} bytes each"),
     )  # fmt: skip
+
+
+def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
+    """How many of the logits of some reply tokens exist at a time."""
+    if case.policy is not None and head_of(case.policy.model) is None:
+        return tokens * vocabulary
+    held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
+    return min(tokens * vocabulary, max(held, 256 * tokens))
 
 
 def _sampling(case: Case) -> tuple[Line, ...]:

@@ -18,10 +18,12 @@ from torch import Tensor
 from gspo.doctor.case import PATIENCE_S, Case
 from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory
-from gspo.doctor.memory import LOGIT_BYTES, activation_bytes, shape_of
+from gspo.doctor.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
 from gspo.objective.sequences import Sequences
 from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
+from gspo.policy.head import head_of
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
+from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Unrouted, route
 from gspo.types import Completion, Prompt
 
@@ -72,8 +74,10 @@ def _fitting(case: Case) -> tuple[int, int]:
     shape, size = shape_of(model), next(model.parameters()).element_size()
     width = max(len(g.prompt.token_ids) + len(c.token_ids) for g in case.groups or () for c in g.completions)
     checkpointing = case.config.model.gradient_checkpointing
-    per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + shape.vocabulary * LOGIT_BYTES
-    room = 0.8 * free_memory(case.policy.device)[0] - sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = case.config.learner.micro_batch_tokens
+    logits = logits_held(case, budget, shape.vocabulary) * LOGIT_BYTES / budget
+    per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
+    room = 0.8 * free_memory(case.policy.device)[0] - sum(p.numel() * 4 for p in model.parameters())
     return int(max(0.0, room) / per_token), width
 
 
@@ -84,6 +88,7 @@ def _fresh(case: Case, budget: int) -> Fresh:
     plan = make_plan(
         [Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
         mini_batches=config.learner.mini_batches, token_budget=budget, pad_id=policy.pad_id, seed=f"{config.seed}/mini-batches/1",
+        packed=reads_packed(policy.model),
     )  # fmt: skip
     routing = route(policy.routers, plan, [c.routes for _, _, c in replies], replay=config.routing.replay, balance=config.routing.balance_loss, device=policy.device)  # fmt: skip
     old_N, new_N = torch.zeros(plan.tokens, device=policy.device), torch.zeros(plan.tokens, device=policy.device)
@@ -133,7 +138,7 @@ def _learn(case: Case, micro: MicroBatch, routing: Unrouted) -> Tensor:
             logp_N, _ = reply_logprobs(model, micro, case.config.rollout.temperature)
         (-logp_N.mean()).backward()
     if counting:
-        head = logp_N.numel() * shape_of(model).vocabulary * 4
+        head = logp_N.numel() * shape_of(model).vocabulary * 4 if head_of(model) is None else 0
         case.activation_bytes = max(0, sum(kept.values()) - head) / micro.input_ids.numel()
     if case.policy.device.type == "cuda":
         torch.cuda.synchronize(case.policy.device)

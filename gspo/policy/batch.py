@@ -3,12 +3,15 @@
 In: rows of prompt and reply token ids. Out: a `Plan`: optimiser steps, each a list of micro-batches of whole rows.
 Invariant: the plan is made once per rollout batch and every forward on these rows uses it, the one for old
 log-probabilities included. So at the first update the ratio is 1 to the bit, and a row's neighbours never change.
+
+A micro-batch is a matrix of padded rows, or one long row in which nothing is padded and a prompt stands once for all of its
+replies (`Packing`); what a token sees, and so its log-probability, is the same.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,25 +33,68 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """Stretches of the long row."""
+
+    at: Tensor
+    """The tokens that they hold, one stretch after the other."""
+    starts: Tensor
+    """Where each stretch begins among these; at last, their number."""
+    longest: int
+
+    def to(self, device: torch.device) -> Span:
+        """The same on another device."""
+        return replace(self, at=self.at.to(device), starts=self.starts.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How rows stand in one long row: a prompt, its replies one after the other, the next prompt, ... A token sees its own
+    prompt and what came before it in its own reply."""
+
+    parts: Span
+    """All tokens; each prompt and each reply is a stretch."""
+    prompts: Span
+    """The prompts."""
+    replies: Span
+    """The replies; all replies to one prompt are one stretch."""
+    rows_RT: Tensor
+    """Where each token of each row stands in the long one; a shared prompt in many rows. Filled with 0 on the right."""
+    place_I: Tensor
+    """Where each token of the long row stands among `rows_RT`, flattened: in one of its rows."""
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on another device."""
+        return Packing(**{k: v.to(device) for k, v in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows that go through the model together, padded on the right, where a causal model cannot see it."""
+    """Rows that go through the model together: padded on the right, where a causal model cannot see it, or packed."""
 
     rows: tuple[int, ...]
     """Which sequences of the batch."""
+    owners: tuple[int, ...]
+    """For each of them, whose prompt stands for its own: itself, unless prompts are shared."""
     input_ids: Tensor
     row_N: Tensor
     """Row of each reply token within this micro-batch."""
-    position_N: Tensor
-    """Position whose output predicts the token."""
+    output_N: Tensor
+    """Which output predicts the token, counted over `input_ids`, flattened."""
     target_N: Tensor
     at_N: Tensor
     """Where each reply token stands among the batch's packed tokens."""
     input_at: Tensor
     """Where each of `input_ids` stands among the batch's input tokens (see `Plan.input_starts`); -1: padding."""
+    times: Tensor
+    """How many rows each of `input_ids` stands for; 0: padding."""
+    position_ids: Tensor | None = None
+    packing: Packing | None = None
+    """None: each row of `input_ids` is a row of the batch."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Packing)}
         return replace(self, **moved)
 
 
@@ -61,6 +107,7 @@ class Plan:
     """Sequence of each packed reply token."""
     steps: tuple[tuple[MicroBatch, ...], ...]
     pad_id: int
+    packed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -77,8 +124,9 @@ class Plan:
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
         """The rows of a micro-batch in two; a single row cannot be cut."""
-        middle = len(micro.rows) // 2
-        return tuple(_micro_batch(self.rows, part, self.pad_id) for part in (micro.rows[:middle], micro.rows[middle:]) if part)  # fmt: skip
+        middle, owner = len(micro.rows) // 2, dict(zip(micro.rows, micro.owners, strict=True))
+        parts = (part for part in (micro.rows[:middle], micro.rows[middle:]) if part)
+        return tuple(_micro_batch(self.rows, part, self.pad_id, self.packed, owner) for part in parts)
 
     def halved(self, step: int) -> Plan | None:
         """The plan with the micro-batches of an optimiser step cut in two; None if they are single rows already."""
@@ -93,19 +141,27 @@ class Plan:
 
 
 def make_plan(
-    rows: Sequence[Row], groups: Sequence[int], *, mini_batches: int, token_budget: int, pad_id: int, seed: str
+    rows: Sequence[Row],
+    groups: Sequence[int],
+    *,
+    mini_batches: int,
+    token_budget: int,
+    pad_id: int,
+    seed: str,
+    packed: bool = False,
 ) -> Plan:
     """Deal groups, in seeded order, into `mini_batches` optimiser steps of equal size (to one reply); a group stays whole
-    unless it stands across a cut."""
+    unless it stands across a cut. With `packed`, rows of a micro-batch that have the same prompt share it."""
     sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r.reply_ids) for r in rows], dtype=torch.long))  # fmt: skip
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(rows))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
+    cut = _by_packed_budget if packed else _by_budget
     steps = tuple(
-        tuple(_micro_batch(rows, part, pad_id) for part in _by_budget(rows, order[a:b], token_budget))
+        tuple(_micro_batch(rows, part, pad_id, packed) for part in cut(rows, order[a:b], token_budget))
         for a, b in pairwise(cuts)
     )
-    return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps, pad_id=pad_id)
+    return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps, pad_id=pad_id, packed=packed)
 
 
 def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
@@ -131,27 +187,110 @@ def _by_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[
     return parts
 
 
-def _micro_batch(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBatch:
-    start_B = [0, *accumulate(len(row.reply_ids) for row in rows)]
-    input_start_B = [0, *accumulate(row.length for row in rows)]
+def _by_packed_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows in the order they were dealt in, so that groups stay together; a prompt counts once."""
+    parts: list[list[int]] = []
+    used, prompts = 0, set[tuple[int, ...]]()
+    for row in chosen:
+        new = 0 if rows[row].prompt_ids in prompts else len(rows[row].prompt_ids)
+        if parts and used + new + len(rows[row].reply_ids) <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            used, new, prompts = 0, len(rows[row].prompt_ids), set()
+        used += new + len(rows[row].reply_ids)
+        prompts.add(rows[row].prompt_ids)
+    return parts
+
+
+def _micro_batch(
+    rows: Sequence[Row], chosen: Sequence[int], pad_id: int, packed: bool, owner: Mapping[int, int] | None = None
+) -> MicroBatch:
+    """`owner`: whose prompt stands for that of a row, where that was settled before."""
+    if not packed:
+        return _padded(rows, chosen, pad_id)
+    first: dict[tuple[int, ...], int] = {}
+    for row in chosen:
+        first.setdefault(rows[row].prompt_ids, row)
+    return _packed(rows, {row: (owner or {}).get(row, first[rows[row].prompt_ids]) for row in chosen})
+
+
+def _padded(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBatch:
+    starts = [0, *accumulate(row.length for row in rows)]
     width = max(rows[r].length for r in chosen)
     input_ids = torch.full((len(chosen), width), pad_id)
     input_at = torch.full((len(chosen), width), -1)
-    row_N, position_N, target_N, at_N = [], [], [], []
     for i, r in enumerate(chosen):
-        prompt, reply = rows[r].prompt_ids, rows[r].reply_ids
-        input_ids[i, : rows[r].length] = torch.tensor(prompt + reply)
-        input_at[i, : rows[r].length] = torch.arange(input_start_B[r], input_start_B[r + 1])
-        row_N.append(torch.full((len(reply),), i))
-        position_N.append(torch.arange(len(prompt) - 1, len(prompt) + len(reply) - 1))
-        target_N.append(torch.tensor(reply))
-        at_N.append(torch.arange(start_B[r], start_B[r + 1]))
+        input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].reply_ids)
+        input_at[i, : rows[r].length] = torch.arange(starts[r], starts[r + 1])
+    where = [torch.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
     return MicroBatch(
         rows=tuple(chosen),
+        owners=tuple(chosen),
         input_ids=input_ids,
-        row_N=torch.cat(row_N),
-        position_N=torch.cat(position_N),
-        target_N=torch.cat(target_N),
-        at_N=torch.cat(at_N),
         input_at=input_at,
+        times=(input_at >= 0).long(),
+        **_replies(rows, chosen, where),
     )
+
+
+def _packed(rows: Sequence[Row], owner: Mapping[int, int]) -> MicroBatch:
+    starts = [0, *accumulate(row.length for row in rows)]
+    members: dict[int, list[int]] = {}
+    for row, prompt in owner.items():
+        members.setdefault(prompt, []).append(row)
+    order = [row for group in members.values() for row in group]
+    tokens: list[tuple[int, int, int, int]] = []  # (id, place among the inputs, times, position)
+    where: list[Tensor] = []
+    prompts: list[Tensor] = []
+    replies: list[Tensor] = []
+    parts: list[Tensor] = []
+    for prompt, group in members.items():
+        ids, begin = rows[prompt].prompt_ids, len(tokens)
+        prompts.append(torch.arange(begin, begin + len(ids)))
+        parts.append(prompts[-1])
+        tokens += [(x, starts[prompt] + t, len(group), t) for t, x in enumerate(ids)]
+        for row in group:
+            here = torch.arange(len(tokens), len(tokens) + len(rows[row].reply_ids))
+            where.append(torch.cat([prompts[-1], here]))
+            parts.append(here)
+            tokens += [(x, starts[row] + t, 1, t) for t, x in enumerate(rows[row].reply_ids, len(ids))]
+        replies.append(torch.arange(begin + len(ids), len(tokens)))
+    input_ids, input_at, times, position_ids = torch.tensor(tokens).T.contiguous().unsqueeze(1)
+    return MicroBatch(
+        rows=tuple(order),
+        owners=tuple(owner[row] for row in order),
+        input_ids=input_ids,
+        input_at=input_at,
+        times=times,
+        position_ids=position_ids,
+        packing=_packing(where, parts, prompts, replies),
+        **_replies(rows, order, where),
+    )
+
+
+def _packing(where: list[Tensor], parts: list[Tensor], prompts: list[Tensor], replies: list[Tensor]) -> Packing:
+    """`where` each row stands; its `parts`; the `prompts` and, for each of them, all `replies` to it."""
+    rows_RT = torch.nn.utils.rnn.pad_sequence(where, batch_first=True)
+    place_I = torch.zeros(sum(map(len, parts)), dtype=torch.long)
+    for i, row in enumerate(where):
+        place_I[row] = torch.arange(i * rows_RT.shape[1], i * rows_RT.shape[1] + len(row))
+    return Packing(parts=_span(parts), prompts=_span(prompts), replies=_span(replies), rows_RT=rows_RT, place_I=place_I)
+
+
+def _span(stretches: list[Tensor]) -> Span:
+    lengths = [len(s) for s in stretches]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return Span(at=torch.cat(stretches), starts=starts, longest=max(lengths))
+
+
+def _replies(rows: Sequence[Row], chosen: Sequence[int], where: Sequence[Tensor]) -> dict[str, Any]:
+    """The reply tokens of a micro-batch; `where` its rows' tokens stand among the inputs, flattened."""
+    starts = [0, *accumulate(len(row.reply_ids) for row in rows)]
+    lengths = torch.tensor([len(rows[r].reply_ids) for r in chosen])
+    return {
+        "row_N": torch.repeat_interleave(torch.arange(len(chosen)), lengths),
+        "output_N": torch.cat([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
+        "target_N": torch.cat([torch.tensor(rows[r].reply_ids, dtype=torch.long) for r in chosen]),
+        "at_N": torch.cat([torch.arange(starts[r], starts[r + 1]) for r in chosen]),
+    }

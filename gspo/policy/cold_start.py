@@ -7,16 +7,16 @@ and a start that is too weak or too strong leaves nothing to learn or nothing to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-
-from gspo.config import ColdStartConfig
+from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.policy.batch import Row, make_plan
 from gspo.policy.logprobs import reply_logprobs
 from gspo.policy.model import Policy
+from gspo.policy.optimizer import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ def cold_start(
     """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
     `report(step, loss, accuracy)` is called at every check."""
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
+    settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
+    optimizer = Optimizer(policy.model, settings, config.steps)
     reached = 0.0
     step = 0
     for step in range(1, config.steps + 1):
@@ -51,7 +52,7 @@ def cold_start(
     return ColdStart(steps=step, accuracy=reached)
 
 
-def _step(policy: Policy, optimizer: torch.optim.Optimizer, rows: list[Row]) -> float:
+def _step(policy: Policy, optimizer: Optimizer, rows: list[Row]) -> float:
     plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
     total = 0.0
     for micro in plan.steps[0]:
@@ -59,7 +60,5 @@ def _step(policy: Policy, optimizer: torch.optim.Optimizer, rows: list[Row]) -> 
         loss = -logp_N.sum() / plan.tokens
         loss.backward()
         total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(loss_finite=math.isfinite(total))
     return total

@@ -14,18 +14,39 @@ import torch
 from torch import Tensor
 
 from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.head import gradient_buffer, head_of, passed_by
+from gspo.policy.kernels.selected import selected_logprobs
 from gspo.policy.memory import out_of_memory
+from gspo.policy.packing import read
 
 
 def reply_logprobs(
     model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
+    head = head_of(model)
+    if head is None:
+        return _from_logits(model, batch, temperature, entropy_gradient)
+    with passed_by(head):
+        hidden = read(model, batch)
+    logp_N, entropy_N = selected_logprobs(
+        hidden.flatten(0, 1)[batch.output_N],
+        head.weight,
+        batch.target_N,
+        temperature,
+        weight_gradient=gradient_buffer(head.weight),
+    )
+    return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
+
+
+def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The same for models whose logits are more than hidden states times a matrix."""
     # Outputs before the first position that predicts a reply token are never read, so the head skips them.
-    first = int(batch.position_N.min())
-    kept = batch.input_ids.shape[1] - first
-    logits = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=kept).logits
-    logits_NV = logits[batch.row_N, batch.position_N - first].float() / temperature
+    width = batch.input_ids.shape[1]
+    column_N = batch.output_N % width
+    first = int(column_N.min())
+    logits = read(model, batch, logits_to_keep=width - first)
+    logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normaliser_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normaliser_N
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -48,6 +69,7 @@ def planned_logprobs(
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
+    head_of(model)  # its trial must not run inside `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     steps = plan.steps if step is None else plan.steps[step : step + 1]
     waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]

@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
+from gspo.policy.head import head_of
+from gspo.policy.packing import reads_packed
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
@@ -88,6 +90,8 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     model = (build_model(config, tokenizer, seed) if config.build else _load(config)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
+    head_of(model)
+    reads_packed(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
         raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip

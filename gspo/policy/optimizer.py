@@ -1,6 +1,7 @@
 """AdamW with warm-up and decay, float32 master weights, and steps that refuse non-finite gradients.
 
-In: gradients accumulated on the model. Out: an update, or a skip that leaves weights and moments as they were.
+In: gradients accumulated on the model, in float32 whatever the weights are in. Out: an update, or a skip that leaves
+weights and moments as they were.
 Invariant: the learning rate is a pure function of the update count, and the whole state is plain tensors by parameter
 name, so that it is saved and restored without pickle.
 """
@@ -46,6 +47,9 @@ class Optimizer:
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in self._weights.items()
         }
+        for name, weight in self._weights.items():
+            if self._masters[name] is not weight:
+                weight.grad_dtype = torch.float32  # micro-batches add up without rounding in between
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=config.learning_rate,
@@ -117,9 +121,7 @@ class Optimizer:
 
     def _lift_gradients(self) -> None:
         for name, master in self._masters.items():
-            weight = self._weights[name]
-            if master is not weight and weight.grad is not None:
-                master.grad = weight.grad.float()
+            master.grad = self._weights[name].grad
 
     @torch.no_grad()
     def _lower_weights(self) -> None:

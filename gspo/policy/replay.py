@@ -23,6 +23,7 @@ from torch import Tensor
 from gspo.errors import ConfigError
 from gspo.policy.batch import MicroBatch, Plan
 from gspo.policy.memory import out_of_memory
+from gspo.policy.packing import read
 from gspo.policy.routing import Forced, Routers, Seen, changed
 from gspo.types import Routes
 
@@ -146,9 +147,9 @@ class Routing(Unrouted):
         self.old_ILK[at_I[real_I]] = used_ILK[real_I]
         if self.native_ILK is not None:
             self.native_ILK[at_I[real_I]] = seen.native_ILK[real_I]
-        self._count_load(used_ILK[real_I])
+        self._count_load(used_ILK, micro.times.flatten())
         at_N = self._input_of(micro)
-        differ_N = changed(used_ILK[self._flat(micro)], self.sampler_ILK[at_N])
+        differ_N = changed(used_ILK[micro.output_N], self.sampler_ILK[at_N])
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
 
     @contextmanager
@@ -159,26 +160,23 @@ class Routing(Unrouted):
         self._count_flips(micro, seen)
 
     def _count_flips(self, micro: MicroBatch, seen: Seen) -> None:
-        old_NLK, flat_N = self.old_ILK[self._input_of(micro)], self._flat(micro)
-        self.flipped_N[micro.at_N] = changed(seen.used_ILK[flat_N], old_NLK).to(torch.int16)
-        self.changed_N[micro.at_N] = changed(seen.native_ILK[flat_N], old_NLK).to(torch.int16)
+        old_NLK, output_N = self.old_ILK[self._input_of(micro)], micro.output_N
+        self.flipped_N[micro.at_N] = changed(seen.used_ILK[output_N], old_NLK).to(torch.int16)
+        self.changed_N[micro.at_N] = changed(seen.native_ILK[output_N], old_NLK).to(torch.int16)
 
     def _forced(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> Forced:
         at_I = micro.input_at.flatten()
         real_I, at_I = at_I >= 0, at_I.clamp(min=0)
         return Forced(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
 
-    def _flat(self, micro: MicroBatch) -> Tensor:
-        """Where the outputs that predict reply tokens stand among the tokens of the forward."""
-        return micro.row_N * micro.input_at.shape[1] + micro.position_N
-
     def _input_of(self, micro: MicroBatch) -> Tensor:
-        """The same among the input tokens of the plan."""
-        return micro.input_at[micro.row_N, micro.position_N]
+        """Where the positions that predict reply tokens stand among the input tokens of the plan."""
+        return micro.input_at.flatten()[micro.output_N]
 
-    def _count_load(self, used_ILK: Tensor) -> None:
+    def _count_load(self, used_ILK: Tensor, times_I: Tensor) -> None:
+        """A token of a shared prompt counts once for every row that it stands in."""
         for layer, load_E in enumerate(self.load_LE):
-            load_E += torch.bincount(used_ILK[:, layer].flatten().long(), minlength=self.routers.experts)
+            load_E += _counted(used_ILK[:, layer], times_I, self.routers.experts).long()
 
     # ---- what came of it
 
@@ -216,7 +214,7 @@ class Routing(Unrouted):
         forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
         try:
             with self.routers.watch(forced) as seen, torch.no_grad():
-                model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=1)
+                read(model, micro, logits_to_keep=1)
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -237,9 +235,9 @@ class Routing(Unrouted):
         if not self.balance or seen is None:
             return 0.0
         share_LE, tokens = self._shares(step)
-        real_I = micro.input_at.flatten() >= 0
+        times_I = micro.times.flatten().float()
         terms = [
-            (share_LE[layer] * torch.softmax(logits_IE[real_I].float(), dim=-1)).sum()
+            (share_LE[layer] * (times_I @ torch.softmax(logits_IE.float(), dim=-1))).sum()
             for layer, logits_IE in sorted(seen.logits.items())
         ]
         loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
@@ -257,8 +255,15 @@ class Routing(Unrouted):
 
     def _counted_shares(self, step: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
-        at_I = torch.cat([micro.input_at.flatten() for micro in self.plan.steps[step]])
-        at_I = at_I[at_I >= 0].to(self.native_ILK.device)
-        native_ILK = self.native_ILK[at_I].long()
-        counts = [torch.bincount(native_ILK[:, i].flatten(), minlength=self.routers.experts) for i in range(self.routers.layers)]  # fmt: skip
-        return torch.stack(counts).float() / (len(at_I) * self.routers.top_k), len(at_I)
+        micro_batches, device = self.plan.steps[step], self.native_ILK.device
+        at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
+        times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)
+        native_ILK, tokens = self.native_ILK[at_I.clamp(min=0)], int(times_I.sum())
+        counts = [_counted(native_ILK[:, i], times_I, self.routers.experts) for i in range(self.routers.layers)]
+        return torch.stack(counts).float() / (tokens * self.routers.top_k), tokens
+
+
+def _counted(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen, each token counted so many times."""
+    weights = times_I.double().unsqueeze(-1).expand(chosen_IK.shape).flatten()
+    return torch.bincount(chosen_IK.flatten().long(), weights=weights, minlength=experts)

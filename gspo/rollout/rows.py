@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from gspo.policy.attention_kinds import attention_kinds
+from gspo.policy.kernels.packed import NAME
 from gspo.policy.routing import Routers
 
 BLOCK = 64
@@ -249,16 +251,6 @@ def _forward_options(model: Any) -> dict[str, Any]:
 # --- Which models the cache is right for ---
 
 
-def attention_kinds(config: Any) -> dict[str, int | None] | None:
-    """Window of each kind of attention layer (None: unlimited), or None if some layer is of another kind."""
-    config = config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None) or None
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"} or getattr(config, "attention_chunk_size", None):
-        return None
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-
-
 def obstacle_to_cache(model: Any) -> str | None:
     """Why `CachedRows` would be wrong for this model, or None. Declared properties first, then a trial."""
     name = type(model).__name__
@@ -266,7 +258,7 @@ def obstacle_to_cache(model: Any) -> str | None:
         return f"{name} has layers other than full and sliding-window attention"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not take a prepared attention mask"
-    if model.config._attn_implementation not in ("eager", "sdpa"):
+    if model.config._attn_implementation not in ("eager", "sdpa", NAME):
         return f"attention {model.config._attn_implementation!r} does not take a prepared mask; 'sdpa' does"
     try:
         error = _trial(model)

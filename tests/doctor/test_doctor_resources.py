@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from examination import SAMPLED
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.doctor import disk, machine, memory, model, pace, ratio, sampling
 from gspo.doctor.case import Pace
 from gspo.policy.batch import Row, make_plan
+from gspo.policy.head import head_of
 from gspo.policy.logprobs import reply_logprobs
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
@@ -62,8 +64,6 @@ EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediat
 def test_the_memory_of_learning_is_estimated_within_a_factor_of_two(
     kind: str, sizes: dict[str, int], dtype: torch.dtype, checkpointing: bool
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype).eval()
     if checkpointing:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -83,6 +83,17 @@ def test_the_memory_of_learning_is_estimated_within_a_factor_of_two(
     activations = rows * width * memory.activation_bytes(shape, dtype.itemsize, width, checkpointing=checkpointing)
     estimated = activations + rows * reply * shape.vocabulary * memory.LOGIT_BYTES
     assert 0.5 < estimated / measured < 2, f"estimated {estimated / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
+
+
+def test_only_a_part_of_the_logits_is_held(tiny: Callable[..., Config], examined: Any) -> None:
+    case = examined(tiny(), *SAMPLED, "ratio", value=lambda g, i: 0.0).case
+    assert memory.logits_held(case, 10, 40) == 400
+    assert memory.logits_held(case, 10**4, 150_000) == memory.HELD_CPU
+    gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES, query_pre_attn_scalar=8)).eval()
+    with pytest.warns(RuntimeWarning, match="changes its logits"):
+        head_of(gemma)
+    case.policy = dataclasses.replace(case.policy, model=gemma)
+    assert memory.logits_held(case, 10**4, 150_000) == 10**4 * 150_000
 
 
 def test_what_autograd_keeps_is_measured_on_the_batch(tiny: Callable[..., Config], examined: Any) -> None:

@@ -1,0 +1,302 @@
+"""The learner's kernels on one GPU, each beside the ways it replaces, in one table.
+
+In: nothing but a CUDA device. Out: one table per part: milliseconds (median of `--repeats`, those of all ways interleaved,
+after warm-ups), peak memory beyond what was allocated before, and the error of the gradients against float64.
+
+    python benchmarks/gpu.py [head] [learn] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gspo.config import LearnerConfig
+from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
+from gspo.policy.kernels.selected import selected_logprobs
+from gspo.policy.logprobs import _from_logits, planned_logprobs, reply_logprobs
+from gspo.policy.optimizer import Optimizer
+from gspo.policy.packing import reads_packed
+
+ROWS, SIZE, VOCABULARY, SEQUENCES = 16 * 1024, 2048, 151_936, 20
+"""The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
+CUDA = torch.device("cuda")
+Way = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one way took."""
+
+    ms: float
+    extra: float
+    """Peak memory beyond what was allocated before, in bytes."""
+
+
+def measure(ways: dict[str, Way], repeats: int) -> dict[str, Cost]:
+    """Time and memory of each way. Repeats go round, so that a card that grows warm slows all alike, and each follows an
+    untimed run of the same way, so that the power its predecessor drew does not count."""
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    extra: dict[str, float] = {}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            way()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            way()
+            end.record()
+            torch.cuda.synchronize()
+            extra[name] = torch.cuda.max_memory_allocated() - before
+            if repeat:
+                seen[name].append(start.elapsed_time(end))
+    return {name: Cost(ms=statistics.median(times), extra=extra[name]) for name, times in seen.items()}
+
+
+def show(title: str, costs: dict[str, Cost], note: Callable[[str, Cost], str] = lambda name, cost: "") -> None:
+    print(f"\n{title}")
+    print(f"{'way':<66} {'ms':>8} {'extra GiB':>10}")
+    for name, cost in costs.items():
+        print(f"{name:<66} {cost.ms:>8.1f} {cost.extra / 2**30:>10.2f}  {note(name, cost)}", flush=True)
+
+
+# --- the log-probability head ---
+
+
+def float32_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def row_by_row(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """TRL's way: logits in bfloat16, log_softmax one sequence at a time."""
+    logits = hidden @ weight.T
+    parts = zip(logits.split(ROWS // 16), target.split(ROWS // 16), strict=True)
+    return torch.cat([part.log_softmax(-1).gather(-1, t[:, None])[:, 0] for part, t in parts])
+
+
+def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    parts = zip(hidden.split(1024), target.split(1024), strict=True)
+    return torch.cat([checkpoint(float32_logits, h, weight, t, use_reentrant=False) for h, t in parts])  # type: ignore[misc]
+
+
+def gain_of(rows: int, idle: int) -> Tensor:
+    """The gradient that a sequence-level objective sends to each token: `idle` of the sequences are clipped."""
+    gain_B = torch.randn(SEQUENCES, device=CUDA)
+    gain_B[:idle] = 0
+    return gain_B.repeat_interleave(-(-rows // SEQUENCES))[:rows] / rows
+
+
+def ceilings(hidden: Tensor, weight: Tensor, repeats: int) -> dict[str, Cost]:
+    """The matrix products alone, by cuBLAS, on logits that are all kept."""
+    logits = torch.randn(ROWS, VOCABULARY, device=CUDA, dtype=torch.bfloat16)
+    h, w = hidden.detach(), weight.detach()
+    h_gradient, w_gradient = torch.empty_like(h), torch.empty_like(w)
+
+    def products(count: int) -> Way:
+        def way() -> None:
+            for _ in range(count - 2):
+                torch.mm(h, w.T, out=logits)
+            torch.mm(logits, w, out=h_gradient)
+            torch.mm(logits.T, h, out=w_gradient)
+
+        return way
+
+    return measure({"ceiling: 4 products by cuBLAS": products(4), "ceiling: 3 products, logits kept": products(3)}, repeats)  # fmt: skip
+
+
+def bench_head(repeats: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, SIZE, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(VOCABULARY, SIZE, device=CUDA) * 0.05).bfloat16().requires_grad_()
+    target = torch.randint(VOCABULARY, (ROWS,), device=CUDA)
+    whole, clipped = gain_of(ROWS, 0), gain_of(ROWS, 3)
+    # Allocated beforehand on both sides: gradients are not extra memory.
+    buffer = torch.zeros(VOCABULARY, SIZE, device=CUDA)
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+
+    def through(head: Callable[..., Tensor]) -> Way:
+        def way() -> None:
+            hidden.grad, weight.grad = None, None
+            (whole * head(hidden, weight, target)).sum().backward()
+
+        return way
+
+    def ours(gain: Tensor) -> Way:
+        def way() -> None:
+            hidden.grad = None
+            logp, _ = selected_logprobs(hidden, weight, target, 1.0, weight_gradient=buffer)
+            (gain * logp).sum().backward()
+
+        return way
+
+    costs = ceilings(hidden, weight, repeats)
+    ways = {
+        "float32 logits, log_softmax, gather": through(float32_logits),
+        "bf16 logits, log_softmax row by row (TRL's way)": through(row_by_row),
+        "chunks of 1024 rows under activation checkpointing": through(checkpointed),
+        "selected_logprobs": ours(whole),
+        "selected_logprobs, 15 % of sequences clipped": ours(clipped),
+    }
+    costs |= measure(ways, repeats)
+    ceiling = costs["ceiling: 4 products by cuBLAS"].ms
+    show(f"Head, forward + backward: {ROWS} tokens, hidden {SIZE}, vocabulary {VOCABULARY}, bf16", costs, lambda name, cost: f"{cost.ms / ceiling:.2f} x ceiling")  # fmt: skip
+    head_errors()
+
+
+def head_errors(rows: int = 1000) -> None:
+    """Against float64, on fewer rows and logits with a spread like a trained model's."""
+    hidden = torch.randn(rows, SIZE, device=CUDA, dtype=torch.bfloat16)
+    weight = (torch.randn(VOCABULARY, SIZE, device=CUDA) * 0.05).bfloat16()
+    target, gain = torch.randint(VOCABULARY, (rows,), device=CUDA), gain_of(rows, 3)
+    heads: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
+        "float64": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.float64),
+        "bf16 logits (PyTorch)": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.bfloat16),
+        "float32 logits": (float32_logits, torch.bfloat16),
+        "selected_logprobs": (lambda h, w, t: selected_logprobs(h, w, t, 1.0)[0], torch.bfloat16),
+    }  # fmt: skip
+    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    for name, (head, dtype) in heads.items():
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        logp = head(h, w, target)
+        (gain * logp).sum().backward()
+        assert h.grad is not None
+        assert w.grad is not None
+        found[name] = (logp.detach().double(), h.grad.double(), w.grad.double())
+    print(f"\n{'error against float64, of norm':<40} {'logp':>9} {'d hidden':>9} {'d weight':>9}")
+    exact = found.pop("float64")
+    for name, parts in found.items():
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(parts, exact, strict=True)]
+        print(f"{name:<40} " + " ".join(f"{e:>9.2e}" for e in errors), flush=True)
+
+
+# --- the learning forward and backward ---
+
+
+PROMPT, REPLY, REPLIES, GROUPS = 512, 512, 16, 4
+"""Replies of uneven length, `REPLY` on average."""
+PEAK = 989e12
+"""bf16 operations per second by the data sheet of an H100 or H200."""
+
+
+def qwen3(checkpointing: bool = False) -> Any:
+    """The shape of Qwen3-0.6B, with random weights."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(CUDA):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    return model
+
+
+def uneven_rows() -> tuple[list[Row], list[int]]:
+    dice = random.Random(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(dice.randrange(VOCABULARY) for _ in range(count))
+
+    rows: list[Row] = []
+    for _ in range(GROUPS):
+        prompt = ids(PROMPT)
+        rows += [Row(prompt_ids=prompt, reply_ids=ids(dice.randrange(64, 2 * REPLY - 64))) for _ in range(REPLIES)]
+    return rows, [i // REPLIES for i in range(len(rows))]
+
+
+def operations(model: Any, plan: Plan) -> float:
+    """Floating-point operations of a forward and backward over the tokens that stand in the plan, without padding."""
+    config = model.config
+    body = sum(p.numel() for p in model.model.layers.parameters())
+    tokens = sum(int((m.times > 0).sum()) for m in plan.steps[0])
+    shared = sum(len(row.prompt_ids) ** 2 for row in plan.rows) // 2
+    if plan.packed:
+        shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.steps[0] for o in set(m.owners)) // 2
+    pairs = shared + sum(len(r.reply_ids) * (len(r.prompt_ids) + len(r.reply_ids) // 2) for r in plan.rows)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
+
+
+def bench_learn(repeats: int, budget: int = 20480) -> None:
+    rows, groups = uneven_rows()
+    real = sum(row.length for row in rows)
+    models = {"plain": qwen3(), "checkpointed": qwen3(checkpointing=True)}
+    for model in models.values():
+        Optimizer(model, LearnerConfig(), 1)  # as in a run: gradients in float32
+    assert all(reads_packed(model) for model in models.values())
+    settings: dict[str, Any] = {"mini_batches": 1, "token_budget": budget, "pad_id": 0, "seed": ""}
+    padded, packed = (make_plan(rows, groups, **settings, packed=packed) for packed in (False, True))
+    gain_N = torch.randn(padded.tokens, device=CUDA) / padded.tokens
+
+    def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Way:
+        def way() -> None:
+            for cpu_batch in plan.steps[0]:
+                micro = cpu_batch.to(CUDA)
+                (gain_N[micro.at_N] * logprobs(models[name], micro, 1.0)[0]).sum().backward()
+            models[name].zero_grad()
+
+        return way
+
+    def all_logits(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        return _from_logits(model, micro, temperature, False)
+
+    ways = {
+        "padded rows, all logits": (learn("plain", padded, all_logits), padded),
+        "padded rows, selected_logprobs": (learn("plain", padded, reply_logprobs), padded),
+        "packed, prompt shared, selected_logprobs": (learn("plain", packed, reply_logprobs), packed),
+        "the same, gradient checkpointing": (learn("checkpointed", packed, reply_logprobs), packed),
+    }
+    costs = measure({name: way for name, (way, _) in ways.items()}, repeats)
+    slowest = costs["padded rows, all logits"].ms
+
+    def note(name: str, cost: Cost) -> str:
+        used = operations(models["plain"], ways[name][1]) / (cost.ms / 1e3) / PEAK
+        return f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.0%}"
+
+    show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.steps[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
+    model = models["plain"]
+    found = {
+        name: planned_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))
+    }
+    exact = planned_logprobs(model.float(), padded, 1.0, CUDA)[0]
+    for name, logp in found.items():
+        print(
+            f"log-probabilities, {name} in bf16 against float32: mean |difference| {float((logp - exact).abs().mean()):.1e}"
+        )
+
+
+PARTS = {"head": bench_head, "learn": bench_learn}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="which parts; all, if none is given")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench-gpu needs a CUDA device; this machine has none")
+        return 1
+    import triton
+
+    print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}")  # fmt: skip
+    for name in arguments.parts or PARTS:
+        PARTS[name](arguments.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
