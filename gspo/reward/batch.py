@@ -2,7 +2,8 @@
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
 exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the time
-that answered calls took: replies that have no answer then are unscored, each with what became of it.
+that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each with what
+became of it.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
@@ -109,6 +110,8 @@ class Batch:
         self._suspects: set[int] = set()
         self._began: float | None = None
         self._answered_s = 0.0
+        self._lent: list[float] = []
+        """When the first spare worker was started, and when one was ready."""
         self._longest_alone_s: float | None = None
         if not self._left:
             self.done.set()
@@ -141,6 +144,11 @@ class Batch:
             self._answered_s += 0 if hung else took
             if not hung and job.again:
                 self._longest_alone_s = max(took, self._longest_alone_s or 0.0)
+
+    def lent(self, *, ready: bool) -> None:
+        """A spare worker is being started, or is ready. The time that the first one takes for it is the batch's to use."""
+        with self._lock:
+            self._lent += [time.monotonic()] if len(self._lent) == int(ready) else []
 
     def unwanted(self, job: Job) -> bool:
         """Whether nobody waits for a call any more."""
@@ -237,7 +245,10 @@ class Batch:
     def close_if_late(self, name: Callable[[int], str]) -> None:
         """When the time is up, leave every reply that has no word unscored, with what became of it."""
         with self._lock:
-            if self._began is None or time.monotonic() < self._began + self._timeout_s + SPARE_S + self._answered_s:
+            now = time.monotonic()
+            loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
+            limit_s = self._timeout_s + SPARE_S + self._answered_s + loading_s
+            if self._began is None or now < self._began + limit_s:
                 return
             for job in [job for job in self._out if not job.again]:
                 self.failed(job)

@@ -178,7 +178,9 @@ class RewardPool:
     def _lend(self, batch: Batch, worker: WorkerProcess) -> None:
         """A spare worker: does this batch's jobs while there are any."""
         try:
+            batch.lent(ready=False)
             worker.prepare()
+            batch.lent(ready=True)
             while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
                 self._do(worker, job)
         except (GspoError, OSError, Cancelled):
@@ -275,7 +277,7 @@ class RewardPool:
         if guilty:
             self._fail(job, reason)
         else:
-            self._add(job.batch.failed(job), first=True)
+            self._add(job.batch.failed(job))
 
     def _fail(self, job: Job, reason: str) -> None:
         job.batch.record(job, [Part(failure=reason)] * len(job.replies))
