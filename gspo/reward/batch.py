@@ -2,12 +2,13 @@
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
 exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the time
-that answered calls took: replies that have no answer then are unscored, each with what became of it.
+that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each with what
+became of it.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
 while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts and
-theirs are forgotten; so what a reply scores does not depend on which was quicker. Calls of whole groups that have not begun
+theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores does not depend on which was quicker. Calls of whole groups that have not begun
 by then are made reply by reply, until one of a whole group is answered.
 """
 
@@ -17,7 +18,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +89,15 @@ class Job:
 class Batch:
     """What a call of `RewardPool.score` waits for. Shared between threads."""
 
-    def __init__(self, groups: Groups, *, functions: int, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, groups: Groups, *, functions: int, workers: int, timeout_s: float, bounded: Collection[int] = ()
+    ) -> None:
         self.groups = groups
         self.functions = functions
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._lock = threading.RLock()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._bounded = timeout_s, frozenset(bounded)
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._meanwhile: dict[tuple[int, int, int], Part] = {}
         """Words on replies that were tried alone while the call of their group goes on."""
@@ -109,6 +112,8 @@ class Batch:
         self._suspects: set[int] = set()
         self._began: float | None = None
         self._answered_s = 0.0
+        self._lent: list[float] = []
+        """When the first spare worker was started, and when one was ready."""
         self._longest_alone_s: float | None = None
         if not self._left:
             self.done.set()
@@ -141,6 +146,11 @@ class Batch:
             self._answered_s += 0 if hung else took
             if not hung and job.again:
                 self._longest_alone_s = max(took, self._longest_alone_s or 0.0)
+
+    def lent(self, *, ready: bool) -> None:
+        """A spare worker is being started, or is ready. The time that the first one takes for it is the batch's to use."""
+        with self._lock:
+            self._lent += [time.monotonic()] if len(self._lent) == int(ready) else []
 
     def unwanted(self, job: Job) -> bool:
         """Whether nobody waits for a call any more."""
@@ -221,11 +231,16 @@ class Batch:
 
     # ---- time
 
+    def timeout_s(self, job: Job) -> float:
+        """The deadline of a call. A function that limits the time of each reply itself may take all of it for each."""
+        return self._timeout_s * (len(job.replies) if job.function in self._bounded else 1)
+
     def likely_to_hang(self) -> list[Job]:
         """The calls that have taken too long already. Their functions are under suspicion from now on."""
         with self._lock:
             now, group_s, alone_s = time.monotonic(), SUSPECT * self._timeout_s, self._usual_s()
-            found = [job for job, since in self._out.items() if now - since > (alone_s if job.again else group_s)]
+            out = [(job, since) for job, since in self._out.items() if job.function not in self._bounded]
+            found = [job for job, since in out if now - since > (alone_s if job.again else group_s)]
             self._suspects |= {job.function for job in found if not job.again}
             return found
 
@@ -237,7 +252,12 @@ class Batch:
     def close_if_late(self, name: Callable[[int], str]) -> None:
         """When the time is up, leave every reply that has no word unscored, with what became of it."""
         with self._lock:
-            if self._began is None or time.monotonic() < self._began + self._timeout_s + SPARE_S + self._answered_s:
+            if any(job.function in self._bounded for job in self._out):
+                return
+            now = time.monotonic()
+            loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
+            limit_s = self._timeout_s + SPARE_S + self._answered_s + loading_s
+            if self._began is None or now < self._began + limit_s:
                 return
             for job in [job for job in self._out if not job.again]:
                 self.failed(job)

@@ -162,6 +162,8 @@ class RewardFunction:
     options: Mapping[str, Any]
     about: str = ""
     """What it has to say of itself when a run begins."""
+    bounded: bool = False
+    """Whether it limits the time of each reply itself (`BOUNDED` of a built-in), so that a slow call is no sign of a hang."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
@@ -263,6 +265,7 @@ def load(source: Source) -> RewardFunction:
         needs=frozenset(name for name, p in named.items() if p.default is p.empty),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
+        bounded=not source.file and getattr(module, "BOUNDED", False),
         about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
     )
 

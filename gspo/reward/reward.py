@@ -114,7 +114,13 @@ class RewardPool:
         return WorkerProcess(self._sources, lambda: self._closing, memory_mb=self._config.memory_mb)
 
     def _batch(self, groups: Groups) -> Batch:
-        return Batch(groups, functions=len(self._sources), workers=len(self._workers), timeout_s=self._config.timeout_s)
+        return Batch(
+            groups,
+            functions=len(self._sources),
+            workers=len(self._workers),
+            timeout_s=self._config.timeout_s,
+            bounded={i for i, bounded in enumerate(self._workers[0].bounded) if bounded},
+        )
 
     def _load_once(self) -> None:
         batch = self._batch(())
@@ -178,7 +184,9 @@ class RewardPool:
     def _lend(self, batch: Batch, worker: WorkerProcess) -> None:
         """A spare worker: does this batch's jobs while there are any."""
         try:
+            batch.lent(ready=False)
             worker.prepare()
+            batch.lent(ready=True)
             while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
                 self._do(worker, job)
         except (GspoError, OSError, Cancelled):
@@ -235,10 +243,10 @@ class RewardPool:
             self._settle(worker, job)
 
     def _settle(self, worker: WorkerProcess, job: Job) -> None:
-        request, hung = _request(job), False
+        request, timeout_s, hung = _request(job), job.batch.timeout_s(job), False
         job.batch.begin(job)
         try:
-            answer = worker.call(request, self._config.timeout_s, lambda: job.batch.unwanted(job))
+            answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job))
         except Cancelled:
             hung = True
             worker.start()  # a fresh process, so that the pool is whole when the batch is done
@@ -246,7 +254,7 @@ class RewardPool:
                 raise
         except WorkerHung:
             hung = True
-            reason = f"timeout: {self._name(job)}: no result after {self._config.timeout_s:g} s"
+            reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
             self._replace(worker, job, reason, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
@@ -275,7 +283,7 @@ class RewardPool:
         if guilty:
             self._fail(job, reason)
         else:
-            self._add(job.batch.failed(job), first=True)
+            self._add(job.batch.failed(job))
 
     def _fail(self, job: Job, reason: str) -> None:
         job.batch.record(job, [Part(failure=reason)] * len(job.replies))
@@ -319,7 +327,7 @@ def _check_limits(timeout_s: float, sources: Sequence[Source]) -> None:
         if source.spec == "code_tests" and isinstance(limit, int | float) and timeout_s < limit + ANSWER_S:
             raise ConfigError(
                 f"reward.timeout_s: {timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
-                f"set reward.timeout_s to at least {limit + ANSWER_S:g}, better {2 * (limit + ANSWER_S):g}"
+                f"set reward.timeout_s to at least {limit + ANSWER_S:g}"
             )
 
 

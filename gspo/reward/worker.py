@@ -51,11 +51,11 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
     except GspoError as error:
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
     needs = [sorted(f.columns_needed) for f in functions]
-    about = [f.about for f in functions]
     return {
         "ready": True,
         "needs": needs,
-        "about": about,
+        "about": [f.about for f in functions],
+        "bounded": [f.bounded for f in functions],
         "warnings": [str(w.message) for w in caught if w.category is RewardWarning],
     }
 

@@ -85,7 +85,7 @@ def test_hostile_replies(name):
     values = call(name, HOSTILE)
     assert len(values) == len(HOSTILE)
     for value in values:
-        assert value is None or isinstance(value, Exception) or (type(value) is float and 0.0 <= value <= 1.0)
+        assert value is None or isinstance(value, Exception) or (isinstance(value, float) and 0.0 <= value <= 1.0)
 
 
 @pytest.mark.parametrize("name", NAMES)

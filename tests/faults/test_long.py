@@ -112,9 +112,9 @@ def varied(prompts, completions, **columns):
     values = []
     for prompt, c in zip(prompts, completions):
         x = random.Random(repr((prompt, c))).random()
-        if x < 0.003: os._exit(1)
-        if x < 0.006: raise ValueError("bad day")
-        if x < 0.008: time.sleep(60)
+        if x < 0.01: os._exit(1)
+        if x < 0.02: raise ValueError("bad day")
+        if x < 0.025: time.sleep(60)
         values.append(len(c) % 3 + 0.5 * c.count(" "))
     return values
 """

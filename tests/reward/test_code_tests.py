@@ -129,7 +129,7 @@ def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
     assert "the tests themselves took more than" in str(value)
     dead = {"test_list": ["import os\nassert double(1) == 2", "os._exit(0)\nassert double(1)"]}
     values = scored([RIGHT, "x", RIGHT], **dead)
-    assert [type(v).__name__ for v in values] == ["SandboxError", "float", "SandboxError"]
+    assert [type(v).__name__ for v in values] == ["SandboxError", "Noted", "SandboxError"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,18 @@ def test_how_a_program_came_out_reaches_the_score(make_pool: Callable[..., Any],
 
 
 def test_a_deadline_below_a_programs_own_time_is_refused(make_pool: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.timeout_s: 5 s.*at least 6, better 12"):
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s: 5 s.*at least 6"):
         make_pool("code_tests", timeout_s=5.0)
     with pytest.raises(ConfigError, match=r"at least 31"):
         make_pool("code_tests", options={"code_tests": {"limit_s": 30}}, timeout_s=20.0)
+
+
+def test_many_programs_that_never_end_are_wrong_not_unscored(
+    make_pool: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    """Together they take longer than the deadline of a call, and each of them ends by its own."""
+    pool = make_pool("code_tests", options={"code_tests": {"limit_s": 1}}, timeout_s=4.0, workers=2)
+    groups = [group([RIGHT, *[LOOP] * 5, RIGHT], tests=TESTS, id=f"train/{i}") for i in range(2)]
+    for row in pool.score(groups):
+        assert [s.reward for s in row] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], [s.failure for s in row]
+    assert len(pool.pids()) == 2

@@ -26,6 +26,8 @@ EXAMPLE: dict[str, Any] = {
     "columns": {"tests": [{"function": "add", "args": [1, 2], "expected": 3}, "assert add('a', 'b') == 'ab'"]},
     "options": {},
 }
+BOUNDED = True
+"""Each program has its own limit on time, so a call of many that do not end is slow and does not hang."""
 _FENCES = ("python", "python3", "py")
 _TRICKS = re.compile(
     r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b|\bget_objects\b|\batexit\b|\bbuiltins\b|/proc/"
