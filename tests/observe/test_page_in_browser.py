@@ -107,6 +107,7 @@ def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path:
 def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(make_run(tmp_path / "made"))
     opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
     page.locator(".chart svg").first.focus()
     page.keyboard.press("Home")
     for _ in range(5):
