@@ -6,9 +6,7 @@ the run directories and `compare.toml`; every text is escaped; the page loads no
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +23,8 @@ from gspo.compare.table import ArmNumbers, arm_numbers
 from gspo.compare.wording import NONE
 from gspo.config import differing, flatten
 from gspo.observe.run_dir import replace_text
+from gspo.observe.still_page import fill, save_png
 
-DPI = 140
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -143,15 +141,7 @@ def _shown(folder: Path, name: str, title: str, figure: Any, reading: Sequence[s
     if figure is None:
         file.unlink(missing_ok=True)
         return Shown(name=name, title=title, reading=[f"Left out. {why_not}"], png="")
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=DPI)
-    file.write_bytes(data.getvalue())
-    return Shown(
-        name=name,
-        title=title,
-        reading=[line for line in reading if line],
-        png=base64.b64encode(data.getvalue()).decode(),
-    )
+    return Shown(name=name, title=title, reading=[line for line in reading if line], png=save_png(figure, file))
 
 
 # ------------------------------------------------------------------------------------------------- page
@@ -171,11 +161,9 @@ def as_data(record: Record, gathered: Gathered, arms: Sequence[ArmNumbers], bins
 
 def page(out: Path, record: Record, gathered: Gathered, arms: Sequence[ArmNumbers], drawn: Sequence[Shown]) -> str:
     """The page as text."""
-    import jinja2
-
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text(encoding="utf-8"))  # fmt: skip
     recipe = out / "recipe.toml"
-    return template.render(
+    return fill(
+        PAGE,
         name=out.name,
         record=record,
         gathered=gathered,

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo.data.chat import Chat, token_ids_of
 from gspo.errors import DataError
+from gspo.observe.replies import grouped
 from gspo.rollout.rollout import Gathered
 from gspo.types import Completion, Group, Prompt, Routes, Score, Status, StopReason
 
@@ -40,7 +41,7 @@ class Recorded:
 
 def read_step(file: Path, tokenizer: Any, *, chat: Chat, keep: str, routes: bool) -> Recorded:
     """Read a step; `keep` is the objective's rule for groups, `routes`: learning needs the sampler's experts."""
-    groups = _by_group(_lines(file))
+    groups = grouped(_lines(file))
     try:
         ids = token_ids_of([members[0]["prompt"] for members in groups], tokenizer, chat=chat)
         made = [_group(file, members, prompt, routes) for members, prompt in zip(groups, ids, strict=True)]
@@ -86,17 +87,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _by_group(lines: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Groups stand one after the other, and the first reply of each is number 0; a prompt may come twice."""
-    groups: list[list[dict[str, Any]]] = []
-    for line in lines:
-        if not groups or line["sample"] == 0 or line["prompt_id"] != groups[-1][0]["prompt_id"]:
-            groups.append([])
-        groups[-1].append(line)
-    return groups
-
-
-def _group(file: Path, members: Sequence[dict[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
+def _group(file: Path, members: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
     first = members[0]
     prompt = Prompt(id=first["prompt_id"], content=first["prompt"], text=first["prompt"], token_ids=prompt_ids)
     if routes and any("routes" not in line for line in members):

@@ -6,11 +6,8 @@ text on the page is escaped; the page loads nothing and runs no script.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import json
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +21,9 @@ from gspo.counterfactual import figures, sentences
 from gspo.counterfactual.coefficients import Sides
 from gspo.counterfactual.numbers import Row, Swept
 from gspo.counterfactual.replay import Replay
-from gspo.observe.run_dir import replace_text
+from gspo.observe.run_dir import finite, replace_text
+from gspo.observe.still_page import fill, save_png
 
-DPI = 140
 WIDTH = 118
 PAGE = Path(__file__).with_name("page.html")
 TITLES = ("objective", "loss", "gradient norm", "cosine to run", "tokens clipped", "above / below", "replies clipped", "effective replies")  # fmt: skip
@@ -138,17 +135,8 @@ def as_data(replay: Replay) -> dict[str, Any]:
         "reading": sentences.readings(replay),
         "notes": sentences.notes(replay),
     }
-    found: dict[str, Any] = _finite(data)
+    found: dict[str, Any] = finite(data)
     return found
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is no number is null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def draw(folder: Path, replay: Replay) -> list[Shown]:
@@ -168,19 +156,14 @@ def draw(folder: Path, replay: Replay) -> list[Shown]:
 
 
 def _shown(folder: Path, name: str, title: str, reading: str, figure: Figure) -> Shown:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=DPI)
-    (folder / f"{name}.png").write_bytes(data.getvalue())
-    return Shown(title=title, reading=reading, png=base64.b64encode(data.getvalue()).decode())
+    return Shown(title=title, reading=reading, png=save_png(figure, folder / f"{name}.png"))
 
 
 def page(replay: Replay, drawn: Sequence[Shown]) -> str:
     """The page as text."""
-    import jinja2
-
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text(encoding="utf-8"))  # fmt: skip
     told, warn = sentences.agreement(replay)
-    return template.render(
+    return fill(
+        PAGE,
         name=replay.run.resolve().name,
         step=replay.step,
         heading=heading(replay),

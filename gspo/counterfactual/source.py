@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ class Source:
         """The file with the replies of a step."""
         return self.path / "rollouts" / f"{step:06d}.jsonl"
 
+    @cached_property
+    def _metrics(self) -> dict[int, dict[str, Any]]:
+        return {row["step"]: row for row in read_jsonl(self.path / "metrics.jsonl") if "step" in row}
+
     def metrics(self, step: int) -> dict[str, Any] | None:
         """The metrics of a step; None: not written (yet)."""
-        rows = read_jsonl(self.path / "metrics.jsonl")
-        return next((row for row in reversed(rows) if row.get("step") == step), None)
+        return self._metrics.get(step)
 
     @property
     def replayable(self) -> list[int]:

@@ -59,10 +59,7 @@ class Look:
 
     def setting(self, section: str, key: str, otherwise: Any) -> Any:
         """A setting of the run; `otherwise` if it is missing or of another kind."""
-        table = self.settings.get(section)
-        found = table.get(key, otherwise) if isinstance(table, Mapping) else otherwise
-        kind = (int, float) if isinstance(otherwise, int | float) else type(otherwise)
-        return found if isinstance(found, kind) else otherwise
+        return setting(self.settings, section, key, otherwise)
 
     @property
     def clips_sequences(self) -> bool:
@@ -73,6 +70,14 @@ class Look:
         """Mean of a metric over the recent steps that have it; NaN if none has."""
         found = [float(r[key]) for r in (self.recent if rows is None else rows) if r.get(key) is not None]
         return sum(found) / len(found) if found else math.nan
+
+
+def setting(settings: Mapping[str, Any], section: str, key: str, otherwise: Any) -> Any:
+    """A setting of nested tables that anybody may have written; `otherwise` if it is missing or of another kind."""
+    table = settings.get(section)
+    found = table.get(key, otherwise) if isinstance(table, Mapping) else otherwise
+    kind = (int, float) if isinstance(otherwise, int | float) else type(otherwise)
+    return found if isinstance(found, kind) else otherwise
 
 
 def diagnose(look: Look) -> list[Finding]:

@@ -132,10 +132,10 @@ TOKEN_FIELDS = ("logp_sampler", "logp_old", "logp_new", "logp_ref", "clipped_tok
 
 
 def grouped(records: Sequence[Record]) -> list[list[Record]]:
-    """Replies by group: neighbours with the same prompt."""
+    """Groups stand one after the other, and the first reply of each is number 0; a prompt may come twice."""
     groups: list[list[Record]] = []
     for record in records:
-        if not groups or groups[-1][-1].get("prompt_id") != record.get("prompt_id"):
+        if not groups or record.get("sample") == 0 or record.get("prompt_id") != groups[-1][0].get("prompt_id"):
             groups.append([])
         groups[-1].append(record)
     return groups

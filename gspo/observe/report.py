@@ -7,7 +7,6 @@ page loads nothing, runs only its own script (its hash is in the page's policy),
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import html
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from gspo.errors import ConfigError
 from gspo.observe.dashboard import answers
 from gspo.observe.dashboard.server import PAGE
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
-from gspo.observe.replies import MOST_LISTED
 from gspo.observe.run_dir import replace_text
 
 POINTS = 800
@@ -95,16 +93,11 @@ def page(watchlist: Watchlist) -> str:
 
 def _run(shown: Shown) -> dict[str, Any]:
     shown.run.refresh()
-    run = shown.run
     return {
-        "state": run.state,
-        "step": run.step,
-        "settings": run.settings,
-        "environment": run.environment,
-        **run.curves(POINTS),
-        "events": run.events,
-        "findings": [dataclasses.asdict(f) for f in run.findings()],
-        "telling": list(_telling(shown)),
+        **answers.overview(shown, {"points": str(POINTS)}),
+        "settings": shown.run.settings,
+        "environment": shown.run.environment,
+        "telling": _telling(shown),
     }
 
 
@@ -113,7 +106,7 @@ def _telling(shown: Shown) -> list[dict[str, Any]]:
     steps, found, seen = shown.replies.steps(), [], set()
     for kind in TELLING if steps else ():
         step = steps[0] if kind.first else steps[-1]
-        matching = shown.replies.find(step, only=kind.only, order=kind.order)["replies"][:MOST_LISTED]
+        matching = shown.replies.find(step, only=kind.only, order=kind.order)["replies"]
         chosen = next((r for r in matching if (step, r["group"], r["number"]) not in seen), None)
         if chosen is not None:
             seen.add((step, chosen["group"], chosen["number"]))

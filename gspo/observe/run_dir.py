@@ -161,17 +161,17 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps({k: _plain(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
+    return json.dumps({k: finite(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what could not be measured is null."""
+def finite(value: Any) -> Any:
+    """The same for JSON, which has no NaN: what could not be measured is null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [finite(v) for v in value]
     return value
 
 

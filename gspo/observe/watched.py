@@ -41,11 +41,6 @@ class Watched:
         self._settings: dict[str, Any] = {}
         self._read_settings: tuple[int, int] | None = None
 
-    @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.path.name
-
     def refresh(self, most: int | None = None) -> None:
         """Read what is new; of very long files about `most` bytes, if that is given, and lines here and there of the rest."""
         self._metrics.refresh(most)

@@ -8,8 +8,9 @@ became of it.
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
 while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts and
-theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores does not depend on which was quicker. Calls of whole groups that have not begun
-by then are made reply by reply, until one of a whole group is answered.
+theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores does not
+depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until one of a whole
+group is answered.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
-from gspo.observe.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS
+from gspo.observe.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS, setting
 from gspo.observe.panels import PANELS, PHASES
 from gspo.observe.redact import known_secrets, redacted
 from gspo.observe.replies import FILTERS, ORDERS
@@ -41,7 +41,8 @@ def _plain(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
         return {str(_plain(str(k), secrets)): _plain(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, secrets) for v in value]
+        # Curves are nearly all of an answer, and hold nothing that would have to change.
+        return value if set(map(type, value)) <= {float, type(None)} else [_plain(v, secrets) for v in value]
     return float(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
 
 
@@ -141,8 +142,7 @@ def reply(shown: Shown, number: int, group: int, sample: int) -> dict[str, Any]:
         found = shown.replies.reply(number, group, sample)
         if found is None:
             raise NotFoundError(f"step {number}, group {group}, reply {sample}")
-        row, look = shown.run.row_of(number), shown.run.look()
-    name = look.setting("objective", "name", "")
+        row, name = shown.run.row_of(number), setting(shown.run.settings, "objective", "name", "")
     return {
         **found,
         "step": number,
