@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 from transformers.cache_utils import Cache
 
 from gspo.policy.attention_kinds import attention_kinds
@@ -98,6 +99,8 @@ class Decoder:
                     stack.enter_context(replaced_forward(module, self._norm(module)))
                 elif _is_gated(module):
                     stack.enter_context(replaced_forward(module, self._gate(module)))
+                elif _is_experts(module) and grouped_products(self.model):
+                    stack.enter_context(replaced_forward(module, self._experts(module)))
             yield
 
     @property
@@ -125,6 +128,15 @@ class Decoder:
 
     def _gate(self, module: Any) -> Callable[..., Tensor]:
         return lambda x: module.down_proj(self.kernels.gated(module.gate_proj(x), module.up_proj(x)))
+
+    def _experts(self, module: Any) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            row_I, place_RK, ends_E = self.kernels.arranged(top_k_index, module.num_experts)
+            opened = grouped_mm(hidden_states[row_I], module.gate_up_proj.transpose(1, 2), offs=ends_E)
+            closed = grouped_mm(self.kernels.halves_gated(opened), module.down_proj.transpose(1, 2), offs=ends_E)
+            return self.kernels.summed(closed, place_RK, top_k_weights)  # type: ignore[no-any-return]
+
+        return forward
 
 
 class _Written(Cache):
@@ -204,9 +216,23 @@ def _is_norm(module: Any) -> bool:
 
 def _is_gated(module: Any) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj")
-    return all(isinstance(getattr(module, part, None), torch.nn.Module) for part in parts) and isinstance(
-        getattr(module, "act_fn", None), torch.nn.SiLU
-    )
+    return _has_silu(module) and all(isinstance(getattr(module, part, None), torch.nn.Module) for part in parts)
+
+
+def _is_experts(module: Any) -> bool:
+    """Experts whose weights stand in two blocks, as Qwen's; without biases and clamps."""
+    parts = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+    plain = not any(getattr(module, extra, False) for extra in ("has_bias", "is_transposed", "limit"))
+    return _has_silu(module) and plain and all(isinstance(part, Tensor) and part.dim() == 3 for part in parts)
+
+
+def grouped_products(model: Any) -> bool:
+    """Whether one product per expert can be one launch: that is there for bfloat16 alone."""
+    return bool(model.dtype == torch.bfloat16)
+
+
+def _has_silu(module: Any) -> bool:
+    return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
 
 
 def obstacle_to_pages(model: Any) -> str | None:

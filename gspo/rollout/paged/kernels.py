@@ -42,6 +42,26 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def arranged(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices of experts, put together by expert: which row stands at each place, the place of each choice, and where each
+    expert's places end."""
+    order = expert_RK.flatten().argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    ends_E = (expert_RK.flatten() <= torch.arange(experts, device=order.device)[:, None]).sum(1)
+    return order // expert_RK.shape[1], place.view_as(expert_RK), ends_E.to(torch.int32)
+
+
+def halves_gated(x: Tensor) -> Tensor:
+    """silu(first half) * second half."""
+    return gated(*x.chunk(2, dim=-1))
+
+
+def summed(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:
+    """For each row the weighted sum over its experts."""
+    return (x_IH[place_RK] * weight_RK.unsqueeze(-1)).sum(1)
+
+
 def stored(
     slots: Slots,
     query: Tensor,

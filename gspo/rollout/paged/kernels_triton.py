@@ -22,7 +22,9 @@ from gspo.types import Sampling
 VOCABULARY_BLOCK = 4096
 """Logits that one program looks at."""
 PROGRAMS = 1024
-"""Attention is cut into about this many programs, so that few rows keep a whole card busy too."""
+"""Attention is cut into at least about this many programs, so that few rows keep a whole card busy too."""
+STRETCH = 16
+"""Pages that a program reads at a time where there are programs enough, so that one long row does not keep all waiting."""
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,6 +41,33 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _gated[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), BLOCK=1024)
+    return out
+
+
+def arranged(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices of experts, put together by expert, without sorting: an expert counts those before it and its own."""
+    count = expert_RK.numel()
+    expert_RK = expert_RK.contiguous()
+    row_I, place_RK = expert_RK.new_empty(count), torch.empty_like(expert_RK)
+    ends_E = torch.empty(experts, dtype=torch.int32, device=expert_RK.device)
+    block = min(4096, triton.next_power_of_2(count))
+    _arranged[(experts,)](expert_RK, row_I, place_RK, ends_E, count, K=expert_RK.shape[1], BLOCK=block)
+    return row_I, place_RK, ends_E
+
+
+def halves_gated(x: Tensor) -> Tensor:
+    """silu(first half) * second half."""
+    size = x.shape[-1] // 2
+    out = x.new_empty(len(x), size)
+    _halves_gated[(len(x),)](x, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size))
+    return out
+
+
+def summed(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:
+    """For each row the weighted sum over its experts."""
+    (rows, chosen), size = place_RK.shape, x_IH.shape[1]
+    out, block = x_IH.new_empty(rows, size), min(1024, triton.next_power_of_2(size))
+    _summed[(rows, triton.cdiv(size, block))](x_IH, place_RK, weight_RK.contiguous(), out, K=chosen, SIZE=size, BLOCK=block)  # fmt: skip
     return out
 
 
@@ -70,16 +99,23 @@ def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scal
     """Attention of every row to its own pages."""
     rows, queries, size = query_RHD.shape
     heads, width = cache[0].shape[1], slots.table_SW.shape[1]
-    splits = max(1, min(triton.next_power_of_2(-(-PROGRAMS // (rows * heads))), triton.next_power_of_2(width), 16))
+    stretch = STRETCH if rows * heads >= PROGRAMS else 1
+    wanted = max(triton.cdiv(width, stretch) if stretch > 1 else triton.cdiv(PROGRAMS, rows * heads), 1)
+    splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(width), 16)
     sums = torch.float64 if query_RHD.dtype == torch.float64 else torch.float32
     out = torch.empty_like(query_RHD)
     parts = out if splits == 1 else out.new_empty(splits, rows, queries, size, dtype=sums)
     logs = parts if splits == 1 else parts.new_empty(splits, rows, queries)
     group = queries // heads
-    common: dict[str, Any] = {"QUERIES": queries, "SIZE": size, "BLOCK": triton.next_power_of_2(size), "SPLITS": splits}
+    common: dict[str, Any] = {
+        "QUERIES": queries,
+        "SIZE": size,
+        "BLOCK": max(16, triton.next_power_of_2(size)),
+        "SPLITS": splits,
+    }
     _attended[(rows, heads, splits)](
         query_RHD, parts, logs, *cache, slots.table_SW, slots.table_SW.stride(0), slots.state[POSITION], slots.state[LIVE], scale,
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), PAGE=PAGE, **common,
+        HEADS=heads, STRETCH=stretch, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), PAGE=PAGE, **common,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
@@ -138,6 +174,46 @@ def _gated(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _arranged(expert, row, place, ends, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    mine = tl.program_id(0)
+    before = tl.zeros([], tl.int32)
+    own = tl.zeros([], tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        which = tl.load(expert + at, mask=at < count, other=2**31 - 1)
+        before += tl.sum((which < mine).to(tl.int32), 0)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        same = tl.load(expert + at, mask=at < count, other=2**31 - 1) == mine
+        to = (before + own + tl.cumsum(same.to(tl.int32), 0) - 1).to(tl.int64)
+        tl.store(place + at, to, mask=same)
+        tl.store(row + to, (at // K).to(tl.int64), mask=same)
+        own += tl.sum(same.to(tl.int32), 0)
+    tl.store(ends + mine, before + own)
+
+
+@triton.jit
+def _halves_gated(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    given = tl.load(x + row * 2 * SIZE + at, mask=at < SIZE, other=0.0)
+    wide = given.to(tl.float32)
+    opened = (wide / (1 + tl.exp(-wide))).to(given.dtype)
+    tl.store(out + row * SIZE + at, opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0), mask=at < SIZE)  # fmt: skip
+
+
+@triton.jit
+def _summed(x, place, weight, out, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(K):
+        given = tl.load(x + tl.load(place + row * K + k) * SIZE + at, mask=at < SIZE, other=0.0)
+        share = tl.load(weight + row * K + k).to(tl.float32)
+        total += (given.to(tl.float32) * share).to(given.dtype).to(tl.float32)
+    tl.store(out + row * SIZE + at, total.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
 def _turned(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):
     """A head, normed and turned; every product and sum is rounded as the model's own code rounds it."""
     at = tl.arange(0, BLOCK)
@@ -184,14 +260,15 @@ def _stored(
 @triton.jit
 def _attended(
     query, parts, logs, keys, values, table, width, position, live, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The heads that share keys, of one row, over a stretch of its pages."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.where(tl.load(live + row) != 0, tl.load(position + row) + 1, 0).to(tl.int32)
     pages = tl.cdiv(length, PAGE)
-    first, last = pages * split // SPLITS, pages * (split + 1) // SPLITS
+    stretch = tl.maximum(tl.cdiv(pages, SPLITS), STRETCH)
+    first, last = stretch * split, tl.minimum(stretch * (split + 1), pages)
     at, member, token = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE)
     mine = (row * QUERIES + head * GROUP + member[:, None]) * SIZE + at[None, :]
     real = (member[:, None] < GROUP) & (at[None, :] < SIZE)
@@ -215,12 +292,12 @@ def _attended(
         answer = answer * shrink[:, None] + tl.dot(weight.to(read.dtype), read, input_precision="ieee")
         most = peak
     answer = answer / tl.where(total > 0, total, 1.0)[:, None]
+    log = tl.where(total > 0, most + tl.log(tl.where(total > 0, total, 1.0)), -1.0e30)
     if SPLITS == 1:
         tl.store(parts + mine, answer.to(parts.dtype.element_ty), mask=real)
     else:
         rows = tl.num_programs(0)
-        tl.store(parts + split * rows * QUERIES * SIZE + mine, answer, mask=real)
-        log = tl.where(total > 0, most + tl.log(tl.where(total > 0, total, 1.0)), -1.0e30)
+        tl.store(parts + split * rows * QUERIES * SIZE + mine, answer, mask=real & (total > 0)[:, None])
         tl.store(logs + split * rows * QUERIES + row * QUERIES + head * GROUP + member, log, mask=member < GROUP)
 
 
@@ -234,7 +311,8 @@ def _combined(
     place = row * QUERIES + head
     log = tl.load(logs + split * rows * QUERIES + place)
     weight = tl.exp(log - tl.max(log, 0))
-    real = (split[:, None] >= 0) & (at[None, :] < SIZE)
+    # A stretch that holds nothing wrote nothing.
+    real = (log[:, None] > -1.0e29) & (at[None, :] < SIZE)
     part = tl.load(parts + (split[:, None] * rows * QUERIES + place) * SIZE + at[None, :], mask=real, other=0.0)
     answer = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + place * SIZE + at, answer.to(out.dtype.element_ty), mask=at < SIZE)
