@@ -23,7 +23,7 @@ VOCABULARY_BLOCK = 4096
 """Logits that one program looks at."""
 PROGRAMS = 1024
 """Attention is cut into at least about this many programs, so that few rows keep a whole card busy too."""
-STRETCH = 16
+STRETCH = 32
 """Pages that a program reads at a time where there are programs enough, so that one long row does not keep all waiting."""
 
 
