@@ -289,7 +289,7 @@ def learn(folder: Path, cold: Path, steps: int, seeds: int) -> list[dict[str, An
             found.append({
                 "arm": arm, "seed": seed, "held-out before": rows[0]["eval/accuracy"], "after": rows[-1]["eval/accuracy"],
                 "training reward, last quarter": mean("reward/mean"), "k3": mean("mismatch/k3", rows[1:]), "clipped": mean("clip/fraction_sequences", rows[1:]),
-                "rounding beyond the clip range": mean("noise/beyond_clip", rows[1:]),
+                "noise/beyond_clip": mean("noise/beyond_clip", rows[1:]),
                 "sampling s": mean("time/rollout_s", times), "learning s": mean("time/learn_s", times), "run s": time.monotonic() - started,
             })  # fmt: skip
     return found
