@@ -84,6 +84,8 @@ class DataConfig:
     """How many training problems to generate."""
     prompt_field: str = "prompt"
     """Field with the problem: text or chat messages."""
+    prompt_template: str = ""
+    """Or the problem as text made of several fields, each by its name in braces: `{Body} {Question}`."""
     answer_field: str = "answer"
     """Field with the expected answer; rewards receive it as `answer`. Empty: the data has none."""
     answer_after: str = ""
@@ -362,6 +364,7 @@ def _check_effects(config: Config) -> None:
         "data.task_options": (not data.task, "without data.task"),
         "data.task_size": (not data.task, "without data.task"),
         "data.prompt_field": (bool(data.task), "with a generated task"),
+        "data.prompt_template": (bool(data.task), "with a generated task"),
         "data.answer_field": (bool(data.task), "with a generated task"),
         "learner.final_fraction": (config.learner.schedule == "constant", 'with learner.schedule = "constant"'),
     }
