@@ -22,6 +22,7 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.policy import fp8
 from gspo.policy.head import head_of
+from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.packing import reads_packed
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
@@ -91,6 +92,8 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     model = (build_model(config, tokenizer, seed) if config.build else _load(config)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
+    if device.type == "cpu":
+        replace_norms(model)
     head_of(model)
     reads_packed(model)
     if config.fp8:
