@@ -36,7 +36,7 @@ from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer, Update
 from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Routed, Unrouted, route
-from gspo.policy.update import Batch, update
+from gspo.policy.update import Batch, old_logprobs, update
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
 from gspo.rollout.rollout import Gathered, distinct, gather
@@ -131,26 +131,30 @@ def learn(
     groups: Sequence[Group],
     *,
     step: int,
-    before_update: Callable[[Batch, int], None] = lambda batch, index: None,
+    before_update: Callable[[Batch, int], None] | None = None,
 ) -> Learned | None:
     """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from.
 
-    `before_update` may look at the batch, and at the weights that an optimiser step is about to use."""
+    `before_update` may look at the batch, and at the weights that an optimiser step is about to use, and use the model."""
     config, objective, policy = parts.config, parts.objective, parts.policy
     replies = counted(groups, objective, max_tokens=config.rollout.max_tokens)
     if not replies:
         return None
     plan, temperature = _plan(parts, replies, step), config.rollout.temperature
     routing = _routing(parts, plan, replies)
-    logp_old_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, routed=routing.old)
-    tokens = _pack(parts, plan, replies, logp_old_N)
+    logp_ref_N = _reference_logprobs(parts, plan) if parts.reference else None
+    logp_old_N, entropy_N, ahead = old_logprobs(
+        policy, objective, plan, temperature, routing, keep=before_update is None
+    )
+    tokens = _pack(parts, plan, replies, logp_old_N, logp_ref_N)
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
-    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
+    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing, ahead=ahead)
     rounding_N = _rounding(parts, replies, tokens)
     done = []
     for index in range(len(plan.steps)):
-        before_update(batch, index)
+        if before_update is not None:
+            before_update(batch, index)
         seed = selection_seed(config.seed, step, index)
         done.append(update(policy, parts.optimizer, objective, batch, index, seed=seed))
     return Learned(
@@ -202,14 +206,16 @@ def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:
+def _pack(
+    parts: Learner, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor, logp_ref_N: Tensor | None
+) -> Tokens:
     device = parts.policy.device
     sampler = [logp for r in replies for logp in r.completion.logp_sampler]
     return Tokens(
         logp_N=logp_old_N,
         logp_old_N=logp_old_N,
         logp_sampler_N=torch.tensor(sampler, dtype=torch.float32, device=device),
-        logp_ref_N=_reference_logprobs(parts, plan) if parts.reference else None,
+        logp_ref_N=logp_ref_N,
         advantage_N=torch.zeros_like(logp_old_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )

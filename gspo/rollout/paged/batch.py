@@ -136,7 +136,9 @@ class PagedBatch:
                 self._shrink()
             return self._replies()
         finally:
-            del self.launch  # it refers back to this; a graph that is left to the garbage collector may go at a bad moment
+            del (
+                self.launch
+            )  # it refers back to this; a graph that is left to the garbage collector may go at a bad moment
 
     def _step(self, rows: int) -> None:
         """One token for each of the first rows, on the device alone."""
