@@ -50,8 +50,6 @@ class ModelConfig:
     """Other sizes for a built model, by the names of its Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights. Log-probabilities are float32 either way."""
-    fp8: bool = False
-    """Multiply in 8-bit floats (E4M3, block scales) in all linear layers but the output layer, routers and stacked experts, in sampling and learning alike. Needs bfloat16 weights, sizes that are multiples of 128 and a Hopper GPU."""
     device: str = "auto"
     """`auto` takes the GPU if there is one."""
     threads: int = 0
@@ -342,8 +340,6 @@ def check(config: Config) -> None:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
-    if config.model.fp8 and config.model.dtype != "bfloat16":
-        raise ConfigError('model.fp8: its gradients and sums are in bfloat16; set model.dtype = "bfloat16"')
     if config.model.lora.rank and config.model.build:
         raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
     if config.cold_start.steps and not config.data.task:
