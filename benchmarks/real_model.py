@@ -1,9 +1,10 @@
 """Real pretrained models: trained by recipes at equal sampled tokens, measured before and after, and written up.
 
 In: a plan (TOML), which lists the runs. Out: one JSON per run in DIR, and from those a page with figures. Invariant: a run
-whose JSON is there is not done again, so a plan can be repeated until it is finished; nothing is fetched from anywhere.
+whose JSON is there is not done again and one that was stopped goes on, so a plan can be repeated until it is finished; nothing is
+fetched from anywhere.
 
-    python benchmarks/real_model.py run PLAN.toml --out DIR [--parallel 3] [--only smollm2] [--models DIR] [--data DIR]
+    python benchmarks/real_model.py run PLAN.toml --out DIR [--parallel 3] [--seconds 500] [--only smollm2] [--models DIR] [--data DIR]
     python benchmarks/real_model.py report DIR --page benchmarks/real-model.md
 """
 
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gspo.types import Completion, StopReason
 
 HERE = Path(__file__).resolve().parent
 KEPT_REPLIES = 24
@@ -75,12 +79,11 @@ def _arms(group: str, table: Mapping[str, Any], common: list[str], shared: Mappi
 
 
 def do(run: Run, out: Path) -> None:
-    """Train, measure, write the run's JSON. What a try that did not come to its end has left is thrown away."""
+    """Train, or go on training, measure, and write the run's JSON."""
     import torch
 
     started = time.monotonic()
     folder = out / "runs" / run.name
-    shutil.rmtree(folder, ignore_errors=True)
     record: dict[str, Any] = {"name": run.name, "arm": run.arm, "seed": run.seed, "recipe": run.recipe}
     record |= {"settings": list(run.settings), "torch": torch.__version__, "device": _device()}
     if run.train:
@@ -103,10 +106,16 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
 
     if importlib.util.find_spec("matplotlib") is None:
         gspo.train.draw_curves = lambda run: None  # a borrowed GPU machine may lack it; `report` draws elsewhere
-    began = time.monotonic()
-    gspo.train.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
-    record: dict[str, Any] = {"train_seconds": time.monotonic() - began, "curve": read_jsonl(folder / "metrics.jsonl")}
-    record["timings"] = read_jsonl(folder / "timings.jsonl")
+    if any((folder / "checkpoints").glob("0*")):
+        outcome = gspo.train.resume(folder, make_display())
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        outcome = gspo.train.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
+    if outcome.stopped_by is not None:
+        raise SystemExit(f"stopped after step {outcome.step}; the next call goes on from there")
+    timings = read_jsonl(folder / "timings.jsonl")
+    record: dict[str, Any] = {"curve": read_jsonl(folder / "metrics.jsonl"), "timings": timings}
+    record["train_seconds"] = sum(row["time/step_s"] for row in timings)
     if torch.cuda.is_available():
         record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return record
@@ -140,9 +149,9 @@ def _plain(run: Run, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from gspo import config
-    from gspo.data.numbers import last_number
     from gspo.data.problems import load_problems
     from gspo.policy.checkpoint import newest
+    from gspo.reward.reward import RewardPool
 
     path = newest(folder / "checkpoints")[0]
     settings = config.load(folder / "config.toml")
@@ -150,14 +159,23 @@ def _plain(run: Run, folder: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.model.dtype))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     problems = load_problems(settings.data, tokenizer, settings.seed).held_out[: run.limit]
-    right = 0
+    replies: list[str] = []
     for at in range(0, len(problems), 128):
-        some = problems[at : at + 128]
-        given = tokenizer([p.text for p in some], add_special_tokens=False, padding=True, return_tensors="pt")
-        made = model.generate(**given.to(model.device), max_new_tokens=settings.rollout.max_tokens, do_sample=False)
-        texts = tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(last_number(t) == last_number(str(p.columns["answer"])) for t, p in zip(texts, some, strict=True))
-    return {"greedy": right / len(problems), "problems": len(problems)}
+        texts = [p.text for p in problems[at : at + 128]]
+        given = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
+        made = model.generate(**given, max_new_tokens=settings.rollout.max_tokens, do_sample=False)
+        replies += tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    task = (settings.data.task, settings.data.task_options) if settings.data.task else None
+    rewards = RewardPool(settings.reward, task)
+    scores = rewards.score([(p, [_reply(p.id, text)]) for p, text in zip(problems, replies, strict=True)])
+    rewards.close()
+    return {"greedy": sum(bool(s.correct) for s, *_ in scores) / len(problems), "problems": len(problems)}
+
+
+def _reply(prompt_id: str, text: str) -> Completion:
+    return Completion(
+        prompt_id=prompt_id, sample=0, token_ids=(), text=text, logp_sampler=(), stop=StopReason.EOS, version=0
+    )
 
 
 def _value(settings: Sequence[str], key: str) -> str:
@@ -186,6 +204,12 @@ def run_plan(options: argparse.Namespace) -> int:
     running: dict[str, subprocess.Popen[bytes]] = {}
     failed, began = [], time.monotonic()
     while waiting or running:
+        if options.seconds and time.monotonic() - began > options.seconds:
+            print(f"{time.monotonic() - began:5.0f} s  time is up: runs save what they have; repeat the command to go on", flush=True)  # fmt: skip
+            waiting.clear()
+            for process in running.values():
+                process.send_signal(signal.SIGTERM)
+            options.seconds = 0
         while waiting and len(running) < options.parallel:
             run = waiting.pop(0)
             print(f"{time.monotonic() - began:5.0f} s  {run.name}: begins", flush=True)
@@ -206,7 +230,7 @@ def run_plan(options: argparse.Namespace) -> int:
 def _outcome(out: Path, name: str) -> str:
     path = out / f"{name}.json"
     if not path.is_file():
-        return "FAILED: " + " | ".join((out / f"{name}.log").read_text(errors="replace").splitlines()[-4:])
+        return "not finished: " + " | ".join((out / f"{name}.log").read_text(errors="replace").splitlines()[-4:])
     sets = json.loads(path.read_text())["sets"]
     return ", ".join(f"{s} {v['avg@1']['value']:.1%} (greedy {v['greedy']['value']:.1%})" for s, v in sets.items())
 
@@ -267,7 +291,10 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
                 spread = f" [{number.low:+.1f}, {number.high:+.1f}]" if number.low is not None else ""
                 cells.append(f"{number.value:+.1f}{spread}")
         lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    plain = [f"{r['name']} {r['plain transformers']['greedy']:.1%} (here {r['sets']['held out']['greedy']['value']:.1%})" for r in trained if "plain transformers" in r]  # fmt: skip
+    return (
+        [*lines, "", f"Greedy on the held-out problems by transformers alone: {', '.join(plain)}."] if plain else lines
+    )
 
 
 def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str, key: str, metric: str) -> float:
@@ -335,6 +362,7 @@ def main() -> int:
     sub.add_argument("--models", default="models", help="what {models} stands for in the plan")
     sub.add_argument("--data", default="../shared/data", help="what {data} stands for in the plan")
     sub.add_argument("--parallel", type=int, default=1, help="runs at the same time")
+    sub.add_argument("--seconds", type=float, default=0, help="stop all runs after so long, to be gone on with later")
     sub.add_argument("--only", default="", help="comma-separated parts of run names")
     sub.add_argument("--one", default="", help=argparse.SUPPRESS)
     sub = commands.add_parser("report")

@@ -58,6 +58,8 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models you trust like your own code."""
+    quantize: Literal["", "nf4"] = ""
+    """`nf4`: keep the linear layers' own weights in 4 bits while adapters are trained beside them (QLoRA). Needs `model.lora.rank`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -340,6 +342,8 @@ def check(config: Config) -> None:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
+    if config.model.quantize and not config.model.lora.rank:
+        raise ConfigError('model.quantize: weights in 4 bits cannot be trained; set model.lora.rank, or quantize = ""')
     if config.model.lora.rank and config.model.build:
         raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
     if config.cold_start.steps and not config.data.task:

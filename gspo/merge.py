@@ -1,7 +1,8 @@
 """`gspo merge`: a LoRA adapter added to its model, as a model directory of its own.
 
 In: a run, a checkpoint or any folder with an adapter. Out: a directory that transformers and vLLM load as it is. Invariant: the
-merged model computes what model and adapter computed together, but for one rounding of each weight to its precision.
+merged model computes what model and adapter computed together, but for one rounding of each weight to its precision. A
+checkpoint of a run with 4-bit weights is merged into just those, written out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def merge(source: str, out: str) -> Path:
     folder, target = _adapter_folder(Path(source)), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out}: is there already; name a directory that is not")
-    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu")  # type: ignore[arg-type]
+    quantize = (
+        checkpoint.read_state(folder).settings.get("model.quantize", "") if (folder / "trainer.json").is_file() else ""
+    )
+    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu", quantize=quantize)  # type: ignore[arg-type]
     policy = load_policy(model, load_tokenizer(model), seed=0)
     checkpoint.save_model(policy, target)
     return target

@@ -64,6 +64,7 @@ VARIANTS = {
     "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
     "kl against the adapter switched off": ("objective.name=grpo",),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
+    "beside weights in 4 bits": ("model.quantize=nf4", "model.dtype=bfloat16"),
 }
 
 
@@ -186,6 +187,36 @@ def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works
     assert read_jsonl(Path(config.run_dir, "metrics.jsonl"))[-1]["routing/flip_fraction"] == 0
 
 
+# ------------------------------------------------------------------------------------------------- 4 bits
+
+
+def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]) -> None:
+    path = base(hidden_size=256)
+    whole, small = (
+        load_policy(ModelConfig(path=path, device="cpu", quantize=q, lora=LoraConfig(rank=2)), char_tokenizer("sort 0123456789"), seed=0).model  # type: ignore[arg-type]
+        for q in ("", "nf4")
+    )  # fmt: skip
+    layer = small.model.layers[0].mlp.down_proj.get_base_layer()
+    assert layer.weight.numel() * layer.weight.element_size() == layer.in_features * layer.out_features / 2
+    assert type(small.lm_head) is torch.nn.Linear
+    assert {n for n, p in small.named_parameters() if p.requires_grad} == {n for n, p in whole.named_parameters() if p.requires_grad}  # fmt: skip
+    off = (logits(small) - logits(whole)).std() / logits(whole).std()
+    assert 0 < off < 0.3
+
+
+@pytest.mark.parametrize("targets", ["", "model.lora.targets=q_proj"])
+def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    config = adapting("model.quantize=nf4", *filter(None, [targets]))
+    train(config, display)
+    assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    kept = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
+    ours = load_policy(kept, load_tokenizer(config.model), seed=0).model
+    torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-3, atol=1e-4)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -195,6 +226,7 @@ def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works
         (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
         (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the output layer, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
+        (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank"),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
         (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
     ],

@@ -3,7 +3,8 @@
 In: the model's shapes and the settings. Out: an `Estimate`. All bytes; b is the size of a weight, n their number.
 
 Held throughout: weights b n, optimiser 8 n (two float32 moments), for weights in less than float32 also masters 4 n, and
-with a KL penalty a second copy of the weights. On top of that comes the larger of
+with a KL penalty a second copy of the weights. With LoRA all but the first count the adapters' weights only, the second copy
+is not needed, and weights in NF4 take 4.127 bits each. On top of that comes the larger of
 
 - learning, on the largest micro-batch there can be: gradients 4 n (float32 whatever the weights are in), activations, logits;
 - the optimiser's step: gradients 4 n, and on a GPU 4 n for temporaries;
@@ -30,6 +31,7 @@ from gspo.doctor.findings import Finding, fail, ok, warning
 from gspo.doctor.machine import human
 from gspo.policy.head import head_of
 from gspo.policy.kernels.selected import HELD, HELD_CPU
+from gspo.policy.quantized import BITS, linear_layers
 
 LOGIT_BYTES = 20
 """Per reply token and vocabulary entry in learning: five float32 copies between softmax, entropy and gradient."""
@@ -133,20 +135,27 @@ def largest_micro_batch(case: Case) -> tuple[int, int]:
     return min(rows, max(1, learner.micro_batch_tokens // width)), width
 
 
+def weight_bytes(skeleton: Any, quantize: str) -> float:
+    """What the weights take, those in 4 bits as what they are."""
+    whole = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    small = [m.weight for _, m in linear_layers(skeleton) if not m.weight.requires_grad] if quantize else []
+    return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
+
+
 def estimate(case: Case, *, gpu: bool) -> Estimate:
     """The memory of a step at its worst."""
-    parameters = list(case.skeleton.parameters())
-    n = sum(p.numel() for p in parameters)
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    low = weights < 4 * n
-    held = [Line(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:g} bytes")]
-    held += [Line(name="optimiser moments", bytes=8 * n, how="2 x 4 bytes per weight")]
-    if low:
-        held.append(Line(name="float32 masters", bytes=4 * n, how="4 bytes per weight"))
-    if case.objective is not None and case.objective.kl:
+    parameters, config = list(case.skeleton.parameters()), case.config.model
+    n, t = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    weights = weight_bytes(case.skeleton, config.quantize)
+    each = "per trained weight" if t < n else "per weight"
+    held = [Line(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
+    held += [Line(name="optimiser moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
+    if any(p.element_size() < 4 for p in parameters):
+        held.append(Line(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
+    if case.objective is not None and case.objective.kl and not config.lora.rank:
         held.append(Line(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
-    gradients = Line(name="gradients", bytes=4 * n, how="4 bytes per weight")
-    temporary = Line(name="temporaries", bytes=4 * n, how="4 bytes per weight")
+    gradients = Line(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
+    temporary = Line(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
     return Estimate(
         held=tuple(held),
         phases={
@@ -234,11 +243,12 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
     rows, width = largest_micro_batch(case)
     fitting = int((room - fixed) / (_total(rest) / (rows * width)))
     if fixed > room:
-        kept = (
-            ", a smaller model"
-            if case.config.model.dtype == "bfloat16"
-            else ", model.dtype = bfloat16, a smaller model"
-        )
+        model = case.config.model
+        ways = {
+            ", model.dtype = bfloat16": model.dtype != "bfloat16",
+            ", adapters (model.lora.rank = 16)": not model.lora.rank,
+        }
+        kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
         return f"Weights, gradients and optimiser alone take {human(fixed)}: use more memory{kept}."
     if need.worst == "sampling":
         return "Lower rollout.engine_options.slots or rollout.max_tokens."

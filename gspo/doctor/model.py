@@ -16,7 +16,9 @@ from gspo.config import ModelConfig
 from gspo.doctor.case import Case
 from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory, human
+from gspo.doctor.memory import weight_bytes
 from gspo.errors import ConfigError, GspoError
+from gspo.policy import adapter
 from gspo.policy.model import build_model, device_of, load_errors, load_policy, location
 from gspo.policy.routing import check_replay, says_it_routes
 from gspo.rollout.engine import EngineContext, build_engine
@@ -27,12 +29,15 @@ def check_files(case: Case) -> Iterator[Finding]:
     case.device = device = device_of(config.device)
     case.skeleton = skeleton = _skeleton(config, case.tokenizer)
     case.free = free_memory(device)
-    count = sum(p.numel() for p in skeleton.parameters())
-    size = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    count, trained = (
+        sum(p.numel() for p in skeleton.parameters() if p.requires_grad >= only) for only in (False, True)
+    )
+    size = weight_bytes(skeleton, config.quantize)
+    share = f", {trained / 1e6:,.4g}M of them in adapters, which alone are trained" if config.lora.rank else ""
     kind = "built from scratch" if config.build else config.path
     yield ok(
-        f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters, {human(size)} in {config.dtype}, on {device}.",
-        parameters=count, bytes=size, device=str(device),
+        f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters{share}, {human(size)} in {config.quantize or config.dtype}, on {device}.",
+        parameters=count, trained=trained, bytes=size, device=str(device),
     )  # fmt: skip
 
 
@@ -51,6 +56,8 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
             model = AutoModelForCausalLM.from_config(
                 shape, dtype=getattr(torch, config.dtype), trust_remote_code=remote
             )
+            if config.lora.rank:
+                adapter.attach(model, config.lora, base=config.path, seed=0)
     with suppress(OSError):  # many models have none; then its end tokens are those of the config
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
@@ -58,7 +65,7 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
 
 def check_model(case: Case) -> Iterator[Finding]:
     assert case.free is not None
-    size = sum(p.numel() * p.element_size() for p in case.skeleton.parameters())
+    size = weight_bytes(case.skeleton, case.config.model.quantize)
     if size > case.free[0]:
         yield fail(
             f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model was not loaded.",

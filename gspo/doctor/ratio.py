@@ -79,7 +79,7 @@ def _fitting(case: Case) -> tuple[int, int]:
     budget = case.config.learner.micro_batch_tokens
     logits = logits_held(case, budget, shape.vocabulary) * LOGIT_BYTES / budget
     per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
-    room = 0.8 * free_memory(case.policy.device)[0] - sum(p.numel() * 4 for p in model.parameters())
+    room = 0.8 * free_memory(case.policy.device)[0] - sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     return int(max(0.0, room) / per_token), width
 
 

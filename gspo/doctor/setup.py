@@ -33,7 +33,9 @@ def check_objective(case: Case) -> Iterator[Finding]:
             "With one optimiser step per batch the ratio is always 1, so nothing is ever clipped and the clip range has no effect.",
             "Set learner.mini_batches above 1 to use each batch for several steps.",
         )
-    if objective.kl:
+    if objective.kl and case.config.model.lora.rank:
+        yield note(f"kl = {objective.kl:g} needs no copy of the model, only one more forward per reply, with the adapters switched off.")  # fmt: skip
+    elif objective.kl:
         yield note(
             f"kl = {objective.kl:g} keeps a frozen copy of the model: its weights in memory, and one more forward per reply.",
             "Set objective.kl = 0 to do without.",

@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from gspo.config import LoraConfig
 from gspo.errors import ConfigError
+from gspo.policy import quantized
+from gspo.policy.quantized import linear_layers
 
 NAME = "default"
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -62,6 +64,7 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=model.device.type == "meta")
+    _settle_precision(model)
 
 
 def attach_saved(model: Any, folder: Path) -> None:
@@ -76,6 +79,7 @@ def attach_saved(model: Any, folder: Path) -> None:
     if settings.peft_type != "LORA" or special or settings.target_parameters:
         raise ConfigError(f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that")  # fmt: skip
     inject_adapter_in_model(settings, model, NAME)
+    _settle_precision(model)
     saved, weights = load_file(folder / WEIGHTS), _weights(model)
     if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
         raise ConfigError(f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {settings.base_model_name_or_path}; give the model it was trained on")  # fmt: skip
@@ -110,11 +114,13 @@ def switched_off(model: Any) -> Iterator[None]:
 def merge(model: Any) -> None:
     """Add the adapters to the weights and take them out: a plain model again. The sum is made in float32 and rounded once."""
     for parent, name, layer in list(_layers(model)):
-        plain = layer.get_base_layer()
+        whole = layer.get_base_layer()
+        whole = quantized.plain(whole, torch.float32) if quantized.is_small(whole) else whole
         a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        total = plain.weight.float() + layer.scaling[NAME] * (b.float() @ a.float())
-        plain.weight.copy_(total)
-        setattr(parent, name, plain)
+        total = whole.weight.float() + layer.scaling[NAME] * (b.float() @ a.float())
+        whole.weight.data = total.to(model.dtype)
+        setattr(parent, name, whole)
+    quantized.restore(model)
     del model.peft_config
     model._hf_peft_config_loaded = False
     model.requires_grad_(True)
@@ -133,17 +139,10 @@ def targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 def _possible(model: Any) -> set[str]:
-    """All linear layers by the last part of their names, but not the output layer, whose plain weight log-probabilities are
-    computed from, nor anything a router calls its own."""
-    kept: set[str] = set()
-    refused = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if module is model.get_output_embeddings()
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            last = name.rpartition(".")[2]
-            (refused if last in ("gate", "router") else kept).add(last)
-    return kept - refused
+    """The last parts of the names of all linear layers that may be adapted; none that is also another layer's."""
+    kept = [path for path, _ in linear_layers(model)]
+    others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name not in kept}  # fmt: skip
+    return {path.rpartition(".")[2] for path in kept} - others
 
 
 def _refusal(model: Any, name: str, possible: set[str]) -> str:
@@ -174,6 +173,12 @@ def _layers(model: Any) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(module, LoraLayer):
             parent, _, name = path.rpartition(".")
             yield model.get_submodule(parent), name, module
+
+
+def _settle_precision(model: Any) -> None:
+    """Adapters in the precision of the model, also beside weights in 4 bits, which have none."""
+    for weight in _weights(model).values():
+        weight.data = weight.data.to(model.dtype)
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from gspo.policy import adapter
 from gspo.policy.head import head_of
 from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.packing import reads_packed
+from gspo.policy.quantized import quantize
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
@@ -91,9 +92,7 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
     """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
     device = device_of(config.device)
-    model = (build_model(config, tokenizer, seed) if config.build else _with_adapters(_load(config), config, seed)).to(
-        device
-    )
+    model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)
     if device.type == "cpu":
@@ -141,7 +140,14 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _load(config: ModelConfig) -> Any:
+def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
+    model = _load_plain(config)
+    if config.quantize:
+        quantize(model, device)
+    return _with_adapters(model, config, seed)
+
+
+def _load_plain(config: ModelConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     path, options = location(config)

@@ -19,6 +19,7 @@ from gspo.doctor.case import Pace
 from gspo.policy.batch import Row, make_plan
 from gspo.policy.head import head_of
 from gspo.policy.logprobs import reply_logprobs
+from gspo.policy.model import char_tokenizer
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
 PLAN = ("tokenizer", "model files", "data", "objective")
@@ -203,6 +204,27 @@ def test_precision_and_reference_are_counted(tiny: Callable[..., Config], examin
     assert half["reference model"] == half["weights"]
     assert "float32 masters" not in full
     assert full["optimiser moments"] == half["optimiser moments"] == 2 * full["weights"]
+
+
+def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examined: Any, tmp_path: Path) -> None:
+    from gspo.policy.checkpoint import size_of
+    from gspo.policy.model import load_policy, load_tokenizer
+
+    shape = AutoConfig.for_model("qwen3", **{**SIZES, "hidden_size": 128, "eos_token_id": 1})
+    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    char_tokenizer("sort 0123456789").save_pretrained(tmp_path / "model")
+    common = ("model.build=", f"model.path={tmp_path / 'model'}", "model.dtype=bfloat16", "model.lora.rank=2", "objective.name=grpo")  # fmt: skip
+    for quantize in ("", "nf4"):
+        config = tiny(*common, f"model.quantize={quantize}")
+        case = examined(config, *PLAN).case
+        held = {line.name: line.bytes for line in memory.estimate(case, gpu=False).held}
+        loaded = load_policy(config.model, load_tokenizer(config.model), seed=0).model
+        trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
+        assert (held["optimiser moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
+        assert "reference model" not in held
+        assert disk.checkpoint_bytes(case) == size_of(loaded)
+        real = sum(p.numel() * p.element_size() for p in loaded.parameters())
+        assert held["weights"] == pytest.approx(real, rel=0.04)  # the scales of 4-bit weights, 3 %, are no parameters
 
 
 # ------------------------------------------------------------------------------------------------- disk
