@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_vllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -36,7 +37,7 @@ def context() -> EngineContext:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -47,12 +48,15 @@ def context() -> EngineContext:
     return EngineContext(model=model, tokenizer=tokenizer, stop_ids=(EOS,))
 
 
-@pytest.fixture(scope="module", params=engine_names())
+NEEDS_VLLM = {"vllm"}
+ENGINES = [pytest.param(name, marks=pytest.mark.vllm if name in NEEDS_VLLM else ()) for name in engine_names()]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[Engine]:
-    try:
-        built = build_engine(request.param, context, OPTIONS.get(request.param, {}))
-    except ImportError as missing:
-        pytest.skip(f"engine {request.param!r} cannot run here: {missing}")
+    if request.param in NEEDS_VLLM:
+        needs_vllm()
+    built = build_engine(request.param, context, OPTIONS.get(request.param, {}))
     yield built
     built.close()
     built.close()

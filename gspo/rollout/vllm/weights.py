@@ -1,0 +1,68 @@
+"""The learner's weights, as an engine elsewhere needs them: by name, with a digest, and with a sign of when they changed.
+
+In: a transformers model. Out: (name, tensor) pairs in checkpoint names. Invariant: both ends compute `digest` from the very
+tensors they hold, so a tensor that was dropped, changed or left over from before is seen by comparing two short texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22
+"""Words that are summed at a time, so that a digest needs little memory beside the weights."""
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, each tensor once: an output matrix that is tied to the input's is not repeated."""
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.data_ptr() not in seen or not tensor.numel():
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+
+def changes(model: Any) -> tuple[int, ...]:
+    """Differs as soon as any weight was written to: torch counts the in-place changes of every tensor."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return (sum(t._version for t in tensors), hash(tuple(t.data_ptr() for t in tensors)))
+
+
+class Digest:
+    """One short text for names, types, shapes and every bit of the values; their order does not matter."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def over(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same pairs, counted as they pass."""
+        for name, tensor in pairs:
+            self.lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum(tensor)}")
+            yield name, tensor
+
+    def text(self) -> str:
+        return hashlib.blake2b("\n".join(sorted(self.lines)).encode(), digest_size=16).hexdigest()
+
+
+def digest(pairs: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest of all of them."""
+    counted = Digest()
+    for _ in counted.over(pairs):
+        pass
+    return counted.text()
+
+
+def _sum(tensor: Tensor) -> int:
+    """Every 2-byte word times its place, summed modulo 2^64: cheap on any device, and no swap or shift goes unseen."""
+    flat = tensor.contiguous().flatten()
+    words = flat.view(torch.int16) if flat.element_size() % 2 == 0 else flat.view(torch.uint8)
+    total = 0
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK].long()
+        places = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+        total += int((part * places).sum())
+    return total % (1 << 64)
