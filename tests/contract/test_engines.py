@@ -17,9 +17,10 @@ from gspo.types import Completion, Prompt, Sampling, StopReason
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
 EOS = SYMBOLS.index("<eos>")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"}
+    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
+    "vllm served": {"start": 1},
 }
-"""Options that make an engine's replies worth testing, where its defaults do not."""
+"""Options that make an engine's replies worth testing, where its defaults do not; the second word of a name is a variant."""
 SAMPLING = Sampling(max_tokens=12)
 
 
@@ -48,15 +49,17 @@ def context() -> EngineContext:
     return EngineContext(model=model, tokenizer=tokenizer, stop_ids=(EOS,))
 
 
-NEEDS_VLLM = {"vllm"}
-ENGINES = [pytest.param(name, marks=pytest.mark.vllm if name in NEEDS_VLLM else ()) for name in engine_names()]
+ENGINES = [
+    pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
+    for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[Engine]:
-    if request.param in NEEDS_VLLM:
+    if request.param.startswith("vllm"):
         needs_vllm()
-    built = build_engine(request.param, context, OPTIONS.get(request.param, {}))
+    built = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
     yield built
     built.close()
     built.close()

@@ -20,19 +20,44 @@ from gspo.policy.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
 from gspo.rollout.vllm.canary import check_canary
-from gspo.rollout.vllm.host import Host, Reply, Request
+from gspo.rollout.vllm.host import Draw, Host, Reply, Request
 from gspo.rollout.vllm.weights import changes
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 
-def build(context: EngineContext, *, settings: Mapping[str, Any] | None = None) -> VllmEngine:
-    """`settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`."""
+def build(
+    context: EngineContext,
+    *,
+    servers: Sequence[str] = (),
+    start: int = 0,
+    experts: bool = True,
+    settings: Mapping[str, Any] | None = None,
+    transfer: str = "auto",
+    in_flight: int = 64,
+    request_s: float = 600.0,
+    check_s: float = 5.0,
+    absent_s: float = 300.0,
+) -> VllmEngine:
+    """`servers`: addresses of servers that run (`gspo serve MODEL`; their token in GSPO_SERVE_TOKEN); `start`: or how many
+    to start here; neither: vLLM in this process. `experts`: tell the experts of a mixture's replies (its prefix cache is
+    then off). `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
+    For servers: `transfer`, how weights travel ("auto", "file", "gloo"); `in_flight` requests at a time each; seconds for one
+    reply (`request_s`), between looks at a busy server (`check_s`), and without any server before giving up (`absent_s`)."""
+    from gspo.rollout.vllm import connect
     from gspo.rollout.vllm.in_process import InProcess, settings_for
 
+    experts = experts and context.routers is not None
     for name in settings or {}:
-        if name in settings_for(context.model, routes=False):
+        if name in settings_for(context.model, experts=experts):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
-    return VllmEngine(context, InProcess(context.model, routes=context.routers is not None, settings=settings or {}))
+    served = connect.Options(
+        servers=tuple(servers), start=start, experts=experts, settings=dict(settings or {}), transfer=transfer,
+        in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
+    )  # fmt: skip
+    connect.check(served)
+    if not servers and not start:
+        return VllmEngine(context, InProcess(context.model, experts=experts, settings=served.settings))
+    return VllmEngine(context, connect.connect(context.model, served))
 
 
 class VllmEngine:
@@ -47,7 +72,7 @@ class VllmEngine:
 
     @property
     def reports_routes(self) -> bool:
-        return self.context is not None and self.context.routers is not None
+        return self.context is not None and self.context.routers is not None and self.host.experts
 
     def generate(
         self,
@@ -111,8 +136,12 @@ class VllmEngine:
             return
         self._sent, label = None, f"{version}.{len(self._labels)}"
         self._labels[label] = version
-        self.host.sync(model, label)
-        check_canary(self.host, model, prompts, limit=sampling.max_tokens, stop_ids=self.context.stop_ids, label=label)
+        stop_ids, limit = self.context.stop_ids, sampling.max_tokens
+
+        def check(draw: Draw) -> None:
+            check_canary(draw, model, prompts, limit=limit, stop_ids=stop_ids, label=label)
+
+        self.host.sync(model, label, check)
         self._sent = now
 
     def _versions(self, reply: Reply, version: int) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ import torch
 
 from gspo.errors import WeightSyncError
 from gspo.rollout.rows import evaluating, padded
-from gspo.rollout.vllm.host import Host, Reply, Request
+from gspo.rollout.vllm.host import Draw, Reply, Request
 from gspo.types import Prompt, Sampling
 
 PROMPTS = 4
@@ -25,7 +25,7 @@ LOW_PRECISION = 0.15
 
 
 def check_canary(
-    host: Host, model: Any, prompts: Sequence[Prompt], *, limit: int, stop_ids: tuple[int, ...], label: str
+    draw: Draw, model: Any, prompts: Sequence[Prompt], *, limit: int, stop_ids: tuple[int, ...], label: str
 ) -> float:
     """The mean |difference| between engine and learner over some tokens that are drawn for this; raises when it is too large."""
     sampling = Sampling(max_tokens=min(TOKENS, limit))
@@ -33,7 +33,7 @@ def check_canary(
         Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids)
         for i, p in enumerate(prompts[:PROMPTS])
     ]
-    replies = host.generate(requests, routes=False)
+    replies = draw(requests)
     strange = {name for reply in replies for name, _ in reply.spans} - {label}
     if strange:
         raise WeightSyncError(

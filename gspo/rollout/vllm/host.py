@@ -5,7 +5,7 @@ Invariant: a `Reply` says which weights drew each of its tokens, by the labels t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,15 +45,25 @@ class Reply:
     """[tokens, layers, top_k] of prompt and reply but the last token, int16 in C order; None: not known."""
 
 
+Draw = Callable[[Sequence[Request]], list[Reply]]
+Check = Callable[[Draw], None]
+"""Whether one vLLM computes what the learner computes, given a way to draw from it; raises `WeightSyncError` if not."""
+
+
 class Host(Protocol):
     """One or more vLLMs with the same model."""
+
+    @property
+    def experts(self) -> bool:
+        """Whether they can tell which experts drew a reply."""
+        ...
 
     def label(self) -> str | None:
         """The label of the weights that all of them hold; None: not all the same, or not ours."""
         ...
 
-    def sync(self, model: Any, label: str) -> None:
-        """Give them the model's weights, under this label. `WeightSyncError` when they did not arrive whole."""
+    def sync(self, model: Any, label: str, check: Check) -> None:
+        """Give them the model's weights, under this label, and check each. `WeightSyncError` when they did not arrive whole."""
         ...
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[Reply]:

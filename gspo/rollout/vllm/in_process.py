@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from gspo.errors import ConfigError, WeightSyncError
-from gspo.rollout.vllm.host import Reply, Request
+from gspo.rollout.vllm.host import Check, Reply, Request
+from gspo.rollout.vllm.serve import EXTENSION
 from gspo.rollout.vllm.weights import digest, named_weights
 
-EXTENSION = "gspo.rollout.vllm.worker.WorkerExtension"
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM 0.32's attention on CPUs."""
 
 
-def settings_for(model: Any, *, routes: bool) -> dict[str, Any]:
+def settings_for(model: Any, *, experts: bool) -> dict[str, Any]:
     """What vLLM must be told so that its numbers are the learner's; by the names of its own settings."""
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -34,8 +36,16 @@ def settings_for(model: Any, *, routes: bool) -> dict[str, Any]:
         "weight_transfer_config": {"backend": "gspo"},
         "skip_tokenizer_init": True,
         # The experts of positions that came from a cache are not seen by the worker.
-        "enable_prefix_caching": not routes,
+        "enable_prefix_caching": not experts,
     }
+
+
+def check_cpu(model: Any) -> None:
+    """vLLM says this only when the first token is drawn, and in its own words."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in CPU_HEADS:
+        raise ConfigError(f"rollout.engine: vLLM on a CPU has no attention for heads of size {size}; it has {', '.join(map(str, CPU_HEADS))} (for a built model: model.build_options.head_dim)")  # fmt: skip
 
 
 def write_shape(model: Any, folder: Path) -> None:
@@ -50,11 +60,12 @@ class InProcess:
 
     alive = 0
 
-    def __init__(self, model: Any, *, routes: bool, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, *, experts: bool, settings: Mapping[str, Any]) -> None:
         # Read when vLLM is imported: the engine core in this process, so that tensors go by reference; quiet; no downloads.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if model.device.type == "cpu":
+            check_cpu(model)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             settings = {"enforce_eager": True, **settings}
@@ -72,11 +83,12 @@ class InProcess:
             self.llm = vllm.LLM(
                 self.folder.name,
                 load_format="dummy",
-                **{**settings_for(model, routes=routes), **settings},
+                **{**settings_for(model, experts=experts), **settings},
             )
         finally:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
-        if routes:
+        self.experts = experts
+        if experts:
             self._rpc("gspo_watch_routes")
         self._label: str | None = None
         InProcess.alive += 1
@@ -84,7 +96,7 @@ class InProcess:
     def label(self) -> str | None:
         return self._label
 
-    def sync(self, model: Any, label: str) -> None:
+    def sync(self, model: Any, label: str, check: Check) -> None:
         from gspo.rollout.vllm.worker import HANDED
 
         self._label, pairs = None, list(named_weights(model))
@@ -99,6 +111,7 @@ class InProcess:
         if received != digest(pairs):
             raise WeightSyncError("engine 'vllm': the weights that arrived in vLLM are not the learner's")
         self.llm.reset_prefix_cache()
+        check(lambda requests: self.generate(requests, routes=False))
         self._label = label
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[Reply]:

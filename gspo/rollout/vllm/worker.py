@@ -10,7 +10,6 @@ every update the kernels' own copies of the experts are made anew.
 from __future__ import annotations
 
 import base64
-import datetime
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from gspo.rollout.vllm.gloo import broadcast, gloo_group
 from gspo.rollout.vllm.weights import Digest
 
 BACKEND = "gspo"
@@ -121,24 +121,6 @@ def _from_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (no mapping)
             yield name, file.get_tensor(name)
-
-
-def gloo_group(host: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group of the learner (rank 0, which listens) and the workers, beside any other that a process has."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
-
-    limit = datetime.timedelta(seconds=timeout_s)
-    store = TCPStore(host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
-    return ProcessGroupGloo(PrefixStore("gspo", store), rank, size, limit)
-
-
-def broadcast(group: Any, tensor: Tensor) -> None:
-    """From rank 0 to all others, in place."""
-    from torch.distributed import BroadcastOptions
-
-    options = BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
 
 
 def repack_experts(model: Any) -> None:
