@@ -41,3 +41,7 @@ class EngineError(GspoError, RuntimeError):
 
 class WeightSyncError(EngineError):
     """A sampling engine does not hold the learner's weights."""
+
+
+class MismatchError(GspoError, RuntimeError):
+    """The sampling engine's probabilities are too far from the learner's for what was asked."""

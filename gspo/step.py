@@ -31,6 +31,7 @@ from gspo.observe.clock import Clock
 from gspo.policy.batch import Plan, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
+from gspo.policy.old import Old, from_sampler, recomputed
 from gspo.policy.optimizer import Optimizer, Update
 from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Routed, Unrouted, route
@@ -91,8 +92,10 @@ class Learned:
     """Per reply; the mean where tokens differ."""
     tokens: Tokens
     """`logp_N` is the learning policy's at the moment each token was used."""
-    entropy_N: Tensor
-    """Entropy of the old policy at each token."""
+    entropy_M: Tensor
+    """Entropy of the old policy at the tokens that the learner has computed before learning: all, or a mini-batch's."""
+    log_rho_M: Tensor
+    """log pi_old - log mu at these tokens: how far the sampling engine is from the learner."""
     ratio_N: Tensor
     clipped_N: Tensor
     losses: tuple[Loss, ...]
@@ -138,8 +141,8 @@ def learn(
         return None
     plan, temperature = _plan(parts, replies, step), config.rollout.temperature
     routing = _routing(parts, plan, replies)
-    logp_old_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, routed=routing.old)
-    tokens = _pack(parts, plan, replies, logp_old_N)
+    old = _old_policy(parts, plan, replies, routing)
+    tokens = _pack(parts, plan, replies, old)
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
     batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
@@ -153,7 +156,8 @@ def learn(
         reward_B=reward_B,
         advantage_B=tokens.sequences.mean(advantage_N).cpu(),
         tokens=replace(tokens, logp_N=batch.logp_N),
-        entropy_N=entropy_N,
+        entropy_M=old.entropy_M,
+        log_rho_M=old.log_rho_M,
         ratio_N=batch.ratio_N,
         clipped_N=batch.clipped_N,
         losses=tuple(loss for loss, _ in done),
@@ -196,15 +200,26 @@ def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor) -> Tokens:
+def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted) -> Old:
+    policy, temperature = parts.policy, parts.config.rollout.temperature
+    sampler_N = _sampler(replies, policy.device)
+    if parts.config.learner.old_logp == "sampler":
+        return from_sampler(policy, plan, temperature, sampler_N, parts.objective)
+    return recomputed(policy, plan, temperature, sampler_N, routing)
+
+
+def _sampler(replies: Sequence[Counted], device: torch.device) -> Tensor:
+    return torch.tensor([v for r in replies for v in r.completion.logp_sampler], dtype=torch.float32, device=device)
+
+
+def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old) -> Tokens:
     temperature, device = parts.config.rollout.temperature, parts.policy.device
-    sampler = [logp for r in replies for logp in r.completion.logp_sampler]
     return Tokens(
-        logp_N=logp_old_N,
-        logp_old_N=logp_old_N,
-        logp_sampler_N=torch.tensor(sampler, dtype=torch.float32, device=device),
+        logp_N=old.logp_N,
+        logp_old_N=old.logp_N,
+        logp_sampler_N=_sampler(replies, device),
         logp_ref_N=planned_logprobs(parts.reference, plan, temperature, device)[0] if parts.reference else None,
-        advantage_N=torch.zeros_like(logp_old_N),
+        advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )
 

@@ -67,6 +67,8 @@ class VllmEngine:
         self.context: EngineContext | None = context
         self.host = host
         self._sent: tuple[int, ...] | None = None
+        self._canary: tuple[Sequence[Prompt], Sampling] | None = None
+        """Prompts to try new weights with."""
         self._labels: dict[str, int] = {}
         """Policy version by label of the weights sent. A label is never used again: weights may change within a version."""
 
@@ -126,9 +128,17 @@ class VllmEngine:
         self.context = None
         self.host.close()
 
+    def sync(self, version: int) -> None:
+        """Send the learner's weights now, from another thread than the one that draws replies. On servers these are held
+        meanwhile, go on with the new weights, and say so in `spans`; in process the weights wait for the replies."""
+        if self._canary is None:
+            raise RuntimeError("engine 'vllm': nothing was drawn yet, and the first call sends the weights by itself")
+        self._bring_weights(*self._canary, version)
+
     def _bring_weights(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> None:
         """Send the learner's weights, unless they have not changed and every vLLM still holds them."""
         assert self.context is not None
+        self._canary = (prompts, sampling)
         model, now = self.context.model, changes(self.context.model)
         current = next(reversed(self._labels), None)
         if now == self._sent and current is not None and self.host.label() == current:

@@ -10,6 +10,7 @@ import base64
 import copy
 import os
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -91,12 +92,18 @@ class InProcess:
         if experts:
             self._rpc("gspo_watch_routes")
         self._label: str | None = None
+        self._lock = threading.RLock()
+        """vLLM's engine is one thread's at a time: weights wait for replies that are being drawn."""
         InProcess.alive += 1
 
     def label(self) -> str | None:
         return self._label
 
     def sync(self, model: Any, label: str, check: Check) -> None:
+        with self._lock:
+            self._sync(model, label, check)
+
+    def _sync(self, model: Any, label: str, check: Check) -> None:
         from gspo.rollout.vllm.worker import HANDED
 
         self._label, pairs = None, list(named_weights(model))
@@ -118,12 +125,13 @@ class InProcess:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
-        try:
-            done = self.llm.generate(prompts, [SamplingParams(**r.settings()) for r in requests], use_tqdm=False)
-        except BaseException:
-            self._abort()
-            raise
-        experts: Sequence[bytes | None] = self._experts([d.request_id for d in done]) if routes else [None] * len(done)
+        with self._lock:
+            try:
+                done = self.llm.generate(prompts, [SamplingParams(**r.settings()) for r in requests], use_tqdm=False)
+            except BaseException:
+                self._abort()
+                raise
+            experts = self._experts([d.request_id for d in done]) if routes else [None] * len(done)
         return [_reply(d.outputs[0], e) for d, e in zip(done, experts, strict=True)]
 
     def close(self) -> None:
