@@ -40,6 +40,8 @@ class ModelConfig:
     """Other sizes for a built model, by the names of its Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights. Log-probabilities are float32 either way."""
+    fp8: bool = False
+    """Multiply in 8-bit floats (E4M3, block scales) in all linear layers but the output layer, routers and stacked experts, in sampling and learning alike. Needs bfloat16 weights, sizes that are multiples of 128 and a Hopper GPU."""
     device: str = "auto"
     """`auto` takes the GPU if there is one."""
     threads: int = 0
@@ -82,6 +84,8 @@ class DataConfig:
     """How many training problems to generate."""
     prompt_field: str = "prompt"
     """Field with the problem: text or chat messages."""
+    prompt_template: str = ""
+    """Or the problem as text made of several fields, each by its name in braces: `{Body} {Question}`."""
     answer_field: str = "answer"
     """Field with the expected answer; rewards receive it as `answer`. Empty: the data has none."""
     answer_after: str = ""
@@ -218,7 +222,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: int = 5
-    """An alarm (uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations."""
+    """An alarm (uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations."""
     stop: tuple[str, ...] = ()
     """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
 
@@ -331,6 +335,8 @@ def check(config: Config) -> None:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
+    if config.model.fp8 and config.model.dtype != "bfloat16":
+        raise ConfigError('model.fp8: its gradients and sums are in bfloat16; set model.dtype = "bfloat16"')
     if config.cold_start.steps and not config.data.task:
         raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
     if not config.reward.functions and not config.data.task:
@@ -362,6 +368,7 @@ def _check_effects(config: Config) -> None:
         "data.task_options": (not data.task, "without data.task"),
         "data.task_size": (not data.task, "without data.task"),
         "data.prompt_field": (bool(data.task), "with a generated task"),
+        "data.prompt_template": (bool(data.task), "with a generated task"),
         "data.answer_field": (bool(data.task), "with a generated task"),
         "learner.final_fraction": (config.learner.schedule == "constant", 'with learner.schedule = "constant"'),
     }

@@ -163,7 +163,7 @@ def _put_data(tree: dict[str, Any], data: str) -> None:
     old = tree.get("data", {})
     presentation = {"instruction", "system", "chat", "max_prompt_tokens", "on_bad_row"}
     if Path(data).suffix:
-        kept = presentation | {"prompt_field", "answer_field", "answer_after"}
+        kept = presentation | {"prompt_field", "prompt_template", "answer_field", "answer_after"}
         tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
     else:
         kept = presentation | ({"task_options"} if old.get("task") == data else set())

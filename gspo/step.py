@@ -104,6 +104,8 @@ class Learned:
     """What the routers did; None for a dense model."""
     halvings: int = 0
     """How often micro-batches had to be cut in two to fit into memory."""
+    rounding_N: Tensor | None = None
+    """log pi_old - log mu where the engine sampled with the learner's own weights, so that only rounding can part them."""
 
 
 def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
@@ -146,6 +148,7 @@ def learn(
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
     batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
+    rounding_N = _rounding(parts, replies, tokens)
     done = []
     for index in range(len(plan.steps)):
         before_update(batch, index)
@@ -164,6 +167,7 @@ def learn(
         updates=tuple(u for _, u in done),
         routed=routing.outcome(policy.model),
         halvings=batch.halvings,
+        rounding_N=rounding_N,
     )
 
 
@@ -222,6 +226,16 @@ def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old) -> T
         advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )
+
+
+def _rounding(parts: Learner, replies: Sequence[Counted], tokens: Tokens) -> Tensor | None:
+    """Known for replies that were drawn in process, from the whole distribution of the weights that are about to learn."""
+    rollout, now = parts.config.rollout, parts.optimizer.updates
+    whole = rollout.engine == "local" and rollout.top_p == 1 and not rollout.top_k
+    whole &= parts.config.learner.old_logp == "recompute"  # else the two are the same numbers
+    if not whole or any(r.completion.version != now for r in replies) or tokens.logp_sampler_N is None:
+        return None
+    return tokens.logp_old_N - tokens.logp_sampler_N
 
 
 def advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:

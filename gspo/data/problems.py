@@ -8,6 +8,7 @@ is named by file and line before anything expensive starts; the position in the 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from gspo.errors import ConfigError, DataError
 from gspo.types import Messages, Prompt
 
 _BAD_ROWS_SHOWN = 5
+_FIELD = re.compile(r"\{([^{}]+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +121,23 @@ def _check_settings(config: DataConfig, tokenizer: Any) -> None:
         raise ConfigError(f"data.answer_after: has no effect with {cause}; leave it empty")
     if config.held_out_path and not config.held_out:
         raise ConfigError("data.held_out_path: has no effect with data.held_out=0; raise data.held_out")
+    if config.prompt_template:
+        _check_template(config)
     if config.prompt_field == config.answer_field:
         raise ConfigError(f"data.answer_field: {config.answer_field!r} is data.prompt_field too; set one of them")
     if config.system and not uses_template(tokenizer, chat=config.chat):
         cause = "data.chat=no turns it off" if config.chat == "no" else "the tokenizer has none"
         raise ConfigError(f"data.system: needs a chat template, but {cause}; leave data.system empty")
+
+
+def _check_template(config: DataConfig) -> None:
+    if config.prompt_field != DataConfig().prompt_field:
+        raise ConfigError("data.prompt_field: has no effect with data.prompt_template; set one of them")
+    names = _FIELD.findall(config.prompt_template)
+    if not names:
+        raise ConfigError("data.prompt_template: names no field; write fields in braces, for example {Body} {Question}")
+    if config.answer_field in names:
+        raise ConfigError(f"data.prompt_template: shows the model {{{config.answer_field}}}, which is data.answer_field; leave it out")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- rows to prompts
@@ -153,8 +167,9 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
     try:
         if row.fault:
             raise _BadRow(row.fault)
-        content = _content(row.fields, config.prompt_field)
-        columns = {k: v for k, v in row.fields.items() if k not in (config.prompt_field, config.answer_field)}
+        content = _filled(row.fields, config) if config.prompt_template else _content(row.fields, config.prompt_field)
+        used = (config.answer_field, "" if config.prompt_template else config.prompt_field)
+        columns = {k: v for k, v in row.fields.items() if k not in used}
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
         return _candidate(row.index, row.where, content, columns, config)
@@ -186,6 +201,21 @@ def _content(fields: Mapping[str, Any], name: str) -> str | Messages:
             f"field {name!r}: half of a surrogate pair, which is no character; mend its \\u escapes"
         ) from None
     return content
+
+
+def _filled(fields: Mapping[str, Any], config: DataConfig) -> str:
+    """The template with the row's fields put in; numbers as text, anything else that is no text is a bad row."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in fields:
+            raise _BadRow(f"field {name!r}: missing, the row has: {_names(fields)}; change data.prompt_template")
+        if isinstance(fields[name], bool) or not isinstance(fields[name], str | int | float):
+            raise _BadRow(f"field {name!r}: must be text or a number to be put into data.prompt_template; mend it")
+        return str(fields[name])
+
+    text = _FIELD.sub(value, config.prompt_template)
+    return str(_content({"data.prompt_template": text}, "data.prompt_template"))
 
 
 def _message_texts(content: Any, name: str) -> list[str]:

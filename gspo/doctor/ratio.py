@@ -19,7 +19,9 @@ from gspo.doctor.case import PATIENCE_S, Case
 from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory
 from gspo.doctor.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
+from gspo.objective.noise import noise_of
 from gspo.objective.sequences import Sequences
+from gspo.observe.alarms import NOISY
 from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
 from gspo.policy.head import head_of
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
@@ -169,6 +171,7 @@ def check_temperature(case: Case) -> Iterator[Finding]:
         numbers |= {"mean_difference_ignored": ignored, "k3_ignored": k3_ignored}
         what += f"; with the temperature ignored it would be {ignored:.2g} (k3 {k3_ignored:.2g})"
     yield _agreement(case, what, apart, ignored, numbers)
+    yield from _rounding(case, fresh)
 
 
 def _agreement(case: Case, what: str, apart: float, ignored: float, numbers: dict[str, Any]) -> Finding:
@@ -182,6 +185,24 @@ def _agreement(case: Case, what: str, apart: float, ignored: float, numbers: dic
     if apart > tolerance:
         return warning(f"{what}, more than rounding explains in {case.config.model.dtype}.", "The engine and the learner do not compute the same policy: compare weights, precision and chat template; objective.mismatch corrects for a part.", **numbers)  # fmt: skip
     return ok(f"{what}: they agree but for rounding.", **numbers)
+
+
+def _rounding(case: Case, fresh: Fresh) -> Iterator[Finding]:
+    """What the difference, where it is rounding, would do to the ratio that the objective clips."""
+    rollout, objective = case.config.rollout, case.objective
+    if objective is None or case.config.learner.mini_batches < 2 or rollout.engine != "local" or rollout.top_p < 1 or rollout.top_k:  # fmt: skip
+        return
+    sequence_N = fresh.plan.sequence_N.to(fresh.known_N.device)[fresh.known_N]
+    sequences = Sequences(sequence_N, len(fresh.plan.rows))
+    noise = noise_of(objective, sequences, (fresh.old_N - fresh.sampler_N)[fresh.known_N])
+    if noise is None or noise.beyond_clip < NOISY:
+        return
+    unit = "replies" if objective.clips_sequences else "tokens"
+    yield warning(
+        f"In {case.config.model.dtype} rounding alone moves log-ratios by {noise.log_ratio:.1e}, and takes {noise.beyond_clip:.0%} of the {unit} out of the clip range: what is clipped would be chance.",
+        'Set model.dtype = "float32", widen objective.clip_low and objective.clip_high, or set learner.mini_batches = 1.',
+        log_ratio=noise.log_ratio, beyond_clip=noise.beyond_clip,
+    )  # fmt: skip
 
 
 def _computed(fresh: Fresh) -> Plan:

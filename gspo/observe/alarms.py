@@ -19,6 +19,8 @@ BEFORE = 20
 """Steps that a jump of the reward is measured against."""
 JUMP = 4.0
 """Their standard deviations."""
+NOISY = 0.32
+"""Of the ratios beyond the clip range by rounding alone: a standard deviation of the noise is then as wide as the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,11 @@ ALARMS = (
         name="tricks in programs",
         holds=lasting(lambda row: _tricks(row) >= 0.5),
         what="half of the programs or more use what programs use that want a reward without solving the problem (exit, __eq__, sys.modules, settrace, ...); read some in rollouts/",
+    ),
+    Alarm(
+        name="rounding noise",
+        holds=lasting(lambda row: _at(row, "noise/beyond_clip") >= NOISY),
+        what="rounding alone takes a third of the ratios or more out of the clip range, so what is clipped is chance; train in float32 (model.dtype), widen objective.clip_low and clip_high, or use learner.mini_batches = 1",
     ),
 )
 NAMES = tuple(alarm.name for alarm in ALARMS)

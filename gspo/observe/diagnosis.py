@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gspo.observe.alarms import NOISY
+
 WINDOW = 20
 """Steps that a rule looks back over."""
 FEWEST = 5
@@ -316,6 +318,19 @@ def _mismatch_remedy(truncated: bool, flips: float) -> str:
     return 'Another engine or precision computes them: objective.mismatch = "token_tis" corrects for it.'
 
 
+def _noise(look: Look) -> Finding | None:
+    beyond, size = look.mean("noise/beyond_clip"), look.mean("noise/log_ratio")
+    if len(look.recent) < FEWEST or not beyond >= NOISY:
+        return None
+    what = "replies" if look.clips_sequences else "tokens"
+    low, high = look.mean("clip/low"), look.mean("clip/high")
+    return Finding(
+        name="rounding noise", level="warn",
+        what=f"Rounding alone moves the {what}' log-ratios by {size:.1e}, and {_percent(beyond)} of them out of the clip range ({low:.1e} below, {high:.1e} above): much of what is clipped is chance.",
+        remedy='Train in float32 (model.dtype = "float32"), widen the range (objective.clip_low, clip_high), or make one update per batch (learner.mini_batches = 1), where every ratio is 1 to the bit. Longer replies average more of it away.',
+    )  # fmt: skip
+
+
 def _skipped(look: Look) -> Finding | None:
     skipped = sum(int(r.get("grad/skipped") or 0) for r in look.recent)
     if not skipped:
@@ -373,7 +388,7 @@ def _time(look: Look) -> Finding | None:
 Rule = Callable[[Look], Finding | None]
 RULES: tuple[Rule, ...] = (
     _error, _died, _alarm, _held_out, _plateau, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
-    _clip_always, _entropy, _moves_far, _mismatch, _skipped, _flips, _load, _time,
+    _clip_always, _entropy, _moves_far, _mismatch, _noise, _skipped, _flips, _load, _time,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo.objective.counted import left_out
 from gspo.objective.loss import statistics
+from gspo.objective.noise import noise_of
 from gspo.objective.objective import Objective
 from gspo.objective.ratio import MAX_LOG_RATIO
 from gspo.policy.replay import Routed
@@ -115,6 +116,7 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
     if hasattr(region, "clip_low"):
         metrics |= {"clip/low": region.clip_low, "clip/high": region.clip_high}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
+    metrics |= _noise(objective, learned)
     return metrics | (_routing(learned.routed) if learned.routed else {})
 
 
@@ -131,6 +133,14 @@ def mismatch(log_rho_M: Tensor) -> dict[str, float]:
         "mismatch/ess": float(rho_M.mean().square() / rho_M.square().mean()),
         "mismatch/extreme_fraction": float((log_rho_M.abs() > EXTREME).double().mean()),
     }
+
+
+def _noise(objective: Objective, learned: Learned) -> dict[str, float]:
+    """Where a clip range can act at all: one update per batch has ratio 1 to the bit, however coarse the rounding."""
+    if learned.rounding_N is None or len(learned.updates) < 2:
+        return {}
+    noise = noise_of(objective, learned.tokens.sequences, learned.rounding_N)
+    return {} if noise is None else {"noise/log_ratio": noise.log_ratio, "noise/beyond_clip": noise.beyond_clip}
 
 
 def _routing(routed: Routed) -> dict[str, Any]:

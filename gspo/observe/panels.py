@@ -73,6 +73,7 @@ PANELS = (
         curves=(
             Curve(key="ratio/token_log_std", label="over tokens"),
             Curve(key="ratio/sequence_log_std", label="over replies"),
+            Curve(key="noise/log_ratio", label="rounding alone"),
             Curve(key="clip/high", label="clip range, upper side"),
         ),
     ),

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
+from gspo.policy import fp8
 from gspo.policy.head import head_of
 from gspo.policy.packing import reads_packed
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
@@ -92,10 +93,19 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     _choose_threads(model, config, device)
     head_of(model)
     reads_packed(model)
+    if config.fp8:
+        _use_fp8(model, device)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
         raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip
     return policy
+
+
+def _use_fp8(model: Any, device: torch.device) -> None:
+    why = fp8.obstacle(device)
+    if why is not None:
+        raise ConfigError(f"model.fp8: {why}; set it to false")
+    fp8.convert(model)
 
 
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:

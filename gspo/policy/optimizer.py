@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
+from gspo.policy import fp8
 
 WINDOW = 128
 """Gradient norms that a spike is judged by; an eighth of them must be known."""
@@ -50,6 +51,7 @@ class Optimizer:
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
                 weight.grad_dtype = torch.float32  # micro-batches add up without rounding in between
+        self._eight_bit = fp8.layers(model)
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=config.learning_rate,
@@ -68,6 +70,7 @@ class Optimizer:
                 group["lr"] = rate
             self._adamw.step()
             self._lower_weights()
+            fp8.refresh(self._eight_bit)
             self.updates += 1
         for weight in self._weights.values():
             weight.grad = None

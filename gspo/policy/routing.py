@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gspo.errors import ConfigError
+from gspo.policy.replaced import replaced_forward
 from gspo.types import Routes
 
 MAY_ROUTE = re.compile(r"(Router|Gate|Gating|MoE|Moe|MoeBlock|MoEBlock|MoeMLP|FeedForward)$")
@@ -97,7 +98,7 @@ class Routers:
             stack.callback(setattr, self, "_watched", False)
             for layer, module in enumerate(self.modules):
                 stack.enter_context(
-                    _replaced_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
+                    replaced_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
                 )
             yield seen
         missing = self.layers - len(seen.used)
@@ -186,19 +187,6 @@ class _TopK(TorchFunctionMode):
         return self.choose(score, result) if score.dim() == 2 else result
 
 
-@contextmanager
-def _replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """An instance's own `forward` for a while; the class is left alone."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-
 # ------------------------------------------------------------------------------------------------- finding them
 
 
@@ -219,7 +207,7 @@ def find_routers(model: Any) -> Routers | None:
 
     with ExitStack() as stack:
         for index, module in enumerate(candidates):
-            stack.enter_context(_replaced_forward(module, _under(_TopK(note(index)), module.forward)))
+            stack.enter_context(replaced_forward(module, _under(_TopK(note(index)), module.forward)))
         _try(model)
     if not shapes:
         return None

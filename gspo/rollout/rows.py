@@ -54,7 +54,7 @@ class Rows(Protocol):
         """Read one more token per live row and give the logits after it, and its experts, [R, L, K], if they are noted."""
 
 
-class _Noted:
+class Noted:
     """Runs a forward and gives the experts it used beside its output; None without routers to watch."""
 
     def __init__(self, routers: Routers | None) -> None:
@@ -79,15 +79,13 @@ class CachedRows:
 
     def __init__(self, model: Any, slots: int, limit: int, routers: Routers | None = None) -> None:
         self.model = model
-        self.noted = _Noted(routers)
+        self.noted = Noted(routers)
         self.cache = _KeyValueCache(slots, limit)
         self.held = DynamicCache()
         self.kinds = attention_kinds(model.config)
         assert self.kinds is not None
         self.column_C = torch.arange(limit, device=model.device)
-        self.options = _forward_options(model)
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.prefill_options = {**self.options, "logits_to_keep": 1} if keeps else self.options
+        self.options = forward_options(model)
 
     def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
         # Without a configuration every layer keeps all columns, sliding ones too; the model makes the masks itself.
@@ -95,7 +93,7 @@ class CachedRows:
         if not len(prompt_U[0]):
             return None
         ids_UT = padded(prompt_U, self.model.device)
-        options = {"past_key_values": self.held, "use_cache": True, **self.prefill_options}
+        options = {"past_key_values": self.held, "use_cache": True, **prefill_options(self.model)}
         _, routes_ILK = self.noted(lambda: self.model(input_ids=ids_UT, **options))
         return None if routes_ILK is None else routes_ILK.unflatten(0, ids_UT.shape)
 
@@ -210,11 +208,11 @@ class RecomputedRows:
 
     def __init__(self, model: Any, slots: int, limit: int, forward_tokens: int, routers: Routers | None = None) -> None:
         self.model = model
-        self.noted = _Noted(routers)
+        self.noted = Noted(routers)
         self.forward_tokens = forward_tokens
         self.ids = torch.zeros(slots, limit, dtype=torch.int64, device=model.device)
         self.held_UT = self.ids[:0]
-        self.options = _forward_options(model)
+        self.options = forward_options(model)
 
     def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
         self.held_UT = padded(prompt_U, self.model.device)
@@ -243,9 +241,15 @@ class RecomputedRows:
         return output.logits[row, position], None if routes_ILK is None else routes_ILK.unflatten(0, ids.shape)[row, position]  # fmt: skip
 
 
-def _forward_options(model: Any) -> dict[str, Any]:
+def forward_options(model: Any) -> dict[str, Any]:
     """Router logits are for the learner's balancing loss, which cannot be computed from a prepared mask."""
     return {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+
+
+def prefill_options(model: Any) -> dict[str, Any]:
+    """Of a prompt no logits are needed; most models can leave out all but the last."""
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {**forward_options(model), "logits_to_keep": 1} if keeps else forward_options(model)
 
 
 # --- Which models the cache is right for ---
@@ -260,9 +264,27 @@ def obstacle_to_cache(model: Any) -> str | None:
         return f"{name} does not take a prepared attention mask"
     if model.config._attn_implementation not in ("eager", "sdpa", NAME):
         return f"attention {model.config._attn_implementation!r} does not take a prepared mask; 'sdpa' does"
+    return difference_in_trial(model, lambda prompts, steps: _opened(model, prompts, steps))
+
+
+def _opened(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
+    longest = max(map(len, prompts))
+    rows = CachedRows(model, len(prompts), longest + steps)
+    rows.prefill(prompts)
+    rows.admit(0, torch.arange(len(prompts), device=model.device), longest)
+    return lambda token_R, position_R: rows.step(token_R, position_R, int(position_R.max()) + 1)[0]
+
+
+Opened = Callable[[list[tuple[int, ...]], int], Callable[[Tensor, Tensor], Tensor]]
+"""Given prompts and a number of steps, the step that reads a token per row at its position and gives logits."""
+
+
+def difference_in_trial(model: Any, opened: Opened) -> str | None:
+    """Why a way of decoding is wrong for this model, or None: it is tried."""
+    name = type(model).__name__
     try:
-        error = _trial(model)
-    except Exception as problem:  # any failure inside foreign model code means the same: do not use the cache
+        error = _trial(model, opened)
+    except Exception as problem:  # any failure inside foreign model code means the same: do not use it
         return f"{name} cannot use the engine's cache ({type(problem).__name__}: {problem})".splitlines()[0]
     precise = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     if not error <= (1e-3 if precise else 0.1):
@@ -271,8 +293,8 @@ def obstacle_to_cache(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _trial(model: Any) -> float:
-    """Decode four rows of different lengths with the cache and compare with plain forward passes.
+def _trial(model: Any, opened: Opened) -> float:
+    """Decode four rows of different lengths and compare with plain forward passes.
 
     The error is relative to the spread of the logits; the third quartile, since in a mixture of experts a near-tie in
     the router may send a single token elsewhere."""
@@ -280,16 +302,14 @@ def _trial(model: Any) -> float:
     steps, lengths = 3, (9, 7, 4, 2)
     sequences = [tuple((7 * i + 3 * j + 1) % vocabulary for j in range(n + steps)) for i, n in enumerate(lengths)]
     with evaluating(model):
-        rows = CachedRows(model, len(lengths), max(lengths) + steps)
-        rows.prefill([ids[:n] for ids, n in zip(sequences, lengths, strict=True)])
-        rows.admit(0, torch.arange(len(lengths), device=model.device), max(lengths))
-        plain = [model(input_ids=padded([ids], model.device), **rows.options).logits[0].float() for ids in sequences]
+        step = opened([ids[:n] for ids, n in zip(sequences, lengths, strict=True)], steps)
+        options = forward_options(model)
+        plain = [model(input_ids=padded([ids], model.device), **options).logits[0].float() for ids in sequences]
         errors = []
-        for step in range(steps):
-            position = [n + step for n in lengths]
+        for count in range(steps):
+            position = [n + count for n in lengths]
             token_R = torch.tensor([ids[p] for ids, p in zip(sequences, position, strict=True)], device=model.device)
-            position_R = torch.tensor(position, device=model.device)
-            cached_RV = rows.step(token_R, position_R, max(position) + 1)[0].float()
+            cached_RV = step(token_R, torch.tensor(position, device=model.device)).float()
             expected_RV = torch.stack([logits[p] for logits, p in zip(plain, position, strict=True)])
             errors.append((cached_RV - expected_RV).abs().amax(-1) / expected_RV.std(-1))
     return float(torch.cat(errors).quantile(0.75))

@@ -207,6 +207,43 @@ def test_settings_that_cannot_work(tmp_path, load, settings, message):
         load(write_jsonl(tmp_path / "d.jsonl", ROWS), **settings)
 
 
+# ------------------------------------------------------------------------------------------------- several fields
+
+
+SVAMP = [{"Body": "Dan had 3 left.", "Question": "How many {more}?", "Answer": 4.0, "Type": "Sum"}]
+
+
+def test_a_template_makes_the_problem_of_several_fields(load, tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", SVAMP)
+    made = load(path, prompt_template="{Body} {Question} ({Type})", answer_field="Answer", instruction="Be brief.")
+    (prompt,) = made.train
+    assert prompt.content == "Dan had 3 left. How many {more}? (Sum)"
+    assert prompt.text == "Dan had 3 left. How many {more}? (Sum)\nBe brief."
+    assert prompt.columns == {"Body": "Dan had 3 left.", "Question": "How many {more}?", "Type": "Sum", "answer": 4.0}
+
+
+def test_rows_that_do_not_fit_the_template_are_bad(load, tmp_path):
+    path = write_jsonl(
+        tmp_path / "d.jsonl", [*SVAMP, {"Body": "x", "Answer": 1}, {"Body": ["x"], "Question": "", "Answer": 1}]
+    )
+    with pytest.raises(DataError, match=r"d.jsonl:2: field 'Question': missing, the row has: Body, Answer; change data.prompt_template") as raised:  # fmt: skip
+        load(path, prompt_template="{Body} {Question}", answer_field="Answer")
+    assert "d.jsonl:3: field 'Body': must be text or a number" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_template": "no field"}, "data.prompt_template: names no field"),
+        ({"prompt_template": "{Body}", "prompt_field": "Body"}, "data.prompt_field: has no effect with data.prompt_template"),
+        ({"prompt_template": "{Body} {Answer}"}, "data.prompt_template: shows the model {Answer}"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_be_meant(load, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write_jsonl(tmp_path / "d.jsonl", SVAMP), answer_field="Answer", **settings)
+
+
 # ------------------------------------------------------------------------------------------------- bad rows
 
 GOOD = {"prompt": "1+1", "answer": "2"}

@@ -64,6 +64,16 @@ def test_a_noisy_model_is_noticed(
     assert "dropout" in finding.do
 
 
+@pytest.mark.parametrize(("dtype", "levels"), [("bfloat16", ["ok", "warning"]), ("float32", ["ok"])])
+def test_rounding_beyond_the_clip_range_is_noticed(
+    tiny: Callable[..., Config], examined: Any, dtype: str, levels: list[str]
+) -> None:
+    narrow = ("objective.clip_low=1e-4", "objective.clip_high=1e-4")
+    found = examined(tiny(f"model.dtype={dtype}", *narrow), "objective", *LEARNING, value=varied)
+    assert found.levels("temperature") == levels
+    assert all("model.dtype" in f.do for f in found["temperature"][1:])
+
+
 class Deaf:
     """An engine that draws at temperature 1 whatever it is told."""
 

@@ -242,6 +242,7 @@ HEALTHY = {
     "reward/correct_fraction": 0.5,
     "length/truncated_fraction": 0.1,
     "length/repetitive_fraction": 0.0,
+    "noise/beyond_clip": 0.1,
 }
 SICK = {
     "uniform rewards": {"groups/uniform_fraction": 1.0},
@@ -249,6 +250,7 @@ SICK = {
     "length pinned": {"length/truncated_fraction": 1.0},
     "repetition": {"length/repetitive_fraction": 0.9},
     "tricks in programs": {"reward/note/code_tests/trick": 0.6},
+    "rounding noise": {"noise/beyond_clip": 0.4},
 }
 OTHERS = {"reward jump", "held-out falls"}
 """Alarms that compare steps with earlier ones."""

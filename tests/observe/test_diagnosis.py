@@ -61,6 +61,7 @@ CASES = [
     Case("entropy falls", "warn", look(lambda s: metrics(s, entropy__mean=0.8 * 0.93**s)), look(lambda s: metrics(s, entropy__mean=0.8 * 0.98**s)), "ceasing to explore"),
     Case("large steps", "warn", look(lambda s: metrics(s, kl__old_new=0.2)), look(lambda s: metrics(s, kl__old_new=0.01)), "0.2 nats"),
     Case("mismatch", "warn", look(lambda s: metrics(s, mismatch__k3=5e-3), rollout__top_p=0.9), look(lambda s: metrics(s, mismatch__k3=1e-5)), "top_p"),
+    Case("rounding noise", "warn", look(lambda s: metrics(s, noise__beyond_clip=0.4, noise__log_ratio=4e-3)), look(lambda s: metrics(s, noise__beyond_clip=0.2, noise__log_ratio=2e-3)), "replies' log-ratios by 4.0e-03, and 40 %"),
     Case("skipped updates", "warn", look(lambda s: metrics(s, grad__skipped=int(s == 30))), look(lambda s: metrics(s, grad__skipped=int(s == 5))), "1 updates"),
     Case("experts flip", "note", look(lambda s: metrics(s, routing__flip_fraction=0.09)), look(lambda s: metrics(s, routing__flip_fraction=0.01)), "9.0 %"),
     Case("uneven experts", "note", look(lambda s: metrics(s, routing__load_max=12.0)), look(lambda s: metrics(s, routing__load_max=3.0)), "12.0 times"),

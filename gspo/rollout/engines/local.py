@@ -18,7 +18,6 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,10 @@ from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.policy.model import position_limit
 from gspo.policy.routing import Routers
 from gspo.rollout.draw import draw, uniform
-from gspo.rollout.engine import EngineContext, stream_key
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.paged.batch import PagedBatch
+from gspo.rollout.paged.decoder import obstacle_to_pages
+from gspo.rollout.queue import Queue, Replies, make_queue
 from gspo.rollout.rows import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
@@ -48,6 +50,7 @@ class LocalEngine:
         self.context: EngineContext | None = context
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.paged = context.model.device.type == "cuda" and _can_page(context.model)
         obstacle = obstacle_to_cache(context.model)
         self.cached = obstacle is None
         if obstacle is not None:
@@ -76,7 +79,7 @@ class LocalEngine:
             return [[] for _ in prompts]
         model = self.context.model
         check_fits(model, prompts, sampling)
-        queue = _queue(prompts, samples=samples, seed=seed, stream=stream)
+        queue = make_queue(prompts, samples=samples, seed=seed, stream=stream)
         with evaluating(model), torch.no_grad():
             replies = self._decode(model, queue, sampling, self.context.routers if routes else None)
         text_B = self.context.tokenizer.batch_decode(replies.token_ids, skip_special_tokens=True)
@@ -94,10 +97,15 @@ class LocalEngine:
             )
         return groups
 
-    def _decode(self, model: Any, queue: _Queue, sampling: Sampling, routers: Routers | None) -> _Replies:
+    def _decode(self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None) -> Replies:
         assert self.context is not None
         slots = min(self.slots, len(queue.place_B))
         limit = max(map(len, queue.prompt_U)) + sampling.max_tokens
+        options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
+        if self.paged and not torch.is_autocast_enabled(model.device.type):
+            replies = PagedBatch(model, queue, sampling, self.context.stop_ids, routers=routers, **options).run()
+            torch.cuda.empty_cache()
+            return replies
         rows = (
             CachedRows(model, slots, limit, routers)
             if self.cached
@@ -108,6 +116,14 @@ class LocalEngine:
 
     def close(self) -> None:
         self.context = None
+
+
+def _can_page(model: Any) -> bool:
+    """Whether the model is decoded with pages and graphs; if not, a message says why."""
+    obstacle = obstacle_to_pages(model)
+    if obstacle is not None:
+        warnings.warn(f"engine 'local' decodes without CUDA graphs, which is slower: {obstacle}", RuntimeWarning, stacklevel=4)  # fmt: skip
+    return obstacle is None
 
 
 def check_fits(model: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
@@ -126,49 +142,11 @@ def check_fits(model: Any, prompts: Sequence[Prompt], sampling: Sampling) -> Non
         )
 
 
-# --- The queue: every reply to draw, replies of the same prompt together ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Queue:
-    prompt_U: list[tuple[int, ...]]
-    """Distinct prompts, longest first: neighbours are of similar length, so that little is padded when prefilling."""
-    prompt_of_B: list[int]
-    """Which of them each request continues; never decreasing."""
-    place_B: list[tuple[int, int]]
-    """Where the reply belongs: (index of the prompt in the call, sample)."""
-    key_B: list[int]
-    """The random stream of each request."""
-
-
-def _queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str) -> _Queue:
-    distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
-    index = {ids: u for u, ids in enumerate(distinct)}
-    order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])
-    place_B = [(p, sample) for p in order for sample in range(samples)]
-    return _Queue(
-        prompt_U=distinct,
-        prompt_of_B=[index[prompts[p].token_ids] for p, _ in place_B],
-        place_B=place_B,
-        key_B=[stream_key(seed, stream, prompts[p].id, sample) for p, sample in place_B],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Replies:
-    """What was drawn, in queue order."""
-
-    token_ids: list[list[int]]
-    logp: list[list[float]]
-    ended: list[bool]
-    routes: Sequence[Routes | None]
-
-
 class _Routes:
     """The experts of every token: those of a prompt once, those of a reply as it grows. A reply's first entry is of the
     last prompt token, its first input."""
 
-    def __init__(self, routers: Routers, queue: _Queue) -> None:
+    def __init__(self, routers: Routers, queue: Queue) -> None:
         self.routers, self.queue = routers, queue
         self.prompt_U: list[Tensor] = []
         self.reply_BTLK: Tensor | None = None
@@ -210,7 +188,7 @@ class _Batch:
         self,
         model: Any,
         rows: Rows,
-        queue: _Queue,
+        queue: Queue,
         sampling: Sampling,
         stop_ids: tuple[int, ...],
         slots: int,
@@ -241,7 +219,7 @@ class _Batch:
         self.drawn = 0
         """The most tokens that a live row has drawn."""
 
-    def run(self) -> _Replies:
+    def run(self) -> Replies:
         while self.live or self.admitted < len(self.queue.place_B):
             self._admit()
             self._step()
@@ -323,12 +301,12 @@ class _Batch:
         else:
             self.columns = self.drawn = 0
 
-    def _replies(self) -> _Replies:
+    def _replies(self) -> Replies:
         if self.logp_BT.isnan().any():
             raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
         length_B = self.length_B.tolist()
         token_BT, logp_BT = self.token_BT.cpu().numpy(), self.logp_BT.cpu().numpy()
-        return _Replies(
+        return Replies(
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ended=self.ended_B.tolist(),

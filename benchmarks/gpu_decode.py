@@ -1,0 +1,157 @@
+"""Decoding on one GPU: the local engine beside `generate`, and the ceiling of memory bandwidth.
+
+In: a CUDA device. Out: tokens per second over the whole call (prompts, capture and collection included), the step alone,
+peak memory, and how far the log-probabilities are from the learner's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from gspo.policy.batch import Row, make_plan
+from gspo.policy.logprobs import planned_logprobs
+from gspo.policy.packing import reads_packed
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines.local import LocalEngine, build
+from gspo.types import Completion, Prompt, Sampling
+
+VOCABULARY, SEQUENCES, PROMPT, NEW = 151_936, 256, 64, 256
+LONGEST = 2048
+CUDA = torch.device("cuda")
+DENSE = {
+    "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+}  # fmt: skip
+EXPERTS = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True}  # fmt: skip
+SHAPES = {"dense, Qwen3-0.6B shape": ("qwen3", DENSE), "MoE, 16 layers, 64 experts, top 8": ("qwen3_moe", {**DENSE, **EXPERTS})}  # fmt: skip
+
+
+class Silent:
+    """A tokenizer that is not asked for text."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [""] * len(ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a way of decoding did."""
+
+    tokens: int
+    seconds: float
+    extra: float
+    """Peak memory beyond what was allocated before, in bytes."""
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def built(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    with torch.device(CUDA):
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    ids = torch.randint(VOCABULARY, (count, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    return [Prompt(id=f"p/{i}", content="", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
+
+
+def engine_of(model: Any, stop_ids: tuple[int, ...] = (), slots: int = SEQUENCES) -> LocalEngine:
+    return build(EngineContext(model=model, tokenizer=Silent(), stop_ids=stop_ids), slots=slots)
+
+
+def timed(engine: LocalEngine, prompts: list[Prompt], samples: int, new: int) -> tuple[Speed, list[list[Completion]]]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    groups = engine.generate(prompts, samples=samples, sampling=Sampling(max_tokens=new), seed=0, stream="bench", version=0)  # fmt: skip
+    torch.cuda.synchronize()
+    seconds, extra = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
+    return Speed(tokens=sum(len(c.token_ids) for g in groups for c in g), seconds=seconds, extra=extra), groups
+
+
+def generate_step(model: Any, new: int = 12) -> float:
+    """Seconds that one step of transformers' `generate` takes, prompts left out."""
+    ids = torch.randint(VOCABULARY, (SEQUENCES, PROMPT), device=CUDA)
+    took = []
+    for tokens in (2, 2, 2 + new):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - start)
+    return (took[2] - took[1]) / new
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    a = torch.empty(2**31, dtype=torch.uint8, device=CUDA)
+    b = torch.empty_like(a)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    b.copy_(a)
+    start.record()
+    for _ in range(10):
+        b.copy_(a)
+    end.record()
+    torch.cuda.synchronize()
+    return 10 * 2 * a.numel() / (start.elapsed_time(end) / 1e3)
+
+
+def ceiling_step(model: Any, rate: float) -> float:
+    """Seconds in which all weights and the half-filled cache can be read once."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    return (weights + SEQUENCES * (PROMPT + NEW / 2) * token) / rate
+
+
+def disagreement(model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> tuple[float, float]:
+    """Mean and largest |log-probability by the engine - by the learner's forward|."""
+    replies = [(p, c, g) for g, (p, group) in enumerate(zip(prompts, groups, strict=True)) for c in group]
+    rows = [Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for p, c, _ in replies]
+    plan = make_plan(rows, [g for _, _, g in replies], mini_batches=1, token_budget=20480, pad_id=0, seed="", packed=reads_packed(model))  # fmt: skip
+    sampled = torch.tensor([x for _, c, _ in replies for x in c.logp_sampler], device=CUDA)
+    away = (planned_logprobs(model, plan, 1.0, CUDA)[0] - sampled).abs()
+    return float(away.mean()), float(away.max())
+
+
+def bench_decode(repeats: int) -> None:
+    rate = bandwidth()
+    print(
+        f"\nDecoding: {SEQUENCES} rows, {PROMPT}-token prompts in groups of 8, bf16; copies at {rate / 1e12:.1f} TB/s"
+    )
+    print(f"{'way':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    for name, (kind, fields) in SHAPES.items():
+        model = built(kind, fields)
+        plain, least = generate_step(model), ceiling_step(model, rate)
+        print(f"{name + ': generate':<66} {1e3 * plain:>8.2f} {SEQUENCES / plain:>8.0f}")
+        print(f"{name + ': ceiling, weights and cache read once':<66} {1e3 * least:>8.2f} {SEQUENCES / least:>8.0f}")
+        engine, prompts = engine_of(model), prompts_of(SEQUENCES // 8)
+        timed(engine, prompts, 8, 8)
+        fixed = max((timed(engine, prompts, 8, NEW)[0] for _ in range(repeats)), key=lambda s: s.rate)
+        line(f"{name}: engine local, {NEW} tokens each", fixed, f"{fixed.rate * plain / SEQUENCES:.0f} x generate")
+        # About one token in 256 ends a reply: lengths are geometric.
+        stops = tuple(range(0, VOCABULARY, NEW))
+        mixed, _ = timed(engine_of(model, stops), prompts_of(256), 8, LONGEST)
+        line(f"{name}: the same, 2048 replies of mixed length", mixed, f"mean length {mixed.tokens / 2048:.0f}, {mixed.rate / fixed.rate:.0%} of equal lengths")  # fmt: skip
+        mean, most = disagreement(model, prompts[:8], timed(engine, prompts[:8], 8, 128)[1])
+        print(f"  |log-probability - learner's| in bf16: mean {mean:.1e}, largest {most:.1e}")
+        del model, engine
+        model = built(kind, {**fields, "num_hidden_layers": 4}, torch.float32)
+        mean, most = disagreement(model, prompts[:8], timed(engine_of(model), prompts[:8], 8, 64)[1])
+        print(f"  |log-probability - learner's| in float32 (4 layers): mean {mean:.1e}, largest {most:.1e}", flush=True)
+        del model
+
+
+def line(name: str, speed: Speed, note: str) -> None:
+    step = 1e3 * SEQUENCES / speed.rate
+    print(f"{name:<66} {step:>8.2f} {speed.rate:>8.0f} {speed.extra / 2**30:>10.2f}  {note}", flush=True)

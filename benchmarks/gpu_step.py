@@ -1,0 +1,91 @@
+"""A whole GSPO step of a 0.6B model on one GPU, phase by phase.
+
+In: a CUDA device. Out: seconds and peak memory of sampling, old log-probabilities and the optimiser steps, with the settings
+that `gpu.md`'s peer was measured with: 32 prompts x 8 replies x 256 tokens, 4 optimiser steps of 64 replies.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+from gpu_decode import CUDA, DENSE, NEW, Silent, built, prompts_of
+
+from gspo.config import Config, LearnerConfig, RolloutConfig
+from gspo.objective.loss import build as build_objective
+from gspo.policy.model import Policy
+from gspo.policy.optimizer import Optimizer
+from gspo.policy.update import Batch
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines.local import build as build_engine
+from gspo.step import Learner, learn
+from gspo.types import Group, Sampling, Score, Status
+
+PROMPTS, REPLIES, UPDATES = 32, 8, 4
+PEER = 28.0 + 4 * 0.43
+"""Seconds that TRL 1.16 took on the same machine: sampling by `generate`, four optimiser steps (shared/gpu.md)."""
+
+
+class Ends(Silent):
+    """With the two token ids that a policy asks for."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+
+class Clock:
+    """Seconds and peak memory since the last look."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, tuple[float, float]] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.start = time.perf_counter()
+
+    def note(self, phase: str) -> None:
+        torch.cuda.synchronize()
+        before = self.phases.get(phase, (0.0, 0.0))
+        spent, peak = time.perf_counter() - self.start, torch.cuda.max_memory_allocated()
+        self.phases[phase] = (before[0] + spent, max(before[1], peak))
+        self.restart()
+
+
+def bench_step(repeats: int) -> None:
+    model = built("qwen3", DENSE)
+    policy = Policy(model=model, tokenizer=Ends(), device=CUDA)
+    config = Config(
+        rollout=RolloutConfig(prompts=PROMPTS, replies=REPLIES, max_tokens=NEW),
+        learner=LearnerConfig(mini_batches=UPDATES, micro_batch_tokens=32768, learning_rate=1e-6),
+    )
+    learner = Learner(config=config, objective=build_objective("gspo"), policy=policy, reference=None, optimizer=Optimizer(model, config.learner, 100))  # fmt: skip
+    engine = build_engine(EngineContext(model=model, tokenizer=Ends(), stop_ids=()), slots=PROMPTS * REPLIES)
+    seen: list[dict[str, tuple[float, float]]] = []
+    dice = random.Random(0)
+    for step in range(repeats + 1):
+        clock = Clock()
+        prompts = [replace(p, id=f"{step}/{p.id}") for p in prompts_of(PROMPTS)]
+        replies_P = engine.generate(prompts, samples=REPLIES, sampling=Sampling(max_tokens=NEW), seed=0, stream=f"{step}", version=step)  # fmt: skip
+        clock.note("sampling")
+        groups = [
+            Group(prompt=p, completions=c, scores=[Score(status=Status.SCORED, reward=float(i < REPLIES // 2), correct=i < REPLIES // 2) for i in dice.sample(range(REPLIES), REPLIES)])
+            for p, c in zip(prompts, replies_P, strict=True)
+        ]  # fmt: skip
+        clock.restart()
+
+        def between(batch: Batch, index: int, clock: Clock = clock) -> None:
+            clock.note("updates" if index else "old log-probabilities")
+
+        learn(learner, groups, step=step, before_update=between)
+        clock.note("updates")
+        seen.append(clock.phases)
+    best = min(seen[1:], key=lambda phases: sum(seconds for seconds, _ in phases.values()))
+    total = sum(seconds for seconds, _ in best.values())
+    print(f"\nA GSPO step: Qwen3-0.6B shape, bf16 with float32 masters, {PROMPTS} prompts of 64 x {REPLIES} replies of {NEW}, {UPDATES} optimiser steps")  # fmt: skip
+    print(f"{'phase':<66} {'seconds':>8} {'peak GiB':>10}")
+    for phase, (seconds, peak) in best.items():
+        print(f"{phase:<66} {seconds:>8.2f} {peak / 2**30:>10.1f}  {seconds / total:.0%}")
+    print(f"{'the step':<66} {total:>8.2f}             {PEER / total:.0f} x TRL's {PEER:.1f} s on the same kind of machine", flush=True)  # fmt: skip

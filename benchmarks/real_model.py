@@ -1,0 +1,349 @@
+"""Real pretrained models: trained by recipes at equal sampled tokens, measured before and after, and written up.
+
+In: a plan (TOML), which lists the runs. Out: one JSON per run in DIR, and from those a page with figures. Invariant: a run
+whose JSON is there is not done again, so a plan can be repeated until it is finished; nothing is fetched from anywhere.
+
+    python benchmarks/real_model.py run PLAN.toml --out DIR [--parallel 3] [--only smollm2] [--models DIR] [--data DIR]
+    python benchmarks/real_model.py report DIR --page benchmarks/real-model.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+KEPT_REPLIES = 24
+"""Replies per problem set that a run's JSON keeps, of the first problems."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One line of a plan."""
+
+    name: str
+    recipe: str
+    settings: Sequence[str]
+    """Overrides of the recipe; the objective and the seed are among them."""
+    seed: int
+    arm: str
+    """What the run is one seed of."""
+    train: bool
+    """False: the model is only measured as it comes."""
+    sets: Mapping[str, Sequence[str]]
+    """Problem sets to measure afterwards: settings that say where and how to read them."""
+    limit: int
+    plain: bool
+    """Also measure the checkpoint by `generate` of transformers alone."""
+
+
+def runs_of(plan: Mapping[str, Any], *, models: str, data: str, only: str) -> Iterator[Run]:
+    """Every run of a plan: each arm with each of its seeds, and once the model as it comes."""
+    places = {"models": models, "data": data}
+    for group, table in plan.items():
+        common = [text.format(**places) for text in table.get("settings", [])]
+        sets = {name: [t.format(**places) for t in texts] for name, texts in table.get("sets", {}).items()}
+        shared: dict[str, Any] = {"recipe": table["recipe"], "sets": sets, "limit": table.get("limit", 10**9)}
+        yield from (
+            run
+            for run in _arms(group, table, common, shared)
+            if not only or any(part in run.name for part in only.split(","))
+        )
+
+
+def _arms(group: str, table: Mapping[str, Any], common: list[str], shared: Mapping[str, Any]) -> Iterator[Run]:
+    yield Run(name=f"{group}-base", arm="base", seed=0, train=False, plain=False, settings=common, **shared)
+    for arm, own in table["arms"].items():
+        for seed in own.get("seeds", [0]):
+            settings = [*common, *own.get("settings", []), f"seed={seed}"]
+            plain = bool(own.get("plain", False)) and seed == own.get("seeds", [0])[0]
+            yield Run(name=f"{group}-{arm}-{seed}", arm=arm, seed=seed, train=True, plain=plain, settings=settings, **shared)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- one run
+
+
+def do(run: Run, out: Path) -> None:
+    """Train, measure, write the run's JSON. What a try that did not come to its end has left is thrown away."""
+    import torch
+
+    started = time.monotonic()
+    folder = out / "runs" / run.name
+    shutil.rmtree(folder, ignore_errors=True)
+    record: dict[str, Any] = {"name": run.name, "arm": run.arm, "seed": run.seed, "recipe": run.recipe}
+    record |= {"settings": list(run.settings), "torch": torch.__version__, "device": _device()}
+    if run.train:
+        record |= _train(run, folder)
+    record["sets"] = {name: _measure(run, folder, name, out) for name in ("held out", *run.sets)}
+    if run.plain:
+        record["plain transformers"] = _plain(run, folder)
+    record["seconds"] = time.monotonic() - started
+    (out / f"{run.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def _train(run: Run, folder: Path) -> dict[str, Any]:
+    import torch
+
+    import gspo.train
+    from gspo import config
+    from gspo.observe.progress import make_display
+    from gspo.observe.run_dir import read_jsonl
+
+    if importlib.util.find_spec("matplotlib") is None:
+        gspo.train.draw_curves = lambda run: None  # a borrowed GPU machine may lack it; `report` draws elsewhere
+    began = time.monotonic()
+    gspo.train.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
+    record: dict[str, Any] = {"train_seconds": time.monotonic() - began, "curve": read_jsonl(folder / "metrics.jsonl")}
+    record["timings"] = read_jsonl(folder / "timings.jsonl")
+    if torch.cuda.is_available():
+        record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return record
+
+
+def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
+    """Sampled and greedy accuracy on a problem set, by `gspo eval`, with the first replies. A trained run is measured on its
+    own held-out problems, the model as it comes on those of seed 0."""
+    from gspo.evaluate import evaluate_model
+    from gspo.observe.run_dir import read_jsonl
+
+    numbers, replies = out / f".{run.name}.numbers", out / f".{run.name}.replies"
+    chosen = run.sets.get(name, [])
+    overrides = [s for s in chosen if not s.startswith("data.path=")]
+    if not run.train:
+        overrides = [s for s in run.settings if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))] + overrides  # fmt: skip
+    evaluate_model(
+        str(folder) if run.train else _value(run.settings, "model.path"), data=_value(chosen, "data.path") if chosen else None,
+        recipe=None if run.train else run.recipe, ks=[1], samples=1, limit=run.limit, greedy=True, json_path=str(numbers),
+        replies_path=str(replies), seed=0, overrides=overrides,
+    )  # fmt: skip
+    record = json.loads(numbers.read_text()) | {"replies": read_jsonl(replies)[:KEPT_REPLIES]}
+    numbers.unlink()
+    replies.unlink()
+    return record
+
+
+def _plain(run: Run, folder: Path) -> dict[str, Any]:
+    """Greedy accuracy on the held-out problems by transformers alone: the checkpoint loaded anew, `generate`, left padding."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gspo import config
+    from gspo.data.numbers import last_number
+    from gspo.data.problems import load_problems
+    from gspo.policy.checkpoint import newest
+
+    path = newest(folder / "checkpoints")[0]
+    settings = config.load(folder / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.model.dtype))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    problems = load_problems(settings.data, tokenizer, settings.seed).held_out[: run.limit]
+    right = 0
+    for at in range(0, len(problems), 128):
+        some = problems[at : at + 128]
+        given = tokenizer([p.text for p in some], add_special_tokens=False, padding=True, return_tensors="pt")
+        made = model.generate(**given.to(model.device), max_new_tokens=settings.rollout.max_tokens, do_sample=False)
+        texts = tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += sum(last_number(t) == last_number(str(p.columns["answer"])) for t, p in zip(texts, some, strict=True))
+    return {"greedy": right / len(problems), "problems": len(problems)}
+
+
+def _value(settings: Sequence[str], key: str) -> str:
+    return next(s.removeprefix(f"{key}=") for s in reversed(settings) if s.startswith(f"{key}="))
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+# ------------------------------------------------------------------------------------------------- all of them
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """The runs that are not done yet, several processes at a time; the exit code says whether any failed."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    plan = tomllib.loads(Path(options.plan).read_text())
+    runs = list(runs_of(plan, models=options.models, data=options.data, only=options.only))
+    if options.one:
+        do(next(run for run in runs if run.name == options.one), out)
+        return 0
+    waiting = [run for run in runs if not (out / f"{run.name}.json").is_file()]
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    failed, began = [], time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < options.parallel:
+            run = waiting.pop(0)
+            print(f"{time.monotonic() - began:5.0f} s  {run.name}: begins", flush=True)
+            with (out / f"{run.name}.log").open("wb") as log:
+                running[run.name] = subprocess.Popen(
+                    [sys.executable, __file__, *sys.argv[1:], "--one", run.name], stdout=log, stderr=log,
+                    env=os.environ | {"OMP_NUM_THREADS": "2", "TQDM_DISABLE": "1"},
+                )  # fmt: skip
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                del running[name]
+                failed += [name] if process.returncode else []
+                print(f"{time.monotonic() - began:5.0f} s  {name}: {_outcome(out, name)}", flush=True)
+        time.sleep(0.2)
+    return 1 if failed else 0
+
+
+def _outcome(out: Path, name: str) -> str:
+    path = out / f"{name}.json"
+    if not path.is_file():
+        return "FAILED: " + " | ".join((out / f"{name}.log").read_text(errors="replace").splitlines()[-4:])
+    sets = json.loads(path.read_text())["sets"]
+    return ", ".join(f"{s} {v['avg@1']['value']:.1%} (greedy {v['greedy']['value']:.1%})" for s, v in sets.items())
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def report(options: argparse.Namespace) -> int:
+    """Tables, curves and typical replies of all runs in a directory, between two marks of a page."""
+    records = [json.loads(path.read_text()) for path in sorted(Path(options.out).glob("*.json"))]
+    page = Path(options.page)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["name"].split("-")[0], []).append(record)
+    lines: list[str] = []
+    for group, members in groups.items():
+        base = next((r for r in members if r["arm"] == "base"), None)
+        trained = [r for r in members if r["arm"] != "base"]
+        lines += [f"## {group}", "", *_table(base, trained), ""]
+        if trained:
+            picture = page.with_suffix("") / f"{group}.png"
+            _draw(trained, picture)
+            lines += [f"![Held-out accuracy and reward of {group}]({page.stem}/{picture.name})", ""]
+            lines += _replies(base, trained)
+    text = page.read_text(encoding="utf-8") if page.is_file() else f"{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    page.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
+    return 0
+
+
+BEGIN, END = "<!-- made by benchmarks/real_model.py report -->", "<!-- end -->"
+
+
+def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each run, then each arm over its seeds."""
+    from gspo.compare.intervals import over_seeds
+
+    names = list((base or trained[0])["sets"])
+    head = ["run", *(f"{n}, {how}" for n in names for how in ("sampled", "greedy")), "tokens", "minutes", "peak GiB"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for record in ([base] if base else []) + list(trained):
+        first = _before(record)
+        cells = [record["name"] + ("" if base is record else f" (before: {first})")]
+        for name in names:
+            cells += [_estimate(record["sets"][name][key]) for key in ("avg@1", "greedy")]
+        curve = record.get("curve") or [{}]
+        cells += [f"{curve[-1].get('tokens/sampled', 0):,}", f"{record.get('train_seconds', 0) / 60:.1f}", f"{record.get('peak_gib', 0):.1f}"]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", f"| arm | seeds | {' | '.join(f'{n}, gain in points, {how}' for n in names for how in ('sampled', 'greedy'))} |", "|---|---" + "|---|---" * len(names) + "|"]  # fmt: skip
+    for arm in dict.fromkeys(r["arm"] for r in trained):
+        mine = [r for r in trained if r["arm"] == arm]
+        cells = [arm, str(len(mine))]
+        for name in names:
+            for key, before in (("avg@1", "eval/accuracy"), ("greedy", "eval/accuracy_greedy")):
+                gains = [100 * (r["sets"][name][key]["value"] - _start(r, base, name, key, before)) for r in mine]
+                number = over_seeds(gains)
+                assert number is not None
+                spread = f" [{number.low:+.1f}, {number.high:+.1f}]" if number.low is not None else ""
+                cells.append(f"{number.value:+.1f}{spread}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str, key: str, metric: str) -> float:
+    """Where a run began: on its own held-out problems by its own evaluation, elsewhere by the model as it comes."""
+    if name == "held out" and record["curve"][0].get(metric) is not None:
+        return float(record["curve"][0][metric])
+    return float(base["sets"][name][key]["value"]) if base else float("nan")
+
+
+def _before(record: Mapping[str, Any]) -> str:
+    first = (record.get("curve") or [{}])[0]
+    return f"{first['eval/accuracy']:.1%}, greedy {first['eval/accuracy_greedy']:.1%}" if "eval/accuracy_greedy" in first else "?"  # fmt: skip
+
+
+def _estimate(value: Mapping[str, float]) -> str:
+    return f"{value['value']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
+
+
+def _draw(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Held-out accuracy and reward over sampled tokens, a colour per arm."""
+    from matplotlib.figure import Figure
+
+    from gspo.compare.figures import style
+
+    arms = list(dict.fromkeys(r["arm"] for r in trained))
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    keys = {"eval/accuracy": "held-out accuracy, sampled", "eval/accuracy_greedy": "held-out accuracy, greedy", "reward/mean": "mean reward"}  # fmt: skip
+    for axis, (key, label) in zip(axes, keys.items(), strict=True):
+        for record in trained:
+            points = [(r["tokens/sampled"], r[key]) for r in record["curve"] if r.get(key) is not None]
+            first = next(r for r in trained if r["arm"] == record["arm"]) is record
+            axis.plot(*zip(*points, strict=True), **style(arms.index(record["arm"])), alpha=0.8, linewidth=1.2, label=record["arm"] if first else None)  # fmt: skip
+        axis.set(xlabel="reply tokens sampled", title=label, ylim=(0, None))
+    axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _replies(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the model said before and says after, on the first problems of each set: sampled replies of seed 0."""
+    after = trained[0]
+    lines = [f"Sampled replies before and after ({after['name']}), first problems of each set, not chosen:", ""]
+    for name, found in after["sets"].items():
+        old = {r["prompt_id"]: r for r in (base or after)["sets"][name]["replies"]}
+        for new in found["replies"][:4]:
+            lines += [f"- {name}: {_quoted(new['prompt'][-400:])}"]
+            pairs = [("before", old.get(new["prompt_id"]) if base else None), ("after", new)]
+            lines += [f"  - {when} ({'right' if r['correct'] else 'wrong'}): {_quoted(r['text'])}" for when, r in pairs if r]  # fmt: skip
+    return [*lines, ""]
+
+
+def _quoted(text: str) -> str:
+    shown = " ".join(text.split())
+    return "`" + (shown[:300] + " …" if len(shown) > 300 else shown).replace("`", "'") + "`"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    sub = commands.add_parser("run")
+    sub.set_defaults(do=run_plan)
+    sub.add_argument("plan", help="a TOML file of runs, such as benchmarks/real_model.toml")
+    sub.add_argument("--out", required=True, help="directory of the results")
+    sub.add_argument("--models", default="models", help="what {models} stands for in the plan")
+    sub.add_argument("--data", default="../shared/data", help="what {data} stands for in the plan")
+    sub.add_argument("--parallel", type=int, default=1, help="runs at the same time")
+    sub.add_argument("--only", default="", help="comma-separated parts of run names")
+    sub.add_argument("--one", default="", help=argparse.SUPPRESS)
+    sub = commands.add_parser("report")
+    sub.set_defaults(do=report)
+    sub.add_argument("out", help="directory of the results")
+    sub.add_argument("--page", default=str(HERE / "real-model.md"))
+    options = parser.parse_args()
+    return int(options.do(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

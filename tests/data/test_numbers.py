@@ -1,0 +1,37 @@
+"""The last number of a text."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo.data.numbers import last_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7 + 5 = 12, so Ann has 12 apples.", "12"), ("1,234", "1234"), ("1234.0", "1234"), ("it is 3.50.", "3.5"), ("-4", "-4"),
+        ("9 - 4", "4"), ("9-4", "4"), ("(9) - 4", "4"), ("= -4", "-4"), ("x is -4.", "-4"), ("$12", "12"), ("12%", "12"),
+        ("1,2", "2"), ("12,34", "34"), ("no number", None), ("", None), ("٣", None), ("1" * 101, None), ("#### 72", "72"),
+    ],
+)  # fmt: skip
+def test_examples(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+@given(st.text() | st.text("0123456789,.-$ "))
+def test_any_text_has_a_last_number_or_none(text):
+    found = last_number(text)
+    assert found is None or found.is_finite()
+
+
+def test_long_texts_are_read_in_no_time():
+    for text in ("1" * 10**6, "1," * 10**6, "-" * 10**6, "1,111" * 10**5):
+        start = time.perf_counter()
+        last_number(text)
+        assert time.perf_counter() - start < 3

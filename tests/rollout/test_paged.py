@@ -1,0 +1,464 @@
+"""Decoding with pages: the replies of plain decoding, whatever shares the batch and however scarce pages are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gspo.errors import NumericalError
+from gspo.policy.routing import find_routers
+from gspo.rollout.draw import draw, uniform
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines import local
+from gspo.rollout.paged import batch, decoder, kernels
+from gspo.rollout.paged.decoder import Decoder, float32_logits, obstacle_to_pages
+from gspo.rollout.paged.graphs import Graphs
+from gspo.rollout.paged.pages import PAGE, Pages, pages_for
+from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
+from gspo.rollout.queue import Replies, make_queue
+from gspo.types import Prompt, Sampling
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+VOCABULARY, EOS = 48, 0
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2,
+}  # fmt: skip
+MOE = {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PLAIN = {
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
+    "qwen3, odd size of heads": ("qwen3", {**SIZES, "head_dim": 24}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "llama": ("llama", SIZES),
+    "qwen2 (biases)": ("qwen2", SIZES),
+}
+OTHER = {
+    "qwen3, sliding": ("qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gemma2 (capped, other norms)": ("gemma2", {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    "olmoe (norm over all heads)": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=dtype).eval()
+    return model.to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of(*PLAIN["qwen3_moe"])
+
+
+def prompt_of(length: int) -> Prompt:
+    ids = tuple((5 * length + 3 * j + 2) % VOCABULARY for j in range(length))
+    return Prompt(id=f"p/{length}", content="", text="", token_ids=ids)
+
+
+LENGTHS = (1, 3, 65, 64, 130, 7, 2, 66)
+
+
+def decoded(
+    model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
+) -> Replies:
+    queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
+    sampling = sampling or Sampling(max_tokens=90)
+    settings = {"slots": 8, "prefill_tokens": 100, **options}
+    with torch.no_grad():
+        return batch.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
+
+
+def plainly(model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any) -> Replies:  # fmt: skip
+    """The same by the loop that other models are decoded with."""
+    context = EngineContext(model=model, tokenizer=None, stop_ids=(EOS,))
+    engine = local.LocalEngine(context, slots=5, prefill_tokens=64)
+    engine.paged = False
+    queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
+    with torch.no_grad():
+        return engine._decode(model, queue, sampling or Sampling(max_tokens=90), options.get("routers"))
+
+
+def assert_same(ours: Replies, theirs: Replies, tolerance: float = 2e-5) -> None:
+    assert ours.token_ids == theirs.token_ids
+    assert ours.ended == theirs.ended
+    for a, b in zip(ours.logp, theirs.logp, strict=True):
+        assert a == pytest.approx(b, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_replies_are_those_of_plain_decoding(name: str) -> None:
+    model = model_of(*PLAIN[name])
+    assert obstacle_to_pages(model) is None
+    ours = decoded(model)
+    assert len({len(ids) for ids in ours.token_ids}) > 1, "replies of several lengths"
+    assert_same(ours, plainly(model))
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_models_of_another_kind_are_refused(name: str) -> None:
+    assert obstacle_to_pages(model_of(*OTHER[name])) is not None
+
+
+def test_a_model_whose_attention_does_more_is_found_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = type(model.model.layers[0].self_attn)
+    whole = attention.forward
+
+    def more(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer, weights = whole(self, *args, **kwargs)
+        return 1.5 * answer, weights
+
+    monkeypatch.setattr(attention, "forward", more)
+    assert "other logits" in (obstacle_to_pages(model) or "")
+
+
+def test_experts_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of all experts together, as they are on a GPU."""
+    model = model_of(*PLAIN["qwen3_moe"], dtype=torch.float32)
+    theirs = plainly(model)
+    monkeypatch.setattr(decoder, "grouped_products", lambda model: True)
+    monkeypatch.setattr(decoder, "grouped_mm", _one_by_one)
+    assert_same(decoded(model), theirs)
+
+
+def _one_by_one(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    starts = [0, *offs.tolist()]
+    return torch.cat([x[a:b] @ weight[e] for e, (a, b) in enumerate(pairwise(starts))])
+
+
+@pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}])  # fmt: skip
+def test_slots_change_nothing(model: Any, options: dict[str, int]) -> None:
+    assert_same(decoded(model, **options), plainly(model))
+
+
+@pytest.mark.parametrize("pages", [10, 13, 20, 33])
+def test_scarce_pages_change_nothing(model: Any, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back: list[int] = []
+    room = batch.PagedBatch._make_room
+
+    def counted(self: Any) -> None:
+        before = len(self.waiting)
+        room(self)
+        put_back.append(len(self.waiting) - before)
+
+    monkeypatch.setattr(batch.PagedBatch, "_make_room", counted)
+    sampling = Sampling(max_tokens=150)
+    assert_same(decoded(model, sampling=sampling, pages=pages, slots=12), plainly(model, sampling=sampling))
+    assert pages > 13 or any(put_back), "a reply had to be drawn again"
+
+
+def test_pages_come_back(model: Any) -> None:
+    queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
+    with torch.no_grad():
+        run = batch.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
+        count = run.pages.free
+        run.run()
+    assert run.pages.free == count
+    assert run.bucket == 8
+    assert not run.held
+
+
+def test_a_group_reads_its_prompt_once_and_shares_full_pages(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda self, prompts, pages: (read.extend(map(len, prompts)), prefill(self, prompts, pages))[1])  # fmt: skip
+    queue = make_queue([prompt_of(2 * PAGE + 5)], samples=6, seed=1, stream="train/0")
+    with torch.no_grad():
+        run = batch.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
+        run._admit()
+    assert read == [2 * PAGE + 4]
+    rows = [row for row in run.rows if row is not None]
+    assert len(rows) == 6
+    assert len({tuple(row.pages[:2]) for row in rows}) == 1, "full pages are the same"
+    assert len({row.pages[2] for row in rows}) == 6, "the last one is each row's own"
+
+
+def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "SIZES", (1, 2, 4, 8))
+    sizes: list[int] = []
+    step = batch.PagedBatch._step
+    if not CUDA:
+        monkeypatch.setattr(batch.PagedBatch, "_step", lambda self, rows: (sizes.append(rows), step(self, rows))[1])
+    sampling = Sampling(max_tokens=400)
+    assert_same(decoded(model, slots=24, sampling=sampling), plainly(model, sampling=sampling))
+    if not CUDA:
+        assert sizes == sorted(sizes, reverse=True)
+        assert {24, 8, 4} <= set(sizes)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}])
+def test_every_way_of_drawing(model: Any, changes: dict[str, Any]) -> None:
+    sampling = Sampling(max_tokens=40, **changes)
+    assert_same(decoded(model, sampling=sampling), plainly(model, sampling=sampling))
+
+
+def test_experts_are_those_of_plain_decoding(model: Any) -> None:
+    routers = find_routers(model)
+    ours, theirs = decoded(model, routers=routers), plainly(model, routers=routers)
+    assert_same(ours, theirs)
+    assert all(r is not None for r in ours.routes)
+    assert ours.routes == theirs.routes
+
+
+def test_diverged_weights_are_an_error() -> None:
+    model = model_of(*PLAIN["qwen3"])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(NumericalError, match="NaN"):
+        decoded(model)
+
+
+def test_log_probabilities_are_not_rounded_to_the_weights_precision() -> None:
+    hidden, weight = torch.randn(5, 64).bfloat16().to(DEVICE), torch.randn(300, 64).bfloat16().to(DEVICE)
+    exact = hidden.double() @ weight.double().T
+    found = float32_logits(hidden, weight)
+    assert found.dtype == torch.float32
+    assert float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+
+
+# --- Pages ---
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 6)), max_size=60))
+def test_a_page_is_free_exactly_when_nobody_reads_it(actions: list[tuple[str, int]]) -> None:
+    pages, readers = Pages(12), [[]]  # type: ignore[var-annotated]
+    for action, number in actions:
+        held = readers[number % len(readers)]
+        if action == "take":
+            free = pages.free
+            taken = pages.take(number)
+            assert (taken is None) == (number > free)
+            readers.append(taken or [])
+        elif action == "share":
+            pages.share(held)
+            readers.append(list(held))
+        else:
+            pages.release(held)
+            held.clear()
+        used = {page for held in readers for page in held}
+        assert 0 not in used
+        assert pages.free == 11 - len(used)
+
+
+def test_pages_for_tokens() -> None:
+    assert [pages_for(n) for n in (0, 1, PAGE, PAGE + 1, 3 * PAGE)] == [0, 1, 1, 2, 3]
+
+
+# --- Graphs ---
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_step_that_cannot_be_captured_is_run_with_a_message() -> None:
+    x = torch.zeros(1, device=DEVICE)
+
+    def step(rows: int) -> None:
+        x.add_(float(x.sum() * 0 + rows))  # waits for the device
+
+    launch = Graphs(step)
+    launch(2)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs"):
+        launch(2)
+    launch(2)
+    assert float(x) == 6
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_replies_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(*PLAIN[name], dtype=torch.bfloat16)
+    captured: list[int] = []
+    capture = Graphs._capture
+    monkeypatch.setattr(Graphs, "_capture", lambda self, rows: (captured.append(rows), capture(self, rows))[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded(model, slots=24, prefill_tokens=4000, routers=find_routers(model))
+    assert captured[0] == 24
+
+
+# --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", minversion="3.8", reason="needs Triton 3.8, whose interpreter works with this numpy")
+    if CUDA or INTERPRETED:
+        pytest.skip("the tests below run here themselves")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
+    root = Path(kernels.__file__).parents[3]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}, cwd=root, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "." * 8 in done.stdout, "all of them ran, none was skipped"
+
+
+on_triton = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="run by the test above")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def filled(rows: int, width: int, seed: int = 0) -> Slots:
+    """Rows at all kinds of positions, in scattered pages, some of them not live."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = make_slots(rows, width, 20, DEVICE, None)
+    position = torch.randint(width * PAGE, (rows,), generator=generator)
+    position[:3] = torch.tensor([0, PAGE - 1, width * PAGE - 1])[:rows]
+    slots.state[POSITION] = position
+    slots.state[LIVE] = torch.randint(4, (rows,), generator=generator) > 0
+    slots.state[LIVE, :3] = 1
+    slots.state[KEY] = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    slots.state[DRAWN] = torch.randint(20, (rows,), generator=generator)
+    slots.table_SW.copy_(1 + torch.randperm(rows * width, generator=generator).view(rows, width))
+    return slots
+
+
+def twins() -> tuple[Any, Any]:
+    from gspo.rollout.paged import kernels_triton
+
+    return kernels, kernels_triton
+
+
+@on_triton
+@pytest.mark.parametrize("size", [32, 48])
+def test_norm_and_gate_on_triton(size: int) -> None:
+    plain, fused = twins()
+    x, weight = random(7, 1, size), random(size, seed=1)
+    torch.testing.assert_close(fused.normed(x, weight, 1e-6), plain.normed(x, weight, 1e-6))
+    torch.testing.assert_close(fused.gated(x, x.flip(0)), plain.gated(x, x.flip(0)))
+
+
+@on_triton
+@pytest.mark.parametrize(("rows", "chosen", "experts"), [(1, 1, 3), (9, 4, 8), (700, 8, 64)])
+def test_experts_on_triton(rows: int, chosen: int, experts: int) -> None:
+    plain, fused = twins()
+    expert = random(rows, experts).topk(chosen).indices
+    (row, place, ends), theirs = fused.arranged(expert, experts), plain.arranged(expert, experts)
+    assert all(torch.equal(a, b) for a, b in zip((row, place, ends), theirs, strict=True))
+    assert torch.equal(expert.flatten().sort().values, expert.flatten()[place.flatten().argsort()])
+    x, weight = random(rows * chosen, 48, seed=1), random(rows, chosen, seed=2)
+    torch.testing.assert_close(fused.halves_gated(x), plain.halves_gated(x))
+    expected = torch.stack([(x[place[r]] * weight[r][:, None]).sum(0) for r in range(rows)])
+    torch.testing.assert_close(fused.summed(x, place, weight), expected)
+    torch.testing.assert_close(plain.summed(x, place, weight), expected)
+
+
+@on_triton
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (3, 3, 32)])
+def test_store_on_triton(normed: bool, queries: int, heads: int, size: int) -> None:
+    slots = filled(9, 3)
+    given = [random(9, n * size, seed=n + i) for i, n in enumerate((queries, heads, heads))]
+    angle = random(9, size // 2, seed=5).repeat(1, 2)
+    norms = (random(size, seed=6), random(size, seed=7)) if normed else None
+    caches = [(torch.zeros(28, heads, PAGE, size, device=DEVICE), torch.zeros(28, heads, PAGE, size, device=DEVICE)) for _ in range(2)]  # fmt: skip
+    asked = [k.stored(slots, *given, (angle.cos(), angle.sin()), norms, 1e-6, cache) for k, cache in zip(twins(), caches, strict=True)]  # fmt: skip
+    torch.testing.assert_close(asked[1], asked[0])
+    for ours, theirs in zip(caches[1], caches[0], strict=True):
+        torch.testing.assert_close(ours[1:], theirs[1:])
+        assert ours[1:].abs().sum() > 0
+
+
+@on_triton
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (32, 1, 16)])
+def test_attention_on_triton(programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    plain, fused = twins()
+    monkeypatch.setattr(fused, "PROGRAMS", programs)
+    monkeypatch.setattr(fused, "STRETCH", 2)
+    slots = filled(6, 3)
+    cache = (random(19, heads, PAGE, size), random(19, heads, PAGE, size, seed=1))
+    query = random(6, queries, size, seed=2)
+    expected = plain.attended(slots, query, cache, 0.3)
+    torch.testing.assert_close(fused.attended(slots, query, cache, 0.3), expected, atol=2e-6, rtol=1e-5)
+    assert not expected[slots.state[LIVE] == 0].any()
+    # Against a formula that has neither pages nor kernels.
+    row, head = 2, queries - 1
+    keys, values = (store[slots.table_SW[row].long(), head // (queries // heads)].flatten(0, 1) for store in cache)
+    seen = int(slots.state[POSITION, row]) + 1
+    weight = (0.3 * keys[:seen] @ query[row, head]).softmax(0)
+    torch.testing.assert_close(expected[row].view(queries, size)[head], weight @ values[:seen], atol=2e-6, rtol=1e-5)
+
+
+@on_triton
+@pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draw_on_triton(vocabulary: int, temperature: float) -> None:
+    plain, fused = twins()
+    slots, sampling = filled(40, 2), Sampling(max_tokens=5, temperature=temperature)
+    logits = 3 * random(40, vocabulary, seed=4)
+    (ours, our_logp), (theirs, their_logp) = (k.drawn(slots, logits, sampling) for k in (fused, plain))
+    assert float((ours == theirs).float().mean()) > 0.97, "they may part where two tokens meet"
+    torch.testing.assert_close(our_logp[ours == theirs], their_logp[ours == theirs], atol=2e-6, rtol=1e-5)
+    exact = (logits / temperature).log_softmax(-1).gather(1, ours[:, None])[:, 0]
+    torch.testing.assert_close(our_logp, exact, atol=2e-6, rtol=1e-5)
+
+
+@on_triton
+def test_an_impossible_token_is_never_drawn_on_triton() -> None:
+    _, fused = twins()
+    slots = filled(64, 2)
+    logits = torch.full((64, 5000), -1e4, device=DEVICE)
+    logits[:, [3, 4095, 4999]] = random(64, 3)
+    token, logp = fused.drawn(slots, logits, Sampling(max_tokens=5))
+    assert set(token.tolist()) == {3, 4095, 4999}
+    assert logp.isfinite().all()
+    expected = draw(logits, Sampling(max_tokens=5), uniform(slots.state[KEY], slots.state[DRAWN]))[0]
+    assert torch.equal(token, expected)
+
+
+@on_triton
+def test_not_a_number_is_noticed_on_triton() -> None:
+    _, fused = twins()
+    logits = random(3, 5000)
+    logits[1, 4500] = float("nan")
+    token, logp = fused.drawn(filled(3, 2), logits, Sampling(max_tokens=5))
+    assert logp.isnan().tolist() == [False, True, False]
+    assert int(token.min()) >= 0
+    assert int(token.max()) < 5000
+
+
+@on_triton
+@pytest.mark.parametrize("stop_ids", [[], [3], [1, 3, 4]])
+def test_bookkeeping_on_triton(stop_ids: list[int]) -> None:
+    given, stops = filled(30, 2), torch.tensor(stop_ids, dtype=torch.int64, device=DEVICE)
+    token, logp = torch.arange(30, device=DEVICE) % 6, random(30)
+    made = []
+    for k in twins():
+        slots = Slots(state=given.state.clone(), table_SW=given.table_SW, token_ST=given.token_ST.clone(), logp_ST=given.logp_ST.clone(), routes_STLK=None)  # fmt: skip
+        k.advanced(slots, token, logp, stops, 10)
+        made.append(slots)
+    assert torch.equal(made[0].state, made[1].state)
+    live = given.state[LIVE] > 0
+    assert torch.equal(made[0].token_ST[live], made[1].token_ST[live])
+    assert torch.equal(made[0].logp_ST[live], made[1].logp_ST[live])
+    assert torch.equal(made[0].state[INPUT][live], token[live])
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 10**6))
+@on_triton
+def test_random_numbers_on_triton(key: int, index: int) -> None:
+    """With equal logits the token is the random number itself."""
+    _, fused = twins()
+    slots = make_slots(1, 1, 4, DEVICE, None)
+    slots.state[KEY], slots.state[DRAWN] = key, index
+    token, _ = fused.drawn(slots, torch.zeros(1, 4096, device=DEVICE), Sampling(max_tokens=5))
+    expected = float(uniform(slots.state[KEY], slots.state[DRAWN])) * 4096
+    assert abs(int(token) + 0.5 - expected) <= 0.5 + 1e-9
