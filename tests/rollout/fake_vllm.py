@@ -99,7 +99,11 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             self._send(200, b"" if self.path == "/health" else json.dumps(fake.answer(self.path, {})).encode())
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+            size = int(self.headers["Content-Length"])
+            text = self.rfile.read(size)
+            if len(text) < size:  # the caller has hung up
+                return
+            body = json.loads(text)
             path = self.path.partition("?")[0]
             if path != "/inference/v1/generate":
                 self._send(*_answered(fake, path, body))

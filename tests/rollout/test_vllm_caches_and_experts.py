@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_vllm
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm_cases import apart, context_of, drawn, small_moe, some_prompts, stirred
 
 from gspo.policy.routing import Forced
@@ -26,6 +27,24 @@ def test_the_same_prompt_after_a_sync_does_not_meet_old_keys_in_the_cache() -> N
         for _ in range(2):
             assert apart(context.model, prompts, drawn(engine, prompts)).max() < 2e-5
             stirred(context.model)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_dense_model_that_change_are_in_use(tied: bool) -> None:
+    """Tied: the output matrix is not sent, it is the input's; kernels may keep a copy of it."""
+    needs_vllm()
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**shape, tie_word_embeddings=tied, initializer_range=0.2, eos_token_id=1)
+    ).eval()
+    engine = build_engine("vllm", context_of(model), {})
+    try:
+        for _ in range(2):
+            assert apart(model, some_prompts(), drawn(engine, some_prompts())).max() < 2e-5
+            stirred(model)
     finally:
         engine.close()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_vllm import STOP, FakeVllm
+from vllm_cases import small_moe
 
 from gspo.errors import ConfigError, EngineError, WeightSyncError
 from gspo.rollout.engine import EngineContext, build_engine
@@ -187,6 +191,40 @@ def test_tied_weights_are_sent_once() -> None:
     assert [n for n, _ in named_weights(tied)].count("1.weight") == 0
 
 
+def test_experts_that_vllm_returns_itself_are_cut_to_the_layers_that_have_some() -> None:
+    """Layer 0 of this model is dense; vLLM's array has a row for it all the same."""
+    from gspo.policy.routing import find_routers
+    from gspo.rollout.vllm.experts import from_text, moe_layers
+
+    mixture = small_moe(num_hidden_layers=3, mlp_only_layers=[0])
+    routers = find_routers(mixture)
+    assert routers is not None
+    layers = moe_layers(mixture, routers)
+    assert layers == [1, 2]
+    array = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
+    file = io.BytesIO()
+    np.save(file, array)
+    found = np.frombuffer(from_text(base64.b64encode(file.getvalue()).decode(), layers), dtype=np.int16)
+    assert (found.reshape(4, 2, 2) == array[:, 1:]).all()
+
+
+def test_adapters_are_added_to_their_matrices() -> None:
+    """As peft lays them out: the matrix in `base_layer`, the factors beside it."""
+    adapted = torch.nn.Module()
+    adapted.base_layer = torch.nn.Linear(4, 3)
+    adapted.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+    adapted.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 3, bias=False)})
+    adapted.scaling = {"default": 0.5}
+    whole = torch.nn.ModuleDict({"q_proj": adapted, "plain": torch.nn.Linear(2, 2)})
+    sent = dict(named_weights(whole))
+    assert set(sent) == {"q_proj.weight", "q_proj.bias", "plain.weight", "plain.bias"}
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        expected = adapted.base_layer(x) + 0.5 * adapted.lora_B["default"](adapted.lora_A["default"](x))
+        ours = torch.nn.functional.linear(x, sent["q_proj.weight"], sent["q_proj.bias"])
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------- who may speak
 
 
@@ -232,7 +270,7 @@ def test_the_token_is_in_no_command_line() -> None:
         ({"servers": ["127.0.0.1:1"], "start": 1}, "set one of start and servers"),
         ({"servers": ["nowhere"]}, "no address"),
         ({"servers": ["127.0.0.1:1"], "settings": {"seed": 1}}, "has its settings already"),
-        ({"start": 1, "transfer": "pigeon"}, "one of auto, file, gloo"),
+        ({"start": 1, "transfer": "pigeon"}, "one of auto, file, gloo, nccl"),
         ({"start": 1, "in_flight": 0}, "in_flight: must be a whole number"),
         ({"start": 1, "check_s": 0}, "check_s: must be a positive"),
         ({"servers": ["127.0.0.1:1"]}, "GSPO_SERVE_TOKEN"),

@@ -29,7 +29,7 @@ def small_moe(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
     shape = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "initializer_range": 0.1,
-        "max_position_embeddings": 512, "norm_topk_prob": True, "eos_token_id": STOP,
+        "max_position_embeddings": 512, "norm_topk_prob": True, "eos_token_id": STOP, "tie_word_embeddings": True,
     }  # fmt: skip
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | sizes)).to(dtype).eval()
 

@@ -20,6 +20,7 @@ from gspo.policy.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
 from gspo.rollout.vllm.canary import check_canary
+from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Draw, Host, Reply, Request
 from gspo.rollout.vllm.weights import changes
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
@@ -41,22 +42,23 @@ def build(
     """`servers`: addresses of servers that run (`gspo serve MODEL`; their token in GSPO_SERVE_TOKEN); `start`: or how many
     to start here; neither: vLLM in this process. `experts`: tell the experts of a mixture's replies (its prefix cache is
     then off). `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
-    For servers: `transfer`, how weights travel ("auto", "file", "gloo"); `in_flight` requests at a time each; seconds for one
+    For servers: `transfer`, how weights travel ("auto", "file", "gloo", "nccl"); `in_flight` requests at a time each; seconds for one
     reply (`request_s`), between looks at a busy server (`check_s`), and without any server before giving up (`absent_s`)."""
     from gspo.rollout.vllm import connect
     from gspo.rollout.vllm.in_process import InProcess, settings_for
 
-    experts = experts and context.routers is not None
+    layers = () if context.routers is None else tuple(moe_layers(context.model, context.routers))
+    experts = experts and bool(layers)
     for name in settings or {}:
         if name in settings_for(context.model, experts=experts):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
     served = connect.Options(
-        servers=tuple(servers), start=start, experts=experts, settings=dict(settings or {}), transfer=transfer,
+        servers=tuple(servers), start=start, experts=experts, layers=layers, settings=dict(settings or {}), transfer=transfer,
         in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
     )  # fmt: skip
     connect.check(served)
     if not servers and not start:
-        return VllmEngine(context, InProcess(context.model, experts=experts, settings=served.settings))
+        return VllmEngine(context, InProcess(context.model, experts=experts, layers=layers, settings=served.settings))
     return VllmEngine(context, connect.connect(context.model, served))
 
 

@@ -21,7 +21,7 @@ from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.serve import Process, as_arguments
 from gspo.rollout.vllm.served import Limits, Served, Server
 
-WAYS = ("auto", "file", "gloo")
+WAYS = ("auto", "file", "gloo", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Options:
     servers: tuple[str, ...]
     start: int
     experts: bool
+    layers: tuple[int, ...]
+    """The layers that have experts."""
     settings: Mapping[str, Any]
     transfer: str
     in_flight: int
@@ -70,7 +72,7 @@ def connect(model: Any, options: Options) -> Served:
     servers = _given(options) if options.servers else _started(model, options, limits)
     try:
         return Served(
-            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts
+            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers,
         )  # fmt: skip
     except BaseException as error:
         for server in servers:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gspo.errors import ConfigError, WeightSyncError
+from gspo.rollout.vllm.experts import native, sees_itself
 from gspo.rollout.vllm.host import Check, Reply, Request
 from gspo.rollout.vllm.serve import EXTENSION
 from gspo.rollout.vllm.weights import digest, named_weights
@@ -36,9 +37,14 @@ def settings_for(model: Any, *, experts: bool) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": "gspo"},
         "skip_tokenizer_init": True,
-        # The experts of positions that came from a cache are not seen by the worker.
-        "enable_prefix_caching": not experts,
+        **_expert_settings(model, experts),
     }
+
+
+def _expert_settings(model: Any, experts: bool) -> dict[str, Any]:
+    """vLLM's own way to return experts keeps the prefix cache; ours does not see positions that came from a cache."""
+    own = experts and sees_itself(model)
+    return {"enable_prefix_caching": own or not experts, "enable_return_routed_experts": own}
 
 
 def check_cpu(model: Any) -> None:
@@ -61,7 +67,7 @@ class InProcess:
 
     alive = 0
 
-    def __init__(self, model: Any, *, experts: bool, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, *, experts: bool, layers: Sequence[int], settings: Mapping[str, Any]) -> None:
         # Read when vLLM is imported: the engine core in this process, so that tensors go by reference; quiet; no downloads.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -88,7 +94,7 @@ class InProcess:
             )
         finally:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
-        self.experts = experts
+        self.experts, self.layers = experts, layers
         if experts:
             self._rpc("gspo_watch_routes")
         self._label: str | None = None
@@ -131,7 +137,7 @@ class InProcess:
             except BaseException:
                 self._abort()
                 raise
-            experts = self._experts([d.request_id for d in done]) if routes else [None] * len(done)
+            experts = self._experts(done) if routes else [None] * len(done)
         return [_reply(d.outputs[0], e) for d, e in zip(done, experts, strict=True)]
 
     def close(self) -> None:
@@ -152,8 +158,11 @@ class InProcess:
         with suppress(Exception):
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
-    def _experts(self, ids: Sequence[str]) -> list[bytes | None]:
-        texts = self._rpc("gspo_take_routes", list(ids))
+    def _experts(self, done: Sequence[Any]) -> list[bytes | None]:
+        own = [d.outputs[0].routed_experts for d in done]
+        if all(array is not None for array in own):
+            return [native(array, self.layers) for array in own]
+        texts = self._rpc("gspo_take_routes", [d.request_id for d in done])
         self._rpc("gspo_forget_routes")
         return [None if text is None else base64.b64decode(text) for text in texts]
 

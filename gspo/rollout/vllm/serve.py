@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gspo.errors import ConfigError, EngineError
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault
@@ -29,12 +31,12 @@ GUARD = "gspo.rollout.vllm.guard.Guard"
 
 def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[str] = ()) -> list[str]:
     """The command line of a server; `experts`: it can tell which experts drew a reply."""
-    caching = ["--no-enable-prefix-caching"] if experts else []
+    own = ["--enable-return-routed-experts"] if torch.cuda.is_available() else ["--no-enable-prefix-caching"]
     return [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port),
         "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--skip-tokenizer-init",
         "--weight-transfer-config", json.dumps({"backend": "gspo"}), "--worker-extension-cls", EXTENSION,
-        "--middleware", GUARD, "--disable-uvicorn-access-log", *caching, *more,
+        "--middleware", GUARD, "--disable-uvicorn-access-log", *(own if experts else ()), *more,
     ]  # fmt: skip
 
 

@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo.errors import EngineError, WeightSyncError
+from gspo.rollout.vllm.experts import from_text
 from gspo.rollout.vllm.host import Check, Reply, Request
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.serve import Process
@@ -80,9 +81,10 @@ class Served:
         transfer: str,
         tell: Callable[[str], None],
         experts: bool,
+        layers: Sequence[int] = (),
     ) -> None:
         self.servers, self.in_flight, self.limits, self.transfer = list(servers), in_flight, limits, transfer
-        self.tell, self.experts = tell, experts
+        self.tell, self.experts, self.layers = tell, experts, layers
         self._pool = ThreadPoolExecutor(in_flight * len(servers) + len(servers) + 2)
         self._numbers = itertools.count()
         self._labels: set[str] = set()
@@ -182,6 +184,7 @@ class Served:
     # ---- replies
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[Reply]:
+        self._forget_experts()
         batch = _Batch(self, requests, routes)
         try:
             return batch.run()
@@ -196,11 +199,23 @@ class Served:
         body = {"request_id": name, "token_ids": list(request.prompt_ids), "sampling_params": request.settings()}
         answer = server.client.post("/inference/v1/generate", body, timeout_s=self.limits.request_s)
         reply = sound_reply(answer, request, self._labels, server.client.address)
-        if not routes:
-            return reply
+        own = answer["choices"][0].get("routed_experts")
+        if not routes or own is not None:
+            return reply if not routes else replace(reply, experts=from_text(own, self.layers))
         found = server.client.post("/collective_rpc", {"method": "gspo_take_routes", "args": [[name]]}, timeout_s=self.limits.check_s)  # fmt: skip
         text = found["results"][0][0]
-        return reply if text is None else _with_experts(reply, text)
+        return reply if text is None else replace(reply, experts=base64.b64decode(text))
+
+    def _forget_experts(self) -> None:
+        """What was noted for replies that nobody asked the experts of would pile up."""
+        for server in self.servers if self.experts else ():
+            try:
+                if server.up:
+                    server.client.post(
+                        "/collective_rpc", {"method": "gspo_forget_routes"}, timeout_s=self.limits.check_s
+                    )
+            except Fault as fault:
+                self._down(server, str(fault))
 
     def close(self) -> None:
         for server in self.servers:
@@ -208,10 +223,6 @@ class Served:
             if server.process is not None:
                 server.process.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _with_experts(reply: Reply, text: str) -> Reply:
-    return Reply(token_ids=reply.token_ids, logp=reply.logp, ended=reply.ended, spans=reply.spans, experts=base64.b64decode(text))  # fmt: skip
 
 
 class _Batch:

@@ -1,8 +1,9 @@
 """The learner's end of a weight transfer to a server.
 
-In: the model's weights. Out: an update that the server's workers (`worker.py`) have taken. Two ways, chosen by asking the
-workers: `file`, when they can read what the learner writes (shared memory if it fits, else the temporary directory), else
-`gloo`, a broadcast over TCP. Invariant: a file is written once for all servers, and is gone afterwards.
+In: the model's weights. Out: an update that the server's workers (`worker.py`) have taken. Three ways, chosen by asking the
+workers: `file`, when they can read what the learner writes (shared memory if it fits, else the temporary directory), else a
+broadcast: `nccl` where both ends have GPUs, `gloo` over TCP elsewhere. Invariant: a file is written once for all servers, and
+is gone afterwards.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from gspo.errors import WeightSyncError
+from gspo.rollout.vllm.broadcast import broadcast, group
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.serve import free_port
 from gspo.rollout.vllm.weights import digest, named_weights
@@ -62,17 +64,26 @@ def send(offer: Offer, client: Client, *, way: str, workers: int, timeout_s: flo
     """Bring a server to the offered weights; requests under way are held meanwhile and go on with the new ones."""
     client.post("/pause?mode=keep", timeout_s=timeout_s)
     try:
-        if way == "file" or (way == "auto" and sees(client, offer.path, timeout_s)):
+        way = chosen(offer, client, timeout_s) if way == "auto" else way
+        if way == "file":
             client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
             _update(client, offer.label, {"path": offer.path}, timeout_s)
         else:
-            _broadcast(offer, client, workers, timeout_s)
+            _broadcast(offer, client, way, workers, timeout_s)
         arrived = client.post("/collective_rpc", {"method": "gspo_received"}, timeout_s=timeout_s)["results"]
         if set(arrived) != {offer.digest}:
             raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
         client.post("/reset_prefix_cache", timeout_s=timeout_s)
     finally:
         client.post("/resume", timeout_s=timeout_s)
+
+
+def chosen(offer: Offer, client: Client, timeout_s: float) -> str:
+    """The best way to a server."""
+    if sees(client, offer.path, timeout_s):
+        return "file"
+    devices = client.post("/collective_rpc", {"method": "gspo_device"}, timeout_s=timeout_s)["results"]
+    return "nccl" if {*devices, offer.pairs[0][1].device.type} == {"cuda"} else "gloo"
 
 
 def sees(client: Client, path: str, timeout_s: float) -> bool:
@@ -101,24 +112,22 @@ def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, 
     client.post("/finish_weight_update", {"weight_version": label}, timeout_s=timeout_s)
 
 
-def _broadcast(offer: Offer, client: Client, workers: int, timeout_s: float) -> None:
-    from gspo.rollout.vllm.gloo import broadcast, gloo_group
-
+def _broadcast(offer: Offer, client: Client, kind: str, workers: int, timeout_s: float) -> None:
     host, port, size = _own_address(client), free_port("0.0.0.0"), 1 + workers
-    where = {"host": host, "port": port, "size": size, "timeout_s": timeout_s}
+    where = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
     with ThreadPoolExecutor(1) as side:
         joined = side.submit(client.post, "/init_weight_transfer_engine", {"init_info": where}, timeout_s=timeout_s)
         try:
-            group = gloo_group(host, port, 0, size, timeout_s)
+            among = group(kind, host, port, 0, size, timeout_s)
         except RuntimeError as error:
-            raise Fault(f"{client.address}: no gloo group with it: {error}") from error
+            raise Fault(f"{client.address}: no {kind} group with it: {error}") from error
         finally:
             joined.result()
 
     def send_all() -> None:
         for _, tensor in offer.pairs:
             try:
-                broadcast(group, tensor.cpu().contiguous())
+                broadcast(among, (tensor if kind == "nccl" else tensor.cpu()).contiguous())
             except RuntimeError as error:
                 raise Fault(f"{client.address}: the broadcast broke off: {error}") from error
 

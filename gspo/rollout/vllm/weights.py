@@ -18,12 +18,31 @@ CHUNK = 1 << 22
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, each tensor once: an output matrix that is tied to the input's is not repeated."""
+    """Parameters and persistent buffers, each tensor once: an output matrix that is tied to the input's is not repeated.
+    Low-rank adapters are added to the matrices that they belong to."""
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.data_ptr() not in seen or not tensor.numel():
-            seen.add(tensor.data_ptr())
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        owner, mark, rest = name.partition(".base_layer.")
+        if mark:
+            module = adapted[owner]
+            yield f"{owner}.{rest}", merged(module) if rest == "weight" else tensor.detach()
+        elif not any(part in name for part in (".lora_A.", ".lora_B.")):
             yield name, tensor.detach()
+
+
+@torch.no_grad()
+def merged(layer: Any) -> Tensor:
+    """W + s B A of a layer with adapters (peft's), summed in float32 and rounded once."""
+    base: Tensor = layer.base_layer.weight
+    total = base.float()
+    for adapter in layer.lora_A:
+        product = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+        total = total + layer.scaling[adapter] * product
+    return total.to(base.dtype)
 
 
 def changes(model: Any) -> tuple[int, ...]:

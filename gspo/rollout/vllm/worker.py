@@ -1,7 +1,7 @@
 """What runs inside vLLM's workers: weights arrive here, and the experts that were used are noted here.
 
 Loaded by vLLM as `worker_extension_cls`; importing it registers the weight-transfer backend `gspo`, which takes weights by
-reference (an engine in the learner's process), from a safetensors file, or from a gloo broadcast, whichever an update names.
+reference (an engine in the learner's process), from a safetensors file, or from a broadcast (gloo, NCCL), whichever an update names.
 
 Invariant: `gspo_received` is the digest of the tensors that the last update really handed to the model's loader, and after
 every update the kernels' own copies of the experts are made anew.
@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from gspo.rollout.vllm.gloo import broadcast, gloo_group
+from gspo.rollout.vllm.broadcast import broadcast, group
 from gspo.rollout.vllm.weights import Digest
 
 BACKEND = "gspo"
@@ -37,6 +37,7 @@ HANDED: dict[str, list[tuple[str, Tensor]]] = {}
 class InitInfo(WeightTransferInitInfo):
     """Where to meet the learner for broadcasts; no port: there will be none."""
 
+    kind: str = "gloo"
     host: str = ""
     port: int = 0
     size: int = 0
@@ -67,13 +68,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.group: Any = None
+        self.kind = "gloo"
         self.received = ""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         if init_info.port:
             rank = init_info.first + self.parallel_config.rank
-            self.group = gloo_group(init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s)
+            self.kind = init_info.kind
+            self.group = group(self.kind, init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -101,7 +104,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _from_broadcast(self, tensors: list[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
         for name, dtype, shape in tensors:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = torch.empty(
+                shape, dtype=getattr(torch, dtype), device=self.device if self.kind == "nccl" else "cpu"
+            )
             broadcast(self.group, tensor)
             yield name, tensor.to(self.device)
 
@@ -109,6 +114,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_head(self.model)
 
     def shutdown(self) -> None:
         self.group = None
@@ -133,6 +139,16 @@ def repack_experts(model: Any) -> None:
             continue
         if "_setup_kernel" not in vars(method):
             method._setup_kernel = _repacking(method, method._setup_kernel)
+
+
+def repack_head(model: Any) -> None:
+    """The same for an output matrix that is tied to the input's: it is not among the weights that are loaded, and the CPU
+    kernel's copy of it would stay what it was."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _repacking(method: Any, setup: Callable[..., None]) -> Callable[..., None]:
@@ -161,9 +177,17 @@ class WorkerExtension:
         except OSError:
             return False
 
+    def gspo_device(self) -> str:
+        """What this worker computes on."""
+        return str(self.device.type)  # type: ignore[attr-defined]
+
     def gspo_watch_routes(self) -> int:
-        """Begin to note the experts of every token; how many MoE layers there are."""
+        """Begin to note the experts of every token, unless vLLM does that itself; how many MoE layers there are."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
         runner = self.model_runner  # type: ignore[attr-defined]
+        if self.vllm_config.aux_output_config.enable_return_routed_experts:  # type: ignore[attr-defined]
+            return sum(isinstance(m, MoERunner) for m in runner.get_model().modules())
         if not hasattr(runner, "gspo_routes"):
             runner.gspo_routes = RouteNotes(runner)
         return len(runner.gspo_routes.routers)
@@ -175,7 +199,8 @@ class WorkerExtension:
 
     def gspo_forget_routes(self) -> None:
         """Drop what was noted."""
-        self.model_runner.gspo_routes.noted.clear()  # type: ignore[attr-defined]
+        if hasattr(self.model_runner, "gspo_routes"):  # type: ignore[attr-defined]
+            self.model_runner.gspo_routes.noted.clear()  # type: ignore[attr-defined]
 
 
 class RouteNotes:
