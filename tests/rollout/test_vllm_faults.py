@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +127,23 @@ def test_a_server_that_comes_back_gets_the_weights_before_it_draws(fake: Any, ho
     replies = host.generate(requests(3), routes=False)
     assert [r.token_ids for r in replies] == expected(3)
     assert one.label == "0.0"
+
+
+def test_a_call_that_was_broken_off_leaves_nothing_behind(fake: Any, hosted: Any) -> None:
+    """A signal breaks off a call; what its requests still bring must not be taken for the next call's."""
+    one = fake()
+    host = hosted(one)
+    one.fault, one.after = "hangs", len(one.asked)
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        host.generate(requests(), routes=False)
+    one.fault = ""
+    assert [r.token_ids for r in host.generate(requests(5), routes=False)] == expected(5)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_requests_that_are_refused_are_not_repeated(fake: Any, hosted: Any) -> None:

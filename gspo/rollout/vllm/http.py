@@ -40,6 +40,14 @@ class Client:
     def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
         return self._call("POST", path, body if body is not None else {}, timeout_s)
 
+    def workers(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What every worker answers to a call of the extension (`worker.py`)."""
+        answer = self.post("/collective_rpc", {"method": method, "args": list(args)}, timeout_s=timeout_s)
+        found = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(found, list) or not found:
+            raise Fault(f"{self.address}: no answer of its workers to {method}")
+        return found
+
     def hang_up(self) -> None:
         """End every call that is under way with a `Fault`."""
         with self._lock:

@@ -12,9 +12,10 @@ import base64
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.errors import EngineError, WeightSyncError
@@ -44,7 +45,7 @@ class Limits:
     """Without any server that works; also for one of our own to start."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Server:
     """One server and what is known of it."""
 
@@ -57,7 +58,6 @@ class Server:
     restarts: int = 0
     syncing: bool = False
     reviving: Future[None] | None = None
-    working: dict[Future[Reply], _Job] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,6 @@ class _Job:
     request: Request
     tries: int = 0
     avoid: Server | None = None
-    since: float = 0.0
 
 
 class Served:
@@ -147,10 +146,7 @@ class Served:
     def _meet(self, server: Server) -> None:
         """What must be known of a server that may be new: how many workers it has; and that experts are to be noted."""
         method = "gspo_watch_routes" if self.experts else "gspo_received"
-        try:
-            found = server.client.post("/collective_rpc", {"method": method}, timeout_s=self.limits.sync_s)["results"]
-        except (KeyError, TypeError) as error:
-            raise Fault(f"{server.client.address}: an answer without results") from error
+        found = server.client.workers(method, timeout_s=self.limits.sync_s)
         self._workers[server.client.address] = len(found)
         if self.experts and "0" in found:
             raise EngineError(f"{server.client.address}: cannot tell the experts of its replies; start it with: gspo serve MODEL --experts, or set rollout.engine_options.experts = false")  # fmt: skip
@@ -202,9 +198,9 @@ class Served:
         own = answer["choices"][0].get("routed_experts")
         if not routes or own is not None:
             return reply if not routes else replace(reply, experts=from_text(own, self.layers))
-        found = server.client.post("/collective_rpc", {"method": "gspo_take_routes", "args": [[name]]}, timeout_s=self.limits.check_s)  # fmt: skip
-        text = found["results"][0][0]
-        return reply if text is None else replace(reply, experts=base64.b64decode(text))
+        (texts, *_) = server.client.workers("gspo_take_routes", [name], timeout_s=self.limits.check_s)
+        text = texts[0] if isinstance(texts, list) and texts else None
+        return reply if not isinstance(text, str) else replace(reply, experts=base64.b64decode(text))
 
     def _forget_experts(self) -> None:
         """What was noted for replies that nobody asked the experts of would pile up."""
@@ -232,6 +228,7 @@ class _Batch:
         self.host, self.routes = host, routes
         self.waiting = [_Job(index=i, request=r) for i, r in enumerate(requests)][::-1]
         self.replies: list[Reply | None] = [None] * len(requests)
+        self.working: dict[Future[Reply], tuple[Server, _Job]] = {}
         self.checks: dict[Future[Any], Server] = {}
         self.looked = time.monotonic()
         self.since_any = time.monotonic()
@@ -248,24 +245,24 @@ class _Batch:
     def _hand_out(self) -> None:
         """Waiting requests to the servers with the fewest, and not again to the one that failed if there is another."""
         while self.waiting:
-            ready = [s for s in self.host.servers if s.up and len(s.working) < self.host.in_flight]
+            load = Counter(server for server, _ in self.working.values())
+            ready = [s for s in self.host.servers if s.up and load[s] < self.host.in_flight]
             if not ready:
                 return
             job = self.waiting.pop()
             others = [s for s in ready if s is not job.avoid] or ready
-            server = min(others, key=lambda s: len(s.working))
-            job.tries, job.since = job.tries + 1, time.monotonic()
-            server.working[self.host._pool.submit(self.host._ask, server, job.request, routes=self.routes)] = job
+            server = min(others, key=lambda s: load[s])
+            job.tries += 1
+            future = self.host._pool.submit(self.host._ask, server, job.request, routes=self.routes)
+            self.working[future] = (server, job)
 
     def _collect(self) -> None:
-        running = [f for s in self.host.servers for f in s.working]
-        if not running:
+        if not self.working:
             time.sleep(0.05)
             return
-        wait(running, timeout=min(1.0, self.host.limits.check_s), return_when=FIRST_COMPLETED)
-        for server in self.host.servers:
-            for future in [f for f in server.working if f.done()]:
-                self._finished(server, server.working.pop(future), future)
+        done, _ = wait(self.working, timeout=min(1.0, self.host.limits.check_s), return_when=FIRST_COMPLETED)
+        for future in done:
+            self._finished(*self.working.pop(future), future)
 
     def _finished(self, server: Server, job: _Job, future: Future[Reply]) -> None:
         try:
@@ -292,7 +289,8 @@ class _Batch:
         if time.monotonic() - self.looked < self.host.limits.check_s:
             return
         self.looked = time.monotonic()
-        busy = [s for s in self.host.servers if s.up and s.working and s not in self.checks.values()]
+        at_work = {server for server, _ in self.working.values()}
+        busy = [s for s in self.host.servers if s.up and s in at_work and s not in self.checks.values()]
         for server in busy:
             self.checks[self.host._pool.submit(server.client.get, "/health", timeout_s=self.host.limits.check_s)] = (
                 server
@@ -305,7 +303,8 @@ class _Batch:
         elif time.monotonic() - self.since_any > self.host.limits.absent_s:
             raise EngineError(f"engine 'vllm': no server has worked for {self.host.limits.absent_s:g} s; the last fault: {self.last_fault}")  # fmt: skip
         for server in self.host.servers:
-            if server.up or server.working or (server.syncing and server.reviving is None):
+            at_work = any(s is server for s, _ in self.working.values())
+            if server.up or at_work or (server.syncing and server.reviving is None):
                 continue
             if server.reviving is None:
                 server.reviving = self.host._pool.submit(self._bring_back, server)

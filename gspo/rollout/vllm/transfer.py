@@ -70,8 +70,8 @@ def send(offer: Offer, client: Client, *, way: str, workers: int, timeout_s: flo
             _update(client, offer.label, {"path": offer.path}, timeout_s)
         else:
             _broadcast(offer, client, way, workers, timeout_s)
-        arrived = client.post("/collective_rpc", {"method": "gspo_received"}, timeout_s=timeout_s)["results"]
-        if set(arrived) != {offer.digest}:
+        arrived = client.workers("gspo_received", timeout_s=timeout_s)
+        if any(found != offer.digest for found in arrived):
             raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
         client.post("/reset_prefix_cache", timeout_s=timeout_s)
     finally:
@@ -82,14 +82,13 @@ def chosen(offer: Offer, client: Client, timeout_s: float) -> str:
     """The best way to a server."""
     if sees(client, offer.path, timeout_s):
         return "file"
-    devices = client.post("/collective_rpc", {"method": "gspo_device"}, timeout_s=timeout_s)["results"]
-    return "nccl" if {*devices, offer.pairs[0][1].device.type} == {"cuda"} else "gloo"
+    devices = [*client.workers("gspo_device", timeout_s=timeout_s), offer.pairs[0][1].device.type]
+    return "nccl" if all(device == "cuda" for device in devices) else "gloo"
 
 
 def sees(client: Client, path: str, timeout_s: float) -> bool:
     """Whether all workers of a server can read a file of this machine."""
-    answers = client.post("/collective_rpc", {"method": "gspo_sees", "args": [path]}, timeout_s=timeout_s)["results"]
-    return set(answers) == {"True"}
+    return all(answer == "True" for answer in client.workers("gspo_sees", path, timeout_s=timeout_s))
 
 
 def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, beside: Callable[[], None] | None = None) -> None:  # fmt: skip

@@ -1,0 +1,42 @@
+"""Whole runs that sample with the real vLLM, in process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import needs_vllm
+
+from gspo.config import Config
+from gspo.observe.run_dir import read_jsonl
+from gspo.rollout.vllm.in_process import InProcess
+from gspo.train import resume, train
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+MIXTURE = ("rollout.engine=vllm", "model.build=tiny_moe", "model.build_options={head_dim = 32}")
+
+
+def test_a_run_learns_from_what_the_current_policy_drew_and_goes_on_after_a_stop(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    needs_vllm()
+    assert train(tiny(*MIXTURE, "routing.replay=sampler", "learner.learning_rate=1e-2"), display).step == 3
+    assert InProcess.alive == 0, "a run closes its engine"
+    assert resume(tmp_path / "run", display, steps=5).step == 5
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
+    for row in rows:
+        assert row["mismatch/abs_max"] < 1e-3
+        assert row["routing/flip_fraction"] == row["routing/flip_fraction_sampler"] == 0
+        assert row["grad/norm"] > 0
+    replies = [read_jsonl(tmp_path / "run" / "rollouts" / f"{step:06d}.jsonl") for step in range(1, 6)]
+    assert [{r["version"] for r in step} for step in replies] == [{0}, {2}, {4}, {6}, {8}]
+
+
+def test_heads_that_vllm_cannot_compute_are_named_before_anything_is_drawn(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    needs_vllm()
+    with pytest.raises(ValueError, match=r"heads of size 16.*model\.build_options\.head_dim"):
+        train(tiny("rollout.engine=vllm", "model.build=tiny_moe"), display)
