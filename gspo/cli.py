@@ -282,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or directories of runs")
     sub.add_argument("-o", "--out", default="report.html", metavar="FILE", help="the file to write (default: report.html)")  # fmt: skip
     sub = command("serve", serve, "A vLLM server that training runs can sample from; docs/engines.md has more.", "Other options are handed to vLLM as they are, each as --name=value: --tensor-parallel-size=2")  # fmt: skip
-    sub.add_argument("model", help="model directory or hub name; a run sends its own weights")
+    sub.add_argument("model", help="model directory or hub name; only its config is used: a run sends its own weights")
     sub.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; another only in a private network: the connection is not encrypted)")  # fmt: skip
     sub.add_argument("--port", type=int, default=0, help="(default: a free one)")
     sub.add_argument("--experts", action="store_true", help='tell which experts of a mixture drew each token (routing.replay = "sampler"); turns the prefix cache off')  # fmt: skip

@@ -279,6 +279,15 @@ def test_the_token_is_in_no_command_line() -> None:
     assert "secret-word" not in " ".join(argv)
 
 
+def test_a_server_begins_in_the_models_type_and_without_its_weights(tmp_path: Path) -> None:
+    from gspo.rollout.vllm.serve import _defaults
+
+    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
+    assert _defaults(str(tmp_path), []) == ["--load-format", "dummy", "--dtype", "float32"]
+    assert _defaults(str(tmp_path), ["--dtype=bfloat16", "--load-format=auto"]) == []
+    assert _defaults("some/hub-name", []) == ["--load-format", "dummy"]
+
+
 # ------------------------------------------------------------------------------------------------- options
 
 

@@ -69,10 +69,11 @@ def connect(model: Any, options: Options) -> Served:
     limits = Limits(
         request_s=options.request_s, check_s=options.check_s, absent_s=options.absent_s, sync_s=options.absent_s
     )
+    dtype = str(model.dtype).removeprefix("torch.")
     servers = _given(options) if options.servers else _started(model, options, limits)
     try:
         return Served(
-            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers,
+            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
         )  # fmt: skip
     except BaseException as error:
         for server in servers:

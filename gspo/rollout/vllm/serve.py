@@ -117,6 +117,16 @@ class Process:
         self.process = None
 
 
+def _defaults(model: str, given: Sequence[str]) -> list[str]:
+    """Weights of no meaning, because a run sends its own; the model's own type, where vLLM would take half of float32."""
+    found = [] if any(g.startswith("--load-format") for g in given) else ["--load-format", "dummy"]
+    with suppress(OSError, ValueError, KeyError):
+        config = json.loads((Path(model) / "config.json").read_text())
+        dtype = str(config.get("dtype") or config["torch_dtype"])
+        found += [] if any(g.startswith("--dtype") for g in given) else ["--dtype", dtype]
+    return found
+
+
 def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | None, more: Sequence[str]) -> int:
     """Run a server in the foreground until it ends; its exit code."""
     import importlib.util
@@ -134,7 +144,8 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
         where = f"the token is in {path}"
     print(f"vLLM at {host}:{port}; {where}. In the recipe:", flush=True)
     print(f'  rollout.engine = "vllm"\n  rollout.engine_options.servers = ["{host}:{port}"]', flush=True)
-    child = subprocess.Popen(command(model, host=host, port=port, experts=experts, more=more), env=environment(token))
+    argv = command(model, host=host, port=port, experts=experts, more=[*_defaults(model, more), *more])
+    child = subprocess.Popen(argv, env=environment(token))
     try:
         return child.wait()
     except KeyboardInterrupt:

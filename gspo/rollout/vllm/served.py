@@ -81,9 +81,10 @@ class Served:
         tell: Callable[[str], None],
         experts: bool,
         layers: Sequence[int] = (),
+        dtype: str = "",
     ) -> None:
         self.servers, self.in_flight, self.limits, self.transfer = list(servers), in_flight, limits, transfer
-        self.tell, self.experts, self.layers = tell, experts, layers
+        self.tell, self.experts, self.layers, self.dtype = tell, experts, layers, dtype
         self._pool = ThreadPoolExecutor(in_flight * len(servers) + len(servers) + 2)
         self._numbers = itertools.count()
         self._labels: set[str] = set()
@@ -144,12 +145,16 @@ class Served:
             server.syncing = False
 
     def _meet(self, server: Server) -> None:
-        """What must be known of a server that may be new: how many workers it has; and that experts are to be noted."""
+        """What must be known of a server that may be new: its type, how many workers it has; and that experts are to be noted."""
+        address = server.client.address
+        types = server.client.workers("gspo_dtype", timeout_s=self.limits.sync_s) if self.dtype else [""]
+        if any(found != self.dtype for found in types):
+            raise EngineError(f"{address}: computes in {types[0]}, the learner in {self.dtype}; start it with: gspo serve MODEL --dtype={self.dtype}")  # fmt: skip
         method = "gspo_watch_routes" if self.experts else "gspo_received"
         found = server.client.workers(method, timeout_s=self.limits.sync_s)
-        self._workers[server.client.address] = len(found)
+        self._workers[address] = len(found)
         if self.experts and "0" in found:
-            raise EngineError(f"{server.client.address}: cannot tell the experts of its replies; start it with: gspo serve MODEL --experts, or set rollout.engine_options.experts = false")  # fmt: skip
+            raise EngineError(f"{address}: cannot tell the experts of its replies; start it with: gspo serve MODEL --experts, or set rollout.engine_options.experts = false")  # fmt: skip
 
     def _restart(self, server: Server) -> None:
         assert server.process is not None

@@ -177,6 +177,10 @@ class WorkerExtension:
         except OSError:
             return False
 
+    def gspo_dtype(self) -> str:
+        """The type that this worker computes in."""
+        return str(self.vllm_config.model_config.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+
     def gspo_device(self) -> str:
         """What this worker computes on."""
         return str(self.device.type)  # type: ignore[attr-defined]
