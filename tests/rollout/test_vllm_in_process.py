@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from needs import needs_vllm
 from vllm_cases import apart, context_of, drawn, small_moe, some_prompts, stirred
 
@@ -98,6 +99,20 @@ def test_experts_that_the_kernels_keep_in_their_own_layout_are_caught(
 def test_there_is_one_at_a_time(engine: Any) -> None:
     with pytest.raises(ConfigError, match="one at a time"):
         build_engine("vllm", engine.context, {})
+
+
+def test_first_tokens_follow_the_models_probabilities(engine: Any) -> None:
+    """Each request has a generator of its own, seeded by its stream: thousands of first draws must still be fair."""
+    prompts, count = some_prompts(1), 4000
+    replies = drawn(engine, prompts, samples=count, sampling=Sampling(max_tokens=1))
+    with torch.no_grad():
+        expected = engine.context.model(torch.tensor([prompts[0].token_ids])).logits[0, -1].softmax(-1) * count
+    found = torch.bincount(torch.tensor([r.token_ids[0] for r in replies]), minlength=len(expected))
+    often = expected >= 8
+    assert often.sum() > 20
+    squares = ((found - expected).square() / expected)[often].sum()
+    degrees = int(often.sum())
+    assert abs(float(squares) - degrees) < 4 * (2 * degrees) ** 0.5
 
 
 def test_top_p_and_top_k_are_in_the_log_probabilities(engine: Any) -> None:
