@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from gpu_decode import bench_decode
+from gpu_peers import peer_heads
 from gpu_step import bench_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -151,6 +152,7 @@ def bench_head(repeats: int) -> None:
         "selected_logprobs": ours(whole),
         "selected_logprobs, 15 % of sequences clipped": ours(clipped),
     }
+    ways |= peer_heads(hidden, weight, target, whole, 16)
     costs |= measure(ways, repeats)
     ceiling = costs["ceiling: 4 products by cuBLAS"].ms
     show(f"Head, forward + backward: {ROWS} tokens, hidden {SIZE}, vocabulary {VOCABULARY}, bf16", costs, lambda name, cost: f"{cost.ms / ceiling:.2f} x ceiling")  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from gspo.policy.batch import Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
@@ -114,14 +115,24 @@ def ceiling_step(model: Any, rate: float) -> float:
     return (weights + SEQUENCES * (PROMPT + NEW / 2) * token) / rate
 
 
-def disagreement(model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> tuple[float, float]:
-    """Mean and largest |log-probability by the engine - by the learner's forward|."""
+def learner_logp(model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> Tensor:
     replies = [(p, c, g) for g, (p, group) in enumerate(zip(prompts, groups, strict=True)) for c in group]
     rows = [Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for p, c, _ in replies]
     plan = make_plan(rows, [g for _, _, g in replies], mini_batches=1, token_budget=20480, pad_id=0, seed="", packed=reads_packed(model))  # fmt: skip
-    sampled = torch.tensor([x for _, c, _ in replies for x in c.logp_sampler], device=CUDA)
-    away = (planned_logprobs(model, plan, 1.0, CUDA)[0] - sampled).abs()
-    return float(away.mean()), float(away.max())
+    return planned_logprobs(model, plan, 1.0, CUDA)[0]
+
+
+def compare(model: Any, engine: LocalEngine, prompts: list[Prompt], new: int) -> None:
+    """Log-probabilities by the engine, by the learner's forward, and by that in float32."""
+    groups = timed(engine, prompts, 8, new)[1]
+    sampled = torch.tensor([x for group in groups for c in group for x in c.logp_sampler], device=CUDA)
+    learned, kind = learner_logp(model, prompts, groups), str(model.dtype).removeprefix("torch.")
+    away = (learned - sampled).abs()
+    text = f"  |log-probability - learner's|, {kind}: mean {float(away.mean()):.1e}, largest {float(away.max()):.1e}"
+    if model.dtype != torch.float32:
+        exact = learner_logp(model.float(), prompts, groups)
+        text += f"; against float32 the learner is off by {float((learned - exact).abs().mean()):.1e}, the engine by {float((sampled - exact).abs().mean()):.1e}"  # fmt: skip
+    print(text, flush=True)
 
 
 def bench_decode(repeats: int) -> None:
@@ -143,12 +154,10 @@ def bench_decode(repeats: int) -> None:
         stops = tuple(range(0, VOCABULARY, NEW))
         mixed, _ = timed(engine_of(model, stops), prompts_of(256), 8, LONGEST)
         line(f"{name}: the same, 2048 replies of mixed length", mixed, f"mean length {mixed.tokens / 2048:.0f}, {mixed.rate / fixed.rate:.0%} of equal lengths")  # fmt: skip
-        mean, most = disagreement(model, prompts[:8], timed(engine, prompts[:8], 8, 128)[1])
-        print(f"  |log-probability - learner's| in bf16: mean {mean:.1e}, largest {most:.1e}")
+        compare(model, engine, prompts[:8], 128)
         del model, engine
-        model = built(kind, {**fields, "num_hidden_layers": 4}, torch.float32)
-        mean, most = disagreement(model, prompts[:8], timed(engine_of(model), prompts[:8], 8, 64)[1])
-        print(f"  |log-probability - learner's| in float32 (4 layers): mean {mean:.1e}, largest {most:.1e}", flush=True)
+        model = built(kind, fields, torch.float32)
+        compare(model, engine_of(model), prompts[:8], 64)
         del model
 
 

@@ -125,6 +125,16 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     return run(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
 
 
+def merge(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Add a LoRA adapter to its model."""
+    _no_overrides(overrides)
+    _quiet_libraries()
+    from gspo.merge import merge as run
+
+    print(f"Merged model:  {run(options.source, options.out)}")
+    return 0
+
+
 def watch(options: argparse.Namespace, overrides: list[str]) -> int:
     """Show runs while they train, or afterwards."""
     _no_overrides(overrides)
@@ -274,6 +284,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="for programs")
     _common(sub)
+    sub = command("merge", merge, "Add a LoRA adapter to its model: a directory that transformers and vLLM load.", "docs/lora.md has more.")  # fmt: skip
+    sub.add_argument("source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or the folder of an adapter")  # fmt: skip
+    sub.add_argument("out", metavar="OUT", help="the directory to write")
     sub = command("watch", watch, "A page on this machine that shows runs while they train, down to the token.", "docs/watch.md says what it shows.")  # fmt: skip
     sub.add_argument("runs", nargs="*", default=["runs"], metavar="RUN", help="run directories, or directories of runs (default: runs)")  # fmt: skip
     sub.add_argument("--text", action="store_true", help="sparklines in this terminal instead of a page")

@@ -31,9 +31,19 @@ MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Train low-rank adapters of this rank beside the linear layers, and leave the model's own weights as they are; 0: train those."""
+    alpha: int = 0
+    """The adapters' output is scaled by `alpha / rank`; 0: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Layers that get adapters, by the last part of their names (`q_proj`, `down_proj`); empty: every linear layer but the output layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = ""
-    """Directory, hub name or `.gguf` file of the model to train."""
+    """Directory, hub name or `.gguf` file of the model to train; or the directory of a saved LoRA adapter, which names its model."""
     build: Literal["", "tiny_moe", "tiny_dense"] = ""
     """Build a small model from scratch instead of loading one: for the demo, for tests, for trying a task."""
     build_options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,6 +60,7 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models you trust like your own code."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +348,8 @@ def check(config: Config) -> None:
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.fp8 and config.model.dtype != "bfloat16":
         raise ConfigError('model.fp8: its gradients and sums are in bfloat16; set model.dtype = "bfloat16"')
+    if config.model.lora.rank and config.model.build:
+        raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
     if config.cold_start.steps and not config.data.task:
         raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
     if not config.reward.functions and not config.data.task:
@@ -363,6 +376,8 @@ def _check_effects(config: Config) -> None:
     data = config.data
     silent = {
         "model.build_options": (not config.model.build, "without model.build"),
+        "model.lora.alpha": (not config.model.lora.rank, "without model.lora.rank"),
+        "model.lora.targets": (not config.model.lora.rank, "without model.lora.rank"),
         "data.hub_config": (not data.hub, "without data.hub"),
         "data.split": (not data.hub, "without data.hub"),
         "data.task_options": (not data.task, "without data.task"),
@@ -388,7 +403,7 @@ def _check_ranges(config: Config) -> None:
     if config.model.threads > MOST_THREADS:
         raise ConfigError(f"model.threads: must be at most {MOST_THREADS}, not {config.model.threads}")
     at_least = {
-        "steps": 0, "tokens": 0, "routing.balance_loss": 0, "model.threads": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
+        "steps": 0, "tokens": 0, "routing.balance_loss": 0, "model.threads": 0, "model.lora.rank": 0, "model.lora.alpha": 0, "cold_start.steps": 0, "cold_start.batch": 1, "cold_start.check_every": 1,
         "data.held_out": 0, "data.task_size": 1, "data.max_prompt_tokens": 1, "rollout.prompts": 1,
         "rollout.replies": 1, "rollout.max_tokens": 1, "rollout.top_k": 0, "rollout.refill_budget": 1,
         "reward.workers": 1, "reward.memory_mb": 0, "learner.mini_batches": 1, "learner.micro_batch_tokens": 1, "learner.warmup_updates": 0,

@@ -39,6 +39,7 @@ from gspo.observe.progress import Display
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
+from gspo.policy.adapter import adapted
 from gspo.policy.checkpoint import TrainerState
 from gspo.start import describe, supervised_start
 from gspo.step import Collected, Learned, Parts, collect, learn
@@ -170,8 +171,12 @@ class Loop:
             raise ConfigError(f"{self.run.path}/config.toml: a resume cannot change {'; '.join(refused)}; put it back, or start a new run")  # fmt: skip
 
     def _keep_reference(self) -> None:
-        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that."""
+        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that. With
+        adapters it needs no copy: they have done nothing yet, so it is the policy with its adapters switched off."""
         parts = self.parts
+        if adapted(parts.policy.model):
+            self.parts = replace(parts, reference=parts.policy.model)
+            return
         if self.config.model.build or self.config.cold_start.steps:
             checkpoint.save_model(parts.policy, self.run.path / "reference")
         reference = copy.deepcopy(parts.policy.model).eval().requires_grad_(False)

@@ -26,9 +26,12 @@ CHECKED = 128
 def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], None]) -> None:
     """Say what is about to be trained."""
     config, problems = parts.config, parts.problems
-    size = sum(p.numel() for p in parts.policy.model.parameters())
+    size, trained = (
+        sum(p.numel() for p in parts.policy.model.parameters() if p.requires_grad >= only) for only in (False, True)
+    )
+    share = f" ({trained / 1e6:.2f}M in adapters are trained)" if trained < size else ""
     display.message(
-        f"{type(parts.policy.model).__name__}, {size / 1e6:.2f}M parameters on {parts.policy.device}; "
+        f"{type(parts.policy.model).__name__}, {size / 1e6:.2f}M parameters{share} on {parts.policy.device}; "
         f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; objective {parts.objective.name}; "
         f"run directory {run}"
     )

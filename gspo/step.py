@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from gspo.objective.objective import Objective
 from gspo.objective.penalty import KL_ESTIMATORS
 from gspo.objective.sequences import Sequences, Tokens
 from gspo.observe.clock import Clock
+from gspo.policy.adapter import switched_off
 from gspo.policy.batch import Plan, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
@@ -50,7 +52,7 @@ class Learner:
     objective: Objective
     policy: Policy
     reference: Any
-    """The frozen reference model; None without a KL penalty."""
+    """The frozen reference model, or the policy's own, which stands for itself without its adapters; None without a KL penalty."""
     optimizer: Optimizer
 
 
@@ -217,12 +219,12 @@ def _sampler(replies: Sequence[Counted], device: torch.device) -> Tensor:
 
 
 def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old) -> Tokens:
-    temperature, device = parts.config.rollout.temperature, parts.policy.device
+    device = parts.policy.device
     return Tokens(
         logp_N=old.logp_N,
         logp_old_N=old.logp_N,
         logp_sampler_N=_sampler(replies, device),
-        logp_ref_N=planned_logprobs(parts.reference, plan, temperature, device)[0] if parts.reference else None,
+        logp_ref_N=_reference_logprobs(parts, plan) if parts.reference else None,
         advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )
@@ -236,6 +238,13 @@ def _rounding(parts: Learner, replies: Sequence[Counted], tokens: Tokens) -> Ten
     if not whole or any(r.completion.version != now for r in replies) or tokens.logp_sampler_N is None:
         return None
     return tokens.logp_old_N - tokens.logp_sampler_N
+
+
+def _reference_logprobs(parts: Learner, plan: Plan) -> Tensor:
+    """The reference's; where that is the policy itself, it is the policy without its adapters."""
+    own = parts.reference is parts.policy.model
+    with switched_off(parts.reference) if own else nullcontext():
+        return planned_logprobs(parts.reference, plan, parts.config.rollout.temperature, parts.policy.device)[0]
 
 
 def advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:

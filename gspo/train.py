@@ -32,6 +32,7 @@ from gspo.observe.progress import Display
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
+from gspo.policy.adapter import adapted
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
@@ -130,6 +131,8 @@ def run_objective(config: Config) -> Objective:
         raise ConfigError(
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
         )
+    if config.model.lora.rank and config.cold_start.steps and objective.kl:
+        raise ConfigError("cold_start.steps: with model.lora the reference of objective.kl is the model without its adapters, which a cold start would have left; set objective.kl = 0, or do without one of the others")  # fmt: skip
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
@@ -217,7 +220,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         problems=problems,
         order=PromptOrder(len(problems.train), config.seed),
         policy=policy,
-        reference=_reference(run, config.model, objective) if begin else None,
+        reference=_reference(run, config.model, objective, policy) if begin else None,
         engine=engine,
         rewards=rewards,
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
@@ -250,10 +253,13 @@ def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> Non
         )
 
 
-def _reference(run: RunDir, config: ModelConfig, objective: Objective) -> Any:
-    """The policy as RL found it: kept in the run where it was built or cold-started, else the given model."""
+def _reference(run: RunDir, config: ModelConfig, objective: Objective, policy: Policy) -> Any:
+    """The policy as RL found it: kept in the run where it was built or cold-started, else the given model; with adapters,
+    the policy itself, which can switch them off."""
     if not objective.kl:
         return None
+    if adapted(policy.model):
+        return policy.model
     kept = run.path / "reference"
     if kept.is_dir():
         config = _kept_model(config, kept)

@@ -1,7 +1,7 @@
 """Checkpoints: a model directory that transformers loads as it is, plus the trainer's state, without pickle.
 
     000020/
-      config.json, model.safetensors, tokenizer files   Hugging Face layout
+      config.json, model.safetensors, tokenizer files   Hugging Face layout (LoRA: adapter_config.json, adapter_model.safetensors)
       trainer.safetensors                               optimiser moments (and float32 masters) by parameter name
       trainer.json                                      step, data cursor, counters, file offsets
       manifest.json                                     size and SHA-256 of every other file
@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError, NumericalError
+from gspo.policy import adapter
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer
 
@@ -151,14 +152,17 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def save_model(policy: Policy, folder: Path) -> None:
-    """Weights, config and tokenizer in Hugging Face layout."""
-    policy.model.save_pretrained(folder)
+    """Weights, config and tokenizer in Hugging Face layout; of an adapted model the adapter alone, in peft's."""
+    if adapter.adapted(policy.model):
+        adapter.save(policy.model, folder)
+    else:
+        policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 
 def size_of(model: Any) -> int:
-    """Bytes of a checkpoint, about: the weights, two float32 moments, and float32 masters where the weights are in less."""
-    parameters = list(model.parameters())
+    """Bytes of a checkpoint, about: the trained weights, two float32 moments, and float32 masters where weights are in less."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     n, low = sum(p.numel() for p in parameters), any(p.element_size() < 4 for p in parameters)
     return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
 

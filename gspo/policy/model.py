@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
-from gspo.policy import fp8
+from gspo.policy import adapter, fp8
 from gspo.policy.head import head_of
 from gspo.policy.packing import reads_packed
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
@@ -81,6 +81,8 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     from transformers import AutoTokenizer
 
     path, options = location(config)
+    if adapter.base_of(config.path) and (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
+        path, options = os.path.expanduser(config.path), {}
     with load_errors(config):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
 
@@ -88,7 +90,9 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
     """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
     device = device_of(config.device)
-    model = (build_model(config, tokenizer, seed) if config.build else _load(config)).to(device)
+    model = (build_model(config, tokenizer, seed) if config.build else _with_adapters(_load(config), config, seed)).to(
+        device
+    )
     _settle(model, config)
     _choose_threads(model, config, device)
     head_of(model)
@@ -157,9 +161,22 @@ def _load(config: ModelConfig) -> Any:
         )
 
 
+def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
+    """A saved adapter goes on, or into the weights where none is asked for; else a fresh one, if asked for."""
+    base = adapter.base_of(config.path)
+    if base is not None:
+        with load_errors(config):
+            adapter.attach_saved(model, Path(config.path).expanduser())
+        if not config.lora.rank:
+            adapter.merge(model)
+    elif config.lora.rank:
+        adapter.attach(model, config.lora, base=config.path, seed=seed)
+    return model
+
+
 def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds the model, and the option that names a .gguf file there."""
-    path = os.path.expanduser(config.path)
+    """Where transformers finds the model (of an adapter: the one it belongs to), and the option that names a .gguf file there."""
+    path = os.path.expanduser(adapter.base_of(config.path) or config.path)
     if not path.endswith(".gguf"):
         _check_local(path)
         return path, {}

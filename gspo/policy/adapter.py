@@ -1,0 +1,185 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through `peft`, put into a model in place.
+
+In: a transformers model and a `LoraConfig`, or a folder with a saved adapter. Out: the same model object, in which the chosen
+linear layers compute `W x + (alpha / rank) B A x`; only A and B are trained. Invariant: B begins at 0, so the model begins as
+the one that was given, and with its adapters switched off it is that one, to the bit. The model's class stays what it was,
+and everything that reads it reads it as before.
+
+A saved adapter is peft's own format, `adapter_config.json` and `adapter_model.safetensors`: plain peft loads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo.config import LoraConfig
+from gspo.errors import ConfigError
+
+NAME = "default"
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""What plain peft puts before the names of a model's parameters."""
+
+
+def adapted(model: Any) -> bool:
+    """Whether a model has adapters."""
+    return hasattr(model, "peft_config")
+
+
+def base_of(path: str) -> str | None:
+    """The model that the adapter in a folder belongs to; None: the folder holds no adapter."""
+    file = Path(path).expanduser() / SETTINGS
+    if not file.is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not base or not isinstance(base, str):
+        raise ConfigError(f"model.path: {file}: does not say which model the adapter belongs to; set base_model_name_or_path in it")  # fmt: skip
+    return base
+
+
+def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
+    """Put fresh adapters into the model `base`; A is drawn by the seed, on the CPU, so that every device begins alike."""
+    _check_peft()
+    from peft import LoraConfig as Settings
+    from peft import inject_adapter_in_model
+
+    settings = Settings(
+        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, lora_dropout=0.0, target_modules=targets(model, config),
+        task_type="CAUSAL_LM", base_model_name_or_path=base,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=model.device.type == "meta")
+
+
+def attach_saved(model: Any, folder: Path) -> None:
+    """Put a saved adapter into its model, ready to be trained further."""
+    _check_peft()
+    from peft import LoraConfig as Settings
+    from peft import inject_adapter_in_model
+
+    settings = Settings.from_pretrained(str(folder))
+    settings.inference_mode = False
+    special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
+    if settings.peft_type != "LORA" or special or settings.target_parameters:
+        raise ConfigError(f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that")  # fmt: skip
+    inject_adapter_in_model(settings, model, NAME)
+    saved, weights = load_file(folder / WEIGHTS), _weights(model)
+    if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
+        raise ConfigError(f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {settings.base_model_name_or_path}; give the model it was trained on")  # fmt: skip
+    with torch.no_grad():
+        for key, weight in weights.items():
+            weight.copy_(saved[key])
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write the adapter alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[NAME].save_pretrained(str(folder))
+    save_file({key: w.detach().contiguous() for key, w in _weights(model).items()}, folder / WEIGHTS)
+
+
+@contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    """Inside, the model is the one that the adapters were put into."""
+    layers = [layer for *_, layer in _layers(model)]
+    for layer in layers:
+        layer._disable_adapters = (
+            True  # peft's own way also switches `requires_grad`, and with it gradients that are wanted
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@torch.no_grad()
+def merge(model: Any) -> None:
+    """Add the adapters to the weights and take them out: a plain model again. The sum is made in float32 and rounded once."""
+    for parent, name, layer in list(_layers(model)):
+        plain = layer.get_base_layer()
+        a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        total = plain.weight.float() + layer.scaling[NAME] * (b.float() @ a.float())
+        plain.weight.copy_(total)
+        setattr(parent, name, plain)
+    del model.peft_config
+    model._hf_peft_config_loaded = False
+    model.requires_grad_(True)
+
+
+def targets(model: Any, config: LoraConfig) -> list[str]:
+    """The last parts of the names of the layers that get adapters."""
+    possible = _possible(model)
+    for name in config.targets:
+        if name not in possible:
+            raise ConfigError(_refusal(model, name, possible))
+    chosen = sorted(set(config.targets) or possible)
+    if not chosen:
+        raise ConfigError(f"model.lora.rank: {type(model).__name__} has no linear layers that adapters could be put into; set it to 0")  # fmt: skip
+    return chosen
+
+
+def _possible(model: Any) -> set[str]:
+    """All linear layers by the last part of their names, but not the output layer, whose plain weight log-probabilities are
+    computed from, nor anything a router calls its own."""
+    kept: set[str] = set()
+    refused = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if module is model.get_output_embeddings()
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            last = name.rpartition(".")[2]
+            (refused if last in ("gate", "router") else kept).add(last)
+    return kept - refused
+
+
+def _refusal(model: Any, name: str, possible: set[str]) -> str:
+    there = f"there are: {', '.join(sorted(possible))}"
+    last = name.rpartition(".")[2]
+    if any(n.rpartition(".")[2] == last for n, m in model.named_modules() if m is model.get_output_embeddings()):
+        return f"model.lora.targets: {name!r} is the output layer, which gets no adapter: log-probabilities are computed from its plain weight; {there}"  # fmt: skip
+    if any(n.rpartition(".")[2] == last and p.dim() == 3 for n, p in model.named_parameters()):
+        return (
+            f"model.lora.targets: {name!r} holds all experts of a layer in one tensor, which gets no adapter; {there}"
+        )
+    close = difflib.get_close_matches(name, possible, n=1)
+    return f"model.lora.targets: {type(model).__name__} has no linear layer {name!r}{f' (did you mean {close[0]}?)' if close else ''}; {there}"  # fmt: skip
+
+
+def _check_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "model.lora: adapters need the peft package; run: pip install peft, or set model.lora.rank = 0"
+        )
+
+
+def _layers(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(parent, name, layer) of every adapted layer."""
+    from peft.tuners.lora import LoraLayer
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            parent, _, name = path.rpartition(".")
+            yield model.get_submodule(parent), name, module
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    """The adapters' weights by the names that plain peft gives them."""
+    return {
+        _PREFIX + name.replace(f".{NAME}.", "."): weight
+        for name, weight in model.named_parameters()
+        if ".lora_A." in name or ".lora_B." in name
+    }

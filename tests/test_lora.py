@@ -1,0 +1,246 @@
+"""LoRA: runs that train adapters alone, saved, resumed, merged and switched off, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gspo.cli import main
+from gspo.config import Config, LoraConfig, ModelConfig
+from gspo.errors import ConfigError
+from gspo.loop import Loop
+from gspo.observe.run_dir import read_jsonl
+from gspo.policy import adapter
+from gspo.policy.model import build_model, char_tokenizer, load_policy, load_tokenizer
+from gspo.train import resume, run_objective, train
+
+IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Callable[..., str]:
+    """The directory of a small model, as it would be given."""
+
+    def make(build: str = "tiny_dense", **shape: Any) -> str:
+        path = tmp_path / build
+        tokenizer = char_tokenizer("sort 0123456789")
+        build_model(ModelConfig(build=build, build_options=shape), tokenizer, 3).save_pretrained(path)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(path)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def adapting(tiny: Callable[..., Config], base: Callable[..., str]) -> Callable[..., Config]:
+    """A config of a run that trains adapters."""
+
+    def make(*overrides: str, build: str = "tiny_dense", run_dir: str = "run") -> Config:
+        path = base(build)
+        return tiny("model.build=", f"model.path={path}", "model.lora.rank=3", *overrides, run_dir=run_dir)
+
+    return make
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def last(config: Config) -> Path:
+    return max(Path(config.run_dir, "checkpoints").iterdir())
+
+
+VARIANTS = {
+    "float32": (),
+    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
+    "kl against the adapter switched off": ("objective.name=grpo",),
+    "gradient checkpointing": ("model.gradient_checkpointing=true",),
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+    overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
+) -> None:
+    whole, cut = (adapting(*overrides, "steps=4", run_dir=name) for name in ("whole", "cut"))
+    train(whole, display)
+    train(cut, display)
+    for step in (3, 4):
+        os.rename(f"{cut.run_dir}/checkpoints/{step:06d}", f"{cut.run_dir}/.gone-{step}")
+    assert resume(cut.run_dir, display).step == 4
+    assert Path(cut.run_dir, "metrics.jsonl").read_bytes() == Path(whole.run_dir, "metrics.jsonl").read_bytes()
+    for file in ("adapter_model.safetensors", "trainer.safetensors"):
+        ours, theirs = load_file(last(cut) / file), load_file(last(whole) / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_only_adapters_are_trained_and_saved(adapting: Callable[..., Config], parts_of: Any, display: Any) -> None:
+    config = adapting()
+    parts = parts_of(config)
+    trained = [name for name, p in parts.policy.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    train(adapting(run_dir="other"), display)
+    saved = load_file(last(adapting(run_dir="other")) / "adapter_model.safetensors")
+    assert len(saved) == len(trained)
+    assert any(bool(w.any()) for name, w in saved.items() if "lora_B" in name), "nothing was learned"
+    assert not (last(adapting(run_dir="other")) / "model.safetensors").exists()
+
+
+def test_an_adapted_model_begins_as_the_given_one(base: Callable[..., str]) -> None:
+    config = ModelConfig(path=base(), device="cpu")
+    tokenizer = load_tokenizer(config)
+    plain = load_policy(config, tokenizer, seed=0).model
+    fresh = load_policy(ModelConfig(path=config.path, device="cpu", lora=LoraConfig(rank=4)), tokenizer, seed=0).model
+    assert type(fresh) is type(plain)
+    assert torch.equal(logits(fresh), logits(plain))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_loads_in_plain_peft(dtype: str, adapting: Callable[..., Config], display: Any) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = adapting(f"model.dtype={dtype}")
+    train(config, display)
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, dtype)).eval()
+    before = logits(plain)
+    theirs = PeftModel.from_pretrained(plain, str(last(config)), autocast_adapter_dtype=False).eval()
+    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
+    assert torch.equal(logits(theirs), logits(ours.model))
+    assert not torch.equal(logits(theirs), before)
+
+
+def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
+    adapting: Callable[..., Config], display: Any
+) -> None:
+    config = adapting()
+    train(config, display)
+    model = load_policy(ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0).model  # fmt: skip
+    plain = load_policy(ModelConfig(path=config.model.path, device="cpu"), load_tokenizer(config.model), seed=0).model
+    on, wanted = logits(model), [p.requires_grad for p in model.parameters()]
+    with adapter.switched_off(model):
+        assert torch.equal(logits(model), logits(plain))
+        assert [p.requires_grad for p in model.parameters()] == wanted
+    assert torch.equal(logits(model), on)
+    assert not torch.equal(on, logits(plain))
+
+
+def test_the_reference_is_the_same_as_a_separate_copy(
+    adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run, once with the adapters switched off and once with a model of its own as the reference."""
+    off, apart = (adapting("objective.name=grpo", "objective.kl=0.1", run_dir=name) for name in ("off", "apart"))
+    train(off, display)
+    given = load_policy(ModelConfig(path=apart.model.path, device="cpu"), load_tokenizer(apart.model), seed=0).model
+
+    def keep(loop: Loop) -> None:
+        loop.parts = replace(loop.parts, reference=given)
+
+    monkeypatch.setattr(Loop, "_keep_reference", keep)
+    train(apart, display)
+    mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (off, apart))
+    assert mine == theirs
+    assert mine[-1]["loss/kl"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_model_is_plain_and_gives_the_same_logits(dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    config = adapting(f"model.dtype={dtype}")
+    train(config, display)
+    assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert merged.dtype == getattr(torch, dtype)
+    assert "lora" not in str(merged)
+    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
+    torch.testing.assert_close(logits(merged), logits(ours.model), rtol=1e-4 if dtype == "float32" else 0.05, atol=1e-5 if dtype == "float32" else 0.02)  # fmt: skip
+
+
+def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    config = adapting()
+    train(config, display)
+    assert main(["eval", config.run_dir, "--limit", "4"]) == 0
+    assert "avg@1" in capsys.readouterr().out
+    full = tiny("model.build=", f"model.path={last(config)}", "steps=1", run_dir="full")
+    train(full, display)
+    assert (last(full) / "model.safetensors").is_file()
+
+
+def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works(adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+    config = adapting("routing.replay=sampler", build="tiny_moe")
+    train(config, display)
+    names = {name.split(".")[-3] for name in load_file(last(config) / "adapter_model.safetensors")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert read_jsonl(Path(config.run_dir, "metrics.jsonl"))[-1]["routing/flip_fraction"] == 0
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
+        (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the output layer, which gets no adapter"),
+        (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
+        (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
+        (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work(overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        train(adapting(*overrides), display)
+
+
+def test_experts_in_one_tensor_are_refused_by_name(adapting: Callable[..., Config], display: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.lora.targets: 'gate_up_proj' holds all experts of a layer in one tensor"
+    ):
+        train(adapting("model.lora.targets=q_proj,gate_up_proj", build="tiny_moe"), display)
+
+
+def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(tiny: Callable[..., Config], adapting: Callable[..., Config]) -> None:  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model.lora.rank: a model built from scratch"):
+        tiny("model.lora.rank=2")
+    with pytest.raises(ConfigError, match=r"cold_start.steps: with model.lora the reference"):
+        run_objective(adapting("cold_start.steps=2", "objective.name=grpo", "objective.kl=0.1"))
+
+
+def test_without_peft_the_remedy_is_named(adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("gspo.policy.adapter.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model.lora: adapters need the peft package; run: pip install peft"):
+        train(adapting(), display)
+
+
+@pytest.mark.parametrize("harm", ["config", "weights", "other model"])
+def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any) -> None:  # fmt: skip
+    config = adapting()
+    train(config, display)
+    path = last(config)
+    if harm == "config":
+        (path / "adapter_config.json").write_text("{}")
+    elif harm == "weights":
+        (path / "adapter_model.safetensors").write_bytes(b"nothing")
+    else:
+        shutil.rmtree(config.model.path)
+        base(hidden_size=32)
+    with pytest.raises(ConfigError, match=r"model.path: "):
+        load_policy(ModelConfig(path=str(path), device="cpu"), load_tokenizer(config.model), seed=0)
+
+
+def test_merging_what_is_no_adapter_is_refused(base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    for source, message in ((base(), "it is a whole model already"), (str(tmp_path / "none"), "no such directory")):
+        assert main(["merge", source, str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
