@@ -348,6 +348,10 @@ def check(config: Config) -> None:
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.fp8 and config.model.dtype != "bfloat16":
         raise ConfigError('model.fp8: its gradients and sums are in bfloat16; set model.dtype = "bfloat16"')
+    if config.model.fp8 and config.rollout.engine == "vllm":
+        raise ConfigError(
+            'model.fp8: vLLM would sample in bfloat16 what is learned in 8 bits; use rollout.engine = "local"'
+        )
     if config.model.lora.rank and config.model.build:
         raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
     if config.cold_start.steps and not config.data.task:

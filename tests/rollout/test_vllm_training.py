@@ -40,3 +40,20 @@ def test_heads_that_vllm_cannot_compute_are_named_before_anything_is_drawn(
     needs_vllm()
     with pytest.raises(ValueError, match=r"heads of size 16.*model\.build_options\.head_dim"):
         train(tiny("rollout.engine=vllm", "model.build=tiny_moe"), display)
+
+
+def test_adapters_are_sampled_with(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """Merged into the weights that are sent; in float32 that is the same policy but for rounding."""
+    needs_vllm()
+    train(tiny("steps=0", "eval.every=0", "model.build_options={head_dim = 32}", run_dir="base"), display)
+    base = f"model.path={tmp_path / 'base' / 'checkpoints' / '000000'}"
+    lora = ("rollout.engine=vllm", base, "model.build=", "model.lora.rank=4", "learner.learning_rate=3e-2")
+    assert train(tiny(*lora), display).step == 3
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
+    assert max(row["mismatch/abs_max"] for row in rows) < 1e-3
+    assert rows[0]["kl/old_new"] > 1e-5, "the policy moved, so an engine without the adapters would be seen"
+
+
+def test_eight_bits_are_refused(tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="vLLM would sample in bfloat16"):
+        tiny("rollout.engine=vllm", "model.fp8=true", "model.dtype=bfloat16")
