@@ -107,6 +107,11 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             body = json.loads(text)
             path = self.path.partition("?")[0]
             if path != "/inference/v1/generate":
+                if path == "/update_weights" and fake.sync_fault == "hangs":
+                    time.sleep(60)
+                if path == "/update_weights" and fake.sync_fault == "dies":
+                    self.connection.close()
+                    return
                 self._send(*_answered(fake, path, body))
                 return
             text = json.dumps(fake.reply(body)).encode()

