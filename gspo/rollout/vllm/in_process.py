@@ -32,6 +32,7 @@ def settings_for(model: Any, *, experts: bool) -> dict[str, Any]:
     """What vLLM must be told so that its numbers are the learner's; by the names of its own settings."""
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
+        "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
@@ -68,7 +69,7 @@ class InProcess:
     alive = 0
 
     def __init__(self, model: Any, *, experts: bool, layers: Sequence[int], settings: Mapping[str, Any]) -> None:
-        # Read when vLLM is imported: the engine core in this process, so that tensors go by reference; quiet; no downloads.
+        # Read when vLLM is imported: the engine core in this process, so that tensors go by reference; quiet.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if model.device.type == "cpu":
@@ -87,11 +88,7 @@ class InProcess:
         write_shape(model, Path(self.folder.name))
         set_num_threads = torch.set_num_threads
         try:
-            self.llm = vllm.LLM(
-                self.folder.name,
-                load_format="dummy",
-                **{**settings_for(model, experts=experts), **settings},
-            )
+            self.llm = vllm.LLM(self.folder.name, **settings_for(model, experts=experts), **settings)
         finally:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
         self.experts, self.layers = experts, layers
