@@ -134,26 +134,28 @@ def learn(
     groups: Sequence[Group],
     *,
     step: int,
-    before_update: Callable[[Batch, int], None] = lambda batch, index: None,
+    before_update: Callable[[Batch, int], None] | None = None,
 ) -> Learned | None:
     """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from.
 
-    `before_update` may look at the batch, and at the weights that an optimiser step is about to use."""
+    `before_update` may look at the batch, and at the weights that an optimiser step is about to use, and use the model."""
     config, objective, policy = parts.config, parts.objective, parts.policy
     replies = counted(groups, objective, max_tokens=config.rollout.max_tokens)
     if not replies:
         return None
     plan, temperature = _plan(parts, replies, step), config.rollout.temperature
     routing = _routing(parts, plan, replies)
-    old = _old_policy(parts, plan, replies, routing)
-    tokens = _pack(parts, plan, replies, old)
+    logp_ref_N = _reference_logprobs(parts, plan) if parts.reference else None
+    old = _old_policy(parts, plan, replies, routing, keep=before_update is None)
+    tokens = _pack(parts, plan, replies, old, logp_ref_N)
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
-    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing)
+    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing, ahead=old.ahead)
     rounding_N = _rounding(parts, replies, tokens)
     done = []
     for index in range(len(plan.steps)):
-        before_update(batch, index)
+        if before_update is not None:
+            before_update(batch, index)
         seed = selection_seed(config.seed, step, index)
         done.append(update(policy, parts.optimizer, objective, batch, index, seed=seed))
     return Learned(
@@ -206,25 +208,25 @@ def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted) -> Old:
-    policy, temperature = parts.policy, parts.config.rollout.temperature
+def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted, *, keep: bool) -> Old:
+    policy, objective, temperature = parts.policy, parts.objective, parts.config.rollout.temperature
     sampler_N = _sampler(replies, policy.device)
     if parts.config.learner.old_logp == "sampler":
-        return from_sampler(policy, plan, temperature, sampler_N, parts.objective)
-    return recomputed(policy, plan, temperature, sampler_N, routing)
+        return from_sampler(policy, plan, temperature, sampler_N, objective)
+    return recomputed(policy, plan, temperature, sampler_N, objective, routing, keep=keep)
 
 
 def _sampler(replies: Sequence[Counted], device: torch.device) -> Tensor:
     return torch.tensor([v for r in replies for v in r.completion.logp_sampler], dtype=torch.float32, device=device)
 
 
-def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old) -> Tokens:
+def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp_ref_N: Tensor | None) -> Tokens:
     device = parts.policy.device
     return Tokens(
         logp_N=old.logp_N,
         logp_old_N=old.logp_N,
         logp_sampler_N=_sampler(replies, device),
-        logp_ref_N=_reference_logprobs(parts, plan) if parts.reference else None,
+        logp_ref_N=logp_ref_N,
         advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )

@@ -161,7 +161,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps({k: finite(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
+    try:
+        return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
+    except (ValueError, TypeError):  # a number that is none, or a mapping that is no dict: walking through all is slow
+        return json.dumps({k: finite(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:

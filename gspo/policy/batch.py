@@ -16,8 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Places = NDArray[np.int64]
+"""numpy: a batch has thousands of short stretches, and each costs torch ten times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +228,7 @@ def _padded(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBat
     for i, r in enumerate(chosen):
         input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].reply_ids)
         input_at[i, : rows[r].length] = torch.arange(starts[r], starts[r + 1])
-    where = [torch.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
+    where = [np.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
     return MicroBatch(
         rows=tuple(chosen),
         owners=tuple(chosen),
@@ -240,57 +245,72 @@ def _packed(rows: Sequence[Row], owner: Mapping[int, int]) -> MicroBatch:
     for row, prompt in owner.items():
         members.setdefault(prompt, []).append(row)
     order = [row for group in members.values() for row in group]
-    tokens: list[tuple[int, int, int, int]] = []  # (id, place among the inputs, times, position)
-    where: list[Tensor] = []
-    prompts: list[Tensor] = []
-    replies: list[Tensor] = []
-    parts: list[Tensor] = []
+    ids: list[int] = []
+    columns: list[tuple[range, int, int]] = []  # of each stretch: places among the inputs, times, first position
+    where: list[Places] = []
+    prompts: list[Places] = []
+    replies: list[Places] = []
+    parts: list[Places] = []
     for prompt, group in members.items():
-        ids, begin = rows[prompt].prompt_ids, len(tokens)
-        prompts.append(torch.arange(begin, begin + len(ids)))
+        given, begin = rows[prompt].prompt_ids, len(ids)
+        prompts.append(np.arange(begin, begin + len(given)))
         parts.append(prompts[-1])
-        tokens += [(x, starts[prompt] + t, len(group), t) for t, x in enumerate(ids)]
+        ids += given
+        columns.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
         for row in group:
-            here = torch.arange(len(tokens), len(tokens) + len(rows[row].reply_ids))
-            where.append(torch.cat([prompts[-1], here]))
+            here = np.arange(len(ids), len(ids) + len(rows[row].reply_ids))
+            where.append(np.concatenate([prompts[-1], here]))
             parts.append(here)
-            tokens += [(x, starts[row] + t, 1, t) for t, x in enumerate(rows[row].reply_ids, len(ids))]
-        replies.append(torch.arange(begin + len(ids), len(tokens)))
-    input_ids, input_at, times, position_ids = torch.tensor(tokens).T.contiguous().unsqueeze(1)
+            ids += rows[row].reply_ids
+            columns.append((range(starts[row] + len(given), starts[row + 1]), 1, len(given)))
+        replies.append(np.arange(begin + len(given), len(ids)))
+    lengths = [len(at) for at, _, _ in columns]
     return MicroBatch(
         rows=tuple(order),
         owners=tuple(owner[row] for row in order),
-        input_ids=input_ids,
-        input_at=input_at,
-        times=times,
-        position_ids=position_ids,
+        input_ids=torch.tensor(ids).unsqueeze(0),
+        input_at=_joined([np.arange(at.start, at.stop) for at, _, _ in columns]).unsqueeze(0),
+        times=torch.from_numpy(np.repeat([times for _, times, _ in columns], lengths)).unsqueeze(0),
+        position_ids=_joined([np.arange(t, t + n) for (_, _, t), n in zip(columns, lengths, strict=True)]).unsqueeze(0),
         packing=_packing(where, parts, prompts, replies),
         **_replies(rows, order, where),
     )
 
 
-def _packing(where: list[Tensor], parts: list[Tensor], prompts: list[Tensor], replies: list[Tensor]) -> Packing:
+def _packing(where: list[Places], parts: list[Places], prompts: list[Places], replies: list[Places]) -> Packing:
     """`where` each row stands; its `parts`; the `prompts` and, for each of them, all `replies` to it."""
-    rows_RT = torch.nn.utils.rnn.pad_sequence(where, batch_first=True)
-    place_I = torch.zeros(sum(map(len, parts)), dtype=torch.long)
+    width = max(map(len, where))
+    rows_RT = np.zeros((len(where), width), dtype=np.int64)
+    place_I = np.zeros(sum(map(len, parts)), dtype=np.int64)
     for i, row in enumerate(where):
-        place_I[row] = torch.arange(i * rows_RT.shape[1], i * rows_RT.shape[1] + len(row))
-    return Packing(parts=_span(parts), prompts=_span(prompts), replies=_span(replies), rows_RT=rows_RT, place_I=place_I)
+        rows_RT[i, : len(row)] = row
+        place_I[row] = np.arange(i * width, i * width + len(row))
+    return Packing(
+        parts=_span(parts),
+        prompts=_span(prompts),
+        replies=_span(replies),
+        rows_RT=torch.from_numpy(rows_RT),
+        place_I=torch.from_numpy(place_I),
+    )
 
 
-def _span(stretches: list[Tensor]) -> Span:
+def _span(stretches: list[Places]) -> Span:
     lengths = [len(s) for s in stretches]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return Span(at=torch.cat(stretches), starts=starts, longest=max(lengths))
+    return Span(at=_joined(stretches), starts=starts, longest=max(lengths))
 
 
-def _replies(rows: Sequence[Row], chosen: Sequence[int], where: Sequence[Tensor]) -> dict[str, Any]:
+def _replies(rows: Sequence[Row], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
     """The reply tokens of a micro-batch; `where` its rows' tokens stand among the inputs, flattened."""
     starts = [0, *accumulate(len(row.reply_ids) for row in rows)]
-    lengths = torch.tensor([len(rows[r].reply_ids) for r in chosen])
+    lengths = [len(rows[r].reply_ids) for r in chosen]
     return {
-        "row_N": torch.repeat_interleave(torch.arange(len(chosen)), lengths),
-        "output_N": torch.cat([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
-        "target_N": torch.cat([torch.tensor(rows[r].reply_ids, dtype=torch.long) for r in chosen]),
-        "at_N": torch.cat([torch.arange(starts[r], starts[r + 1]) for r in chosen]),
+        "row_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)),
+        "output_N": _joined([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
+        "target_N": torch.tensor([x for r in chosen for x in rows[r].reply_ids], dtype=torch.long),
+        "at_N": _joined([np.arange(starts[r], starts[r + 1]) for r in chosen]),
     }
+
+
+def _joined(stretches: Sequence[Places]) -> Tensor:
+    return torch.from_numpy(np.concatenate(stretches))

@@ -22,6 +22,7 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.policy import adapter, fp8
 from gspo.policy.head import head_of
+from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.packing import reads_packed
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
@@ -95,6 +96,8 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     )
     _settle(model, config)
     _choose_threads(model, config, device)
+    if device.type == "cpu":
+        replace_norms(model)
     head_of(model)
     reads_packed(model)
     if config.fp8:

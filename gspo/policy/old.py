@@ -25,6 +25,7 @@ from gspo.policy.batch import Plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
 from gspo.policy.replay import Unrouted
+from gspo.policy.update import Ahead, old_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,16 @@ class Old:
     """Its entropy at the tokens that the learner has computed."""
     log_rho_M: Tensor
     """log pi_old - log mu at these tokens, pi_old by the learner's forward, mu the engine's."""
+    ahead: Ahead | None = None
+    """The first learning forward, where computing this was that already."""
 
 
-def recomputed(policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, routing: Unrouted) -> Old:
-    """By the learner's forward."""
-    logp_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, routed=routing.old)
-    return Old(logp_N=logp_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N)
+def recomputed(
+    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: Unrouted, *, keep: bool
+) -> Old:  # fmt: skip
+    """By the learner's forward; `keep`: the first update may use a part of it."""
+    logp_N, entropy_N, ahead = old_logprobs(policy, objective, plan, temperature, routing, keep=keep)
+    return Old(logp_N=logp_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead)
 
 
 def from_sampler(policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective) -> Old:

@@ -74,7 +74,7 @@ def obstacle_to_packing(model: Any) -> str | None:
 
 
 def _trial(model: Any) -> float:
-    """The largest difference between packed and padded rows, of the spread of the logits: the third quartile over tokens,
+    """The difference between packed and padded rows, root-mean-square, of the spread of the logits: the third quartile over tokens,
     since in a mixture of experts a near-tie in the router may send a single one elsewhere. Where there is something to learn, the gradient must exist."""
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths = ((5, 4), (5, 2), (5, 3), (3, 5))
@@ -96,4 +96,4 @@ def _trial(model: Any) -> float:
                 raise ArithmeticError("the gradient is not finite")
         found.append(logits_NV.detach()[micro.at_N.argsort()])
     padded_NV, packed_NV = found
-    return float(((packed_NV - padded_NV).abs().amax(-1) / padded_NV.std(-1)).quantile(0.75))
+    return float(((packed_NV - padded_NV).square().mean(-1).sqrt() / padded_NV.std(-1)).quantile(0.75))

@@ -53,6 +53,11 @@ class Routed:
 class Unrouted:
     """Routing of a dense model, and of one whose routing is left alone: there is nothing to do."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a learning forward of unchanged weights is the old forward again, with nothing else to note."""
+        return True
+
     def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """The context of the forward that gives the old log-probabilities."""
         return nullcontext()
@@ -137,6 +142,10 @@ class Routing(Unrouted):
         return reported
 
     # ---- the two kinds of forward
+
+    @property
+    def repeats(self) -> bool:
+        return self.replay == "off" and not self.balance
 
     @contextmanager
     def old(self, micro: MicroBatch) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,15 @@ from gspo.policy.optimizer import Optimizer, Update
 from gspo.policy.replay import Unrouted
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The forward of the first micro-batch, run before its turn: it gave old log-probabilities, and its graph is kept."""
+
+    of: MicroBatch
+    logp_N: Tensor
+    entropy_N: Tensor
+
+
 @dataclass(kw_only=True)
 class Batch:
     """A rollout batch in learning."""
@@ -38,6 +48,7 @@ class Batch:
     temperature: float
     routing: Unrouted = field(default_factory=Unrouted)
     """What a mixture of experts does with its routers in learning forwards."""
+    ahead: Ahead | None = None
     logp_N: Tensor = field(init=False)
     """The learning policy's log-probabilities at the moment each token was used."""
     ratio_N: Tensor = field(init=False)
@@ -49,6 +60,34 @@ class Batch:
         self.logp_N = self.tokens.logp_old_N.clone()
         self.ratio_N = torch.ones_like(self.logp_N)
         self.clipped_N = torch.zeros_like(self.logp_N, dtype=torch.bool)
+
+
+def old_logprobs(
+    policy: Policy, objective: Objective, plan: Plan, temperature: float, routing: Unrouted, *, keep: bool
+) -> tuple[Tensor, Tensor, Ahead | None]:
+    """(logp_N, entropy_N) under the weights as they are. The first update will have the same weights, so with `keep` its
+    first micro-batch is computed once for both, last of all, so that no other forward runs beside its graph."""
+    first, device = plan.steps[0][0], policy.device
+    rest = replace(plan, steps=(plan.steps[0][1:], *plan.steps[1:])) if keep and routing.repeats else plan
+    logp_N, entropy_N = planned_logprobs(policy.model, rest, temperature, device, routed=routing.old)
+    if rest is plan:
+        return logp_N, entropy_N, None
+    micro, ahead = first.to(device), None
+    try:
+        with routing.old(micro):
+            found = reply_logprobs(policy.model, micro, temperature, entropy_gradient=bool(objective.entropy))
+        ahead = Ahead(of=first, logp_N=found[0], entropy_N=found[1])
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    if ahead is None:
+        release_memory()
+        found = planned_logprobs(
+            policy.model, replace(plan, steps=((first,),)), temperature, device, routed=routing.old
+        )
+        return logp_N + found[0], entropy_N + found[1], None
+    logp_N[micro.at_N], entropy_N[micro.at_N] = ahead.logp_N.detach(), ahead.entropy_N.detach()
+    return logp_N, entropy_N, ahead
 
 
 def update(
@@ -79,11 +118,16 @@ def _gradients(policy: Policy, objective: Objective, batch: Batch, index: int, s
     selected_N = _select(policy, objective, batch, index, seed)
     losses = []
     for cpu_batch in micro_batches:
-        micro = cpu_batch.to(policy.device)
-        with batch.routing.learning(micro) as seen:
-            logp_N, entropy_N = reply_logprobs(
-                policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
-            )
+        micro, known = cpu_batch.to(policy.device), batch.ahead
+        batch.ahead = None
+        known = known if known is not None and known.of is cpu_batch else None
+        with batch.routing.learning(micro) if known is None else nullcontext() as seen:
+            if known is None:
+                logp_N, entropy_N = reply_logprobs(
+                    policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
+                )
+            else:
+                logp_N, entropy_N = known.logp_N, known.entropy_N
             tokens = _learning(batch.tokens, micro, logp_N, entropy_N, selected_N)
             loss = loss_of(objective, tokens, weight_N[micro.at_N])
             (loss.total + batch.routing.balance_loss(micro, seen, index)).backward()

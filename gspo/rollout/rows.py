@@ -296,7 +296,8 @@ def difference_in_trial(model: Any, opened: Opened) -> str | None:
 def _trial(model: Any, opened: Opened) -> float:
     """Decode four rows of different lengths and compare with plain forward passes.
 
-    The error is relative to the spread of the logits; the third quartile, since in a mixture of experts a near-tie in
+    The error is root-mean-square (the largest of many thousand logits is off by several times that in bfloat16), relative
+    to the spread of the logits; the third quartile, since in a mixture of experts a near-tie in
     the router may send a single token elsewhere."""
     vocabulary = model.get_input_embeddings().num_embeddings
     steps, lengths = 3, (9, 7, 4, 2)
@@ -311,5 +312,5 @@ def _trial(model: Any, opened: Opened) -> float:
             token_R = torch.tensor([ids[p] for ids, p in zip(sequences, position, strict=True)], device=model.device)
             cached_RV = step(token_R, torch.tensor(position, device=model.device)).float()
             expected_RV = torch.stack([logits[p] for logits, p in zip(plain, position, strict=True)])
-            errors.append((cached_RV - expected_RV).abs().amax(-1) / expected_RV.std(-1))
+            errors.append((cached_RV - expected_RV).square().mean(-1).sqrt() / expected_RV.std(-1))
     return float(torch.cat(errors).quantile(0.75))

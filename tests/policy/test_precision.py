@@ -57,3 +57,22 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
         if update < 10:
             assert torch.equal(model.weight, torch.ones(1, 4, dtype=torch.bfloat16))
     assert (model.weight < 1).all()
+
+
+def test_the_fused_update_on_a_cpu_is_adamw() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(16, 16), torch.randn(8, 16)
+    twin = torch.nn.Linear(16, 16)
+    twin.load_state_dict(model.state_dict())
+    before = model.weight.detach().clone()
+    config = LearnerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1e9, spike=0.0)
+    ours = Optimizer(model, config, 100)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    for _ in range(20):
+        model(x).square().mean().backward()
+        twin(x).square().mean().backward()
+        ours.step(loss_finite=True)
+        plain.step()
+        plain.zero_grad()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-5, atol=1e-6)
+    assert (model.weight - before).abs().max() > 0.01, "the test must be able to tell weights apart"

@@ -189,7 +189,8 @@ def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any) -> N
     assert not left
 
 
-def test_digest_and_changes_see_what_matters() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_digest_and_changes_see_what_matters(fused: bool) -> None:
     one = model()
     pairs = list(named_weights(one))
     assert digest(pairs) == digest(pairs[::-1])
@@ -198,7 +199,7 @@ def test_digest_and_changes_see_what_matters() -> None:
     assert digest([(n, t.bfloat16()) for n, t in pairs]) != digest(pairs)
     before = changes(one)
     assert changes(one) == before
-    optimizer = torch.optim.AdamW(one.parameters())
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-6, fused=fused)
     one(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert changes(one) != before

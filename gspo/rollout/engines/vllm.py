@@ -68,7 +68,7 @@ class VllmEngine:
     def __init__(self, context: EngineContext, host: Host) -> None:
         self.context: EngineContext | None = context
         self.host = host
-        self._sent: tuple[int, ...] | None = None
+        self._sent: tuple[str, int] | None = None
         self._canary: tuple[Sequence[Prompt], Sampling] | None = None
         """Prompts to try new weights with."""
         self._labels: dict[str, int] = {}
@@ -138,13 +138,12 @@ class VllmEngine:
         self._bring_weights(*self._canary, version)
 
     def _bring_weights(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> None:
-        """Send the learner's weights, unless they have not changed and every vLLM still holds them."""
+        """Send the learner's weights, unless neither they nor their version have changed and every vLLM still holds them."""
         assert self.context is not None
         self._canary = (prompts, sampling)
-        model, now = self.context.model, changes(self.context.model)
+        model, now = self.context.model, (changes(self.context.model), version)
         current = next(reversed(self._labels), None)
         if now == self._sent and current is not None and self.host.label() == current:
-            self._labels[current] = version
             return
         self._sent, label = None, f"{version}.{len(self._labels)}"
         self._labels[label] = version

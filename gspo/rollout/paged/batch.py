@@ -125,15 +125,20 @@ class PagedBatch:
 
     def run(self) -> Replies:
         """Every reply of the queue."""
-        while self.waiting or any(self.rows):
-            self._admit()
-            self._extend()
-            self.launch(self.bucket)
-            self.unseen.append((self.steps, *_fetched(self.slots.state[LIVE])))
-            self.steps += 1
-            self._notice(behind=1)
-            self._shrink()
-        return self._replies()
+        try:
+            while self.waiting or any(self.rows):
+                self._admit()
+                self._extend()
+                self.launch(self.bucket)
+                self.unseen.append((self.steps, *_fetched(self.slots.state[LIVE])))
+                self.steps += 1
+                self._notice(behind=1)
+                self._shrink()
+            return self._replies()
+        finally:
+            del (
+                self.launch
+            )  # it refers back to this; a graph that is left to the garbage collector may go at a bad moment
 
     def _step(self, rows: int) -> None:
         """One token for each of the first rows, on the device alone."""

@@ -1,0 +1,95 @@
+"""Root-mean-square norms with a backward pass of their own: on a CPU, autograd's takes five times as long as the forward.
+
+In: the norms of a transformers model, `weight * x / sqrt(mean(x^2) + eps)`. Out: the same modules, which compute the same
+numbers but for rounding. Invariant: a norm is replaced only after a trial has found value and gradients equal, so one that
+computes something else (`1 + weight`, a bias) stays as it is.
+
+With y = x / s, s = sqrt(mean(x^2) + eps), g the incoming gradient and H the width:
+
+    dweight = sum g y,   dx = (g weight - y (g weight . y) / H) / s.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRECISE = (torch.float32, torch.float64)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        y = x * inverse
+        ctx.save_for_backward(y, weight, inverse)
+        return y * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, weight, inverse = ctx.saved_tensors
+        gradient = gradients[0]
+        product = (gradient * y).flatten(0, -2)
+        dot = torch.mv(product, weight).view(inverse.shape).div_(-y.shape[-1])
+        dx = (gradient * weight).addcmul_(y, dot).mul_(inverse)
+        return dx, product.sum(0), None
+
+
+def replace_norms(model: Any) -> int:
+    """Let the norms of a model in float32 compute this way; returns how many do."""
+    found = [m for m in model.modules() if _is_norm(m) and _agrees(m)]
+    for module in found:
+        kind: Any = type(module)
+        module.__class__ = _lean(kind)
+    return len(found)
+
+
+def _is_norm(module: Any) -> bool:
+    weight: Any = getattr(module, "weight", None)
+    known = type(module).__name__.endswith("RMSNorm") and isinstance(_eps(module), float)
+    return known and "forward" not in vars(module) and len(list(module.parameters())) == 1 and weight.dtype in PRECISE
+
+
+def _eps(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+@cache
+def _lean(kind: type) -> type:
+    """The module's class with another forward: unlike a function put on the instance, copies of the model keep their own weights."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            plain: Tensor = kind.forward(self, hidden_states)  # type: ignore[attr-defined]
+            return plain
+        output: Tensor = _Norm.apply(hidden_states, self.weight, _eps(self))
+        return output
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _agrees(module: Any) -> bool:
+    """Value and gradients on numbers that make a difference: weights that are not 1, rows that are nearly 0."""
+    generator = torch.Generator().manual_seed(0)
+    weight, size = module.weight, module.weight.shape[-1]
+    x = torch.randn(6, size, generator=generator, dtype=weight.dtype) * torch.logspace(-4, 2, 6).unsqueeze(-1)
+    gain, before = torch.randn(6, size, generator=generator, dtype=weight.dtype), weight.detach().clone()
+    found = []
+    try:
+        with torch.no_grad():
+            weight += torch.linspace(0.1, 1, size)
+        for way in (module, lambda given: _Norm.apply(given, weight, _eps(module))):
+            given = x.clone().requires_grad_()
+            with torch.enable_grad():
+                value = way(given)
+                found.append((value.detach(), *torch.autograd.grad(value, (given, weight), gain)))
+    except Exception:  # any failure inside foreign model code means the same: leave it alone
+        return False
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())) for a, b in zip(*found, strict=True))
