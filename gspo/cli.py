@@ -156,6 +156,15 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def serve(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a vLLM server that a training run can sample from."""
+    from gspo.rollout.vllm.serve import serve as run
+
+    return run(
+        options.model, host=options.host, port=options.port, experts=options.experts, token_file=options.token_file, more=overrides
+    )  # fmt: skip
+
+
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
     settings = config.load(recipe, _given(options) + overrides)
     _quiet_libraries()
@@ -285,6 +294,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("report", report, "Runs as one self-contained HTML file: figures, findings, telling replies.")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or directories of runs")
     sub.add_argument("-o", "--out", default="report.html", metavar="FILE", help="the file to write (default: report.html)")  # fmt: skip
+    sub = command("serve", serve, "A vLLM server that training runs can sample from; docs/engines.md has more.", "Other options are handed to vLLM as they are, each as --name=value: --tensor-parallel-size=2")  # fmt: skip
+    sub.add_argument("model", help="model directory or hub name; only its config is used: a run sends its own weights")
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; another only in a private network: the connection is not encrypted)")  # fmt: skip
+    sub.add_argument("--port", type=int, default=0, help="(default: a free one)")
+    sub.add_argument("--experts", action="store_true", help='tell which experts of a mixture drew each token (routing.replay = "sampler"); turns the prefix cache off')  # fmt: skip
+    sub.add_argument("--token-file", metavar="FILE", help="where to write the token unless GSPO_SERVE_TOKEN has one (default: gspo-serve-PORT.token)")  # fmt: skip
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser

@@ -204,6 +204,8 @@ class LearnerConfig:
     """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
+    old_logp: Literal["recompute", "sampler"] = "recompute"
+    """Where ratios start from: log-probabilities that the learner computes, or those that the sampling engine reported, which saves a forward (all but one in `mini_batches`) and is refused when they differ by more than the clip range."""
     spike: float = 8.0
     """Skip an optimiser step whose gradient norm is this many standard deviations (in log space, over the last 128) above the mean; 0: never."""
     max_skipped: int = 5
@@ -338,6 +340,8 @@ def check(config: Config) -> None:
         raise ConfigError('routing.replay: "old" has no effect with learner.mini_batches = 1, where the learning forward is the old one; set more, or "off"')  # fmt: skip
     if (routing.replay != "off" or routing.balance_loss) and not routing.record:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
+    if config.learner.old_logp == "sampler" and config.learner.mini_batches == 1:
+        raise ConfigError('learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always compared; set more, or "recompute"')  # fmt: skip
     if config.tokens and not config.steps:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):

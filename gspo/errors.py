@@ -33,3 +33,15 @@ class AlarmError(GspoError, RuntimeError):
 
 class MemoryLimitError(GspoError, RuntimeError):
     """There is too little memory, however small the micro-batch."""
+
+
+class EngineError(GspoError, RuntimeError):
+    """A sampling engine died, hangs, or answers nonsense, and no other could do its work."""
+
+
+class WeightSyncError(EngineError):
+    """A sampling engine does not hold the learner's weights."""
+
+
+class MismatchError(GspoError, RuntimeError):
+    """The sampling engine's probabilities are too far from the learner's for what was asked."""

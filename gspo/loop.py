@@ -13,15 +13,23 @@ import hashlib
 import json
 import shutil
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
-from gspo.errors import AlarmError, CheckpointError, ConfigError, NumericalError, RewardError
+from gspo.errors import (
+    AlarmError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    MismatchError,
+    NumericalError,
+    RewardError,
+)
 from gspo.evaluate import Evaluation, evaluate
 from gspo.objective.auto_clip import at_limit
 from gspo.observe.alarms import HISTORY, holding
@@ -41,8 +49,10 @@ from gspo.types import Sampling, Status
 MAY_CHANGE = (
     "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
     "reward.timeout_s", "reward.memory_mb", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
+    "learner.old_logp",
 )  # fmt: skip
-"""Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned."""
+"""Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned, but for
+`learner.old_logp`, without which a run whose engine has drifted too far could never go on."""
 
 
 class Loop:
@@ -64,7 +74,7 @@ class Loop:
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
         fresh = TrainerState(problems=self._fingerprint, settings=flat(self.config))
-        with suppress(Interrupted):
+        with suppress(Interrupted), self._saved_without_engine():
             state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
                 state = self._step(state)
@@ -74,6 +84,17 @@ class Loop:
             return fresh
         self._save(self._last)
         return self._last
+
+    @contextmanager
+    def _saved_without_engine(self) -> Iterator[None]:
+        """A sampling engine that fails for good, or is too far from the learner, ends the run, not what it has learned."""
+        try:
+            yield
+        except (EngineError, MismatchError) as error:
+            if self._last is None:
+                raise
+            self._save(self._last)
+            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run.path}") from error
 
     def _look_around(self, *, done: int) -> None:
         """Before anything is spent: which sandbox rewards use, and whether the checkpoints will fit on the disk."""

@@ -33,10 +33,11 @@ from gspo.policy.adapter import switched_off
 from gspo.policy.batch import Plan, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
+from gspo.policy.old import Old, from_sampler, recomputed
 from gspo.policy.optimizer import Optimizer, Update
 from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Routed, Unrouted, route
-from gspo.policy.update import Batch, old_logprobs, update
+from gspo.policy.update import Batch, update
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
 from gspo.rollout.rollout import Gathered, distinct, gather
@@ -93,8 +94,10 @@ class Learned:
     """Per reply; the mean where tokens differ."""
     tokens: Tokens
     """`logp_N` is the learning policy's at the moment each token was used."""
-    entropy_N: Tensor
-    """Entropy of the old policy at each token."""
+    entropy_M: Tensor
+    """Entropy of the old policy at the tokens that the learner has computed before learning: all, or a mini-batch's."""
+    log_rho_M: Tensor
+    """log pi_old - log mu at these tokens: how far the sampling engine is from the learner."""
     ratio_N: Tensor
     clipped_N: Tensor
     losses: tuple[Loss, ...]
@@ -143,13 +146,11 @@ def learn(
     plan, temperature = _plan(parts, replies, step), config.rollout.temperature
     routing = _routing(parts, plan, replies)
     logp_ref_N = _reference_logprobs(parts, plan) if parts.reference else None
-    logp_old_N, entropy_N, ahead = old_logprobs(
-        policy, objective, plan, temperature, routing, keep=before_update is None
-    )
-    tokens = _pack(parts, plan, replies, logp_old_N, logp_ref_N)
+    old = _old_policy(parts, plan, replies, routing, keep=before_update is None)
+    tokens = _pack(parts, plan, replies, old, logp_ref_N)
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
-    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing, ahead=ahead)
+    batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing, ahead=old.ahead)
     rounding_N = _rounding(parts, replies, tokens)
     done = []
     for index in range(len(plan.steps)):
@@ -162,7 +163,8 @@ def learn(
         reward_B=reward_B,
         advantage_B=tokens.sequences.mean(advantage_N).cpu(),
         tokens=replace(tokens, logp_N=batch.logp_N),
-        entropy_N=entropy_N,
+        entropy_M=old.entropy_M,
+        log_rho_M=old.log_rho_M,
         ratio_N=batch.ratio_N,
         clipped_N=batch.clipped_N,
         losses=tuple(loss for loss, _ in done),
@@ -206,17 +208,26 @@ def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _pack(
-    parts: Learner, plan: Plan, replies: Sequence[Counted], logp_old_N: Tensor, logp_ref_N: Tensor | None
-) -> Tokens:
+def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted, *, keep: bool) -> Old:
+    policy, objective, temperature = parts.policy, parts.objective, parts.config.rollout.temperature
+    sampler_N = _sampler(replies, policy.device)
+    if parts.config.learner.old_logp == "sampler":
+        return from_sampler(policy, plan, temperature, sampler_N, objective)
+    return recomputed(policy, plan, temperature, sampler_N, objective, routing, keep=keep)
+
+
+def _sampler(replies: Sequence[Counted], device: torch.device) -> Tensor:
+    return torch.tensor([v for r in replies for v in r.completion.logp_sampler], dtype=torch.float32, device=device)
+
+
+def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp_ref_N: Tensor | None) -> Tokens:
     device = parts.policy.device
-    sampler = [logp for r in replies for logp in r.completion.logp_sampler]
     return Tokens(
-        logp_N=logp_old_N,
-        logp_old_N=logp_old_N,
-        logp_sampler_N=torch.tensor(sampler, dtype=torch.float32, device=device),
+        logp_N=old.logp_N,
+        logp_old_N=old.logp_N,
+        logp_sampler_N=_sampler(replies, device),
         logp_ref_N=logp_ref_N,
-        advantage_N=torch.zeros_like(logp_old_N),
+        advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )
 
@@ -225,6 +236,7 @@ def _rounding(parts: Learner, replies: Sequence[Counted], tokens: Tokens) -> Ten
     """Known for replies that were drawn in process, from the whole distribution of the weights that are about to learn."""
     rollout, now = parts.config.rollout, parts.optimizer.updates
     whole = rollout.engine == "local" and rollout.top_p == 1 and not rollout.top_k
+    whole &= parts.config.learner.old_logp == "recompute"  # else the two are the same numbers
     if not whole or any(r.completion.version != now for r in replies) or tokens.logp_sampler_N is None:
         return None
     return tokens.logp_old_N - tokens.logp_sampler_N

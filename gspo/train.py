@@ -213,6 +213,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
     stack.callback(engine.close)
     if config.routing.replay == "sampler" and not engine.reports_routes:
         raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
+    _check_old_logp(config, objective, policy)
     return Parts(
         config=config,
         objective=objective,
@@ -225,6 +226,16 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
         auto_clip=run_auto_clip(config)[0],
     )
+
+
+def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
+    """Where the engine's log-probabilities are the old policy's, nothing is left to correct, and no old forward to watch."""
+    if config.learner.old_logp != "sampler":
+        return
+    if objective.mismatch != "none":
+        raise ConfigError(f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", where the old policy is the engine\'s; leave one of them out')  # fmt: skip
+    if policy.routers is not None:
+        raise ConfigError('learner.old_logp: "sampler" leaves out the forward in which the experts of the old policy are seen; set routing.record = false (no replay), or old_logp = "recompute"')  # fmt: skip
 
 
 def _kept_model(config: ModelConfig, path: Path) -> ModelConfig:

@@ -100,7 +100,9 @@ class Completion:
     """Log-probability of each token under the distribution it was actually drawn from."""
     stop: StopReason
     version: int
-    """Optimiser updates the sampling policy had seen."""
+    """Optimiser updates the sampling policy had seen when the reply began."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where weights changed while it was drawn: each version with its first token; empty: one version drew it all."""
     routes: Routes | None = None
     """None: a dense model, an engine that does not know, or nobody asked."""
 

@@ -301,12 +301,21 @@ def _mismatch(look: Look) -> Finding | None:
     k3, truncated = look.mean("mismatch/k3"), look.setting("rollout", "top_p", 1.0) < 1 or look.setting("rollout", "top_k", 0)  # fmt: skip
     if len(look.recent) < FEWEST or not k3 >= 1e-3:
         return None
-    why = "Sampling with top_p or top_k draws from a truncated distribution; 1 and 0 agree." if truncated else "Another engine or precision computes them: objective.mismatch = \"token_tis\" corrects for it."  # fmt: skip
+    largest, flips = look.mean("mismatch/abs_max"), look.mean("routing/flip_fraction_sampler")
+    tail = f", on single tokens by up to {largest:.2g}" if largest >= 0.01 else ""
     return Finding(
         name="mismatch", level="warn",
-        what=f"The engine's probabilities differ from the learner's by {k3:.1e} nats per token (k3); rounding alone gives below 1e-4.",
-        remedy=why,
+        what=f"The engine's probabilities differ from the learner's by {k3:.1e} nats per token (k3){tail}; rounding alone gives below 1e-4.",
+        remedy=_mismatch_remedy(bool(truncated), flips),
     )  # fmt: skip
+
+
+def _mismatch_remedy(truncated: bool, flips: float) -> str:
+    if truncated:
+        return "Sampling with top_p or top_k draws from a truncated distribution; 1 and 0 agree."
+    if flips > 0.005:
+        return f"The engine used other experts for {flips:.1%} of the choices: routing.replay = \"sampler\" makes the learner use the engine's. What is left, objective.mismatch = \"token_tis\" or \"icepop\" corrects for."  # fmt: skip
+    return 'Another engine or precision computes them: objective.mismatch = "token_tis" corrects for it.'
 
 
 def _noise(look: Look) -> Finding | None:

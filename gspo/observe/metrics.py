@@ -22,11 +22,14 @@ from gspo.objective.counted import left_out
 from gspo.objective.loss import statistics
 from gspo.objective.noise import noise_of
 from gspo.objective.objective import Objective
+from gspo.objective.ratio import MAX_LOG_RATIO
 from gspo.policy.replay import Routed
 from gspo.step import Collected, Learned
 from gspo.types import Completion, Group, Score, Status, StopReason
 
 NAN = float("nan")
+EXTREME = math.log(2)
+"""A token that engine and learner give probabilities that differ by more than this factor's logarithm."""
 LONG = 16
 """Tokens from which on a reply can be called repetitive."""
 
@@ -104,8 +107,8 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
         "ratio/token_log_std": stats["ratio_token_log_std"],
         "ratio/sequence_log_std": stats["ratio_sequence_log_std"],
         "kl/old_new": stats["kl_old_new"],
-        "mismatch/k3": stats["mismatch_k3"],
-        "entropy/mean": float(learned.entropy_N.mean()),
+        **mismatch(learned.log_rho_M),
+        "entropy/mean": float(learned.entropy_M.mean()),
         "advantage/std": float(learned.advantage_B.std(correction=0)),
         "tokens/trained": len(learned.ratio_N),
     }
@@ -115,6 +118,21 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
     metrics |= _noise(objective, learned)
     return metrics | (_routing(learned.routed) if learned.routed else {})
+
+
+def mismatch(log_rho_M: Tensor) -> dict[str, float]:
+    """How far the engine's probabilities mu are from the learner's pi_old, over the tokens that both computed."""
+    log_rho_M = log_rho_M.double()
+    rho_M = log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "mismatch/abs_mean": float(log_rho_M.abs().mean()),
+        "mismatch/abs_max": float(log_rho_M.abs().max()),
+        "mismatch/k1": -float(log_rho_M.mean()),
+        "mismatch/k3": float((torch.expm1(log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_rho_M).mean()),
+        "mismatch/chi2": float((rho_M.square() - 1).mean()),
+        "mismatch/ess": float(rho_M.mean().square() / rho_M.square().mean()),
+        "mismatch/extreme_fraction": float((log_rho_M.abs() > EXTREME).double().mean()),
+    }
 
 
 def _noise(objective: Objective, learned: Learned) -> dict[str, float]:
@@ -181,6 +199,7 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
         "token_ids": completion.token_ids,
         "stop": completion.stop,
         "version": completion.version,
+        **({"spans": completion.spans} if completion.spans else {}),
         "status": score.status,
         "reward": score.reward,
         "correct": score.correct,

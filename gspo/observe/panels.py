@@ -79,8 +79,17 @@ PANELS = (
     ),
     Panel(
         id="mismatch", title="Do sampler and learner agree?", log=True,
-        what="Distance between the engine's probabilities and the learner's, and how far the updates moved the policy, both in nats per token.",
+        what="Distance between the engine's probabilities and the learner's, and how far the updates moved the policy, both in nats per token. The first should stay well below the second: else much of what is learned from is the engine's rounding.",
         curves=(Curve(key="mismatch/k3", label="sampler to learner"), Curve(key="kl/old_new", label="old to new policy"), Curve(key="kl/ref", label="to the reference")),
+    ),
+    Panel(
+        id="mismatch-tokens", title="How far apart are they on single tokens?", log=True,
+        what="Difference of log-probabilities between engine and learner: 0.7 is a factor of two. Below 0.001 is float32 rounding, around 0.02 on average is bfloat16; a high maximum with a low mean is a mixture whose experts flip (routing.replay = \"sampler\" mends it). Everything high at once: the engine has other weights.",
+        curves=(
+            Curve(key="mismatch/abs_mean", label="mean difference"),
+            Curve(key="mismatch/abs_max", label="largest difference"),
+            Curve(key="mismatch/extreme_fraction", label="share of tokens off by more than a factor of two"),
+        ),
     ),
     Panel(
         id="gradient", title="Are the gradients sound?", log=True, what="Norm before clipping. A spike is skipped; a slow climb means that the learning rate is too high.",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_vllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -16,9 +17,10 @@ from gspo.types import Completion, Prompt, Sampling, StopReason
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
 EOS = SYMBOLS.index("<eos>")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"}
+    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
+    "vllm served": {"start": 1},
 }
-"""Options that make an engine's replies worth testing, where its defaults do not."""
+"""Options that make an engine's replies worth testing, where its defaults do not; the second word of a name is a variant."""
 SAMPLING = Sampling(max_tokens=12)
 
 
@@ -36,7 +38,7 @@ def context() -> EngineContext:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -47,12 +49,17 @@ def context() -> EngineContext:
     return EngineContext(model=model, tokenizer=tokenizer, stop_ids=(EOS,))
 
 
-@pytest.fixture(scope="module", params=engine_names())
+ENGINES = [
+    pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
+    for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[Engine]:
-    try:
-        built = build_engine(request.param, context, OPTIONS.get(request.param, {}))
-    except ImportError as missing:
-        pytest.skip(f"engine {request.param!r} cannot run here: {missing}")
+    if request.param.startswith("vllm"):
+        needs_vllm()
+    built = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
     yield built
     built.close()
     built.close()

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 from ends import run_of, same_end
+from needs import unusable
 from test_killed import Silent, StopAfterOne, forked, wait
-from tools import traced, unusable
+from tools import traced
 from transformers.utils.logging import disable_progress_bar
 
 import gspo.loop

@@ -1,4 +1,4 @@
-"""Programs that fault tests need. `.ci/run` installs them and names them in GSPO_TESTS_NEED: then a test that cannot use one fails."""
+"""Work watched by `strace`, for tests of what is on disk when a process dies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-
-def unusable(tool: str, why: str) -> None:
-    """Skip on a developer's machine without the tool; fail where it has been installed for the tests."""
-    if tool in os.environ.get("GSPO_TESTS_NEED", "").split():
-        pytest.fail(f"{tool}: {why}, although GSPO_TESTS_NEED names it")
-    pytest.skip(f"{tool}: {why}")
+from needs import unusable
 
 
 def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s: float = 60) -> int:

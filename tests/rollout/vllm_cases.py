@@ -1,0 +1,72 @@
+"""Small models and prompts for the tests of engine `vllm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from gspo.policy.routing import find_routers
+from gspo.rollout.engine import EngineContext
+from gspo.types import Completion, Prompt, Sampling
+
+VOCABULARY = 256
+STOP = 1
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, i)) for i in ids]
+
+
+def small_moe(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    """Four layers of eight experts; head size 32 is the smallest that vLLM's CPU attention has."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "initializer_range": 0.1,
+        "max_position_embeddings": 512, "norm_topk_prob": True, "eos_token_id": STOP, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | sizes)).to(dtype).eval()
+
+
+def context_of(model: Any) -> EngineContext:
+    return EngineContext(model=model, tokenizer=Numbers(), stop_ids=(STOP,), routers=find_routers(model))
+
+
+def some_prompts(count: int = 4, length: int = 12) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(2, VOCABULARY, (count, length), generator=generator).tolist()
+    return [
+        Prompt(id=f"train/{i}", content="", text="", token_ids=tuple(row[: length - i])) for i, row in enumerate(rows)
+    ]
+
+
+def drawn(engine: Any, prompts: Sequence[Prompt], **changes: Any) -> list[Completion]:
+    settings: dict[str, Any] = {"sampling": Sampling(max_tokens=24), "seed": 3, "stream": "train/1", "version": 7, "samples": 3}  # fmt: skip
+    return [reply for group in engine.generate(prompts, **settings | changes) for reply in group]
+
+
+@torch.no_grad()
+def apart(model: Any, prompts: Sequence[Prompt], replies: Sequence[Completion]) -> torch.Tensor:
+    """|log-probability of the engine - of the model| for every token."""
+    by_id = {p.id: p for p in prompts}
+    parts = []
+    for reply in replies:
+        prompt_ids = by_id[reply.prompt_id].token_ids
+        ids = torch.tensor([prompt_ids + reply.token_ids])
+        logp = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt_ids) - 1 :, 0]
+        parts.append((logp - torch.tensor(reply.logp_sampler)).abs())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def stirred(model: Any, amount: float = 0.02) -> None:
+    """Another policy, as an optimiser would make it: in place."""
+    generator = torch.Generator().manual_seed(int(next(model.parameters())._version))
+    for p in model.parameters():
+        p.add_(amount * torch.randn(p.shape, generator=generator).to(p.dtype))
