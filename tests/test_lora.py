@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
         os.rename(f"{cut.run_dir}/checkpoints/{step:06d}", f"{cut.run_dir}/.gone-{step}")
     assert resume(cut.run_dir, display).step == 4
     assert Path(cut.run_dir, "metrics.jsonl").read_bytes() == Path(whole.run_dir, "metrics.jsonl").read_bytes()
-    for file in ("adapter_model.safetensors", "trainer.safetensors"):
+    for file in ("adapter_model.safetensors", "trainer.tensors"):
         ours, theirs = load_file(last(cut) / file), load_file(last(whole) / file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[k], theirs[k]) for k in ours)
@@ -118,8 +118,8 @@ def test_a_checkpoint_loads_in_plain_peft(dtype: str, adapting: Callable[..., Co
     before = logits(plain)
     theirs = PeftModel.from_pretrained(plain, str(last(config)), autocast_adapter_dtype=False).eval()
     ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
-    assert torch.equal(logits(theirs), logits(ours.model))
-    assert not torch.equal(logits(theirs), before)
+    torch.testing.assert_close(logits(theirs), logits(ours.model), atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(logits(theirs), before, atol=1e-3)
 
 
 def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(

@@ -30,7 +30,7 @@ def run_of(config: Config) -> Path:
 
 
 def same_checkpoint(a: Path, b: Path) -> bool:
-    files = ["model.safetensors", "trainer.safetensors"]
+    files = ["model.safetensors", "trainer.tensors"]
     pairs = [(load_file(a / f), load_file(b / f)) for f in files]
     return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in pairs)
 

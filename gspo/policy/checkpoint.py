@@ -2,7 +2,8 @@
 
     000020/
       config.json, model.safetensors, tokenizer files   Hugging Face layout (LoRA: adapter_config.json, adapter_model.safetensors)
-      trainer.safetensors                               optimiser moments (and float32 masters) by parameter name
+      trainer.tensors                                   optimiser moments (and float32 masters) by parameter name; in
+                                                        safetensors format, but not by name: vLLM would take it for weights
       trainer.json                                      step, data cursor, counters, file offsets
       manifest.json                                     size and SHA-256 of every other file
 
@@ -33,6 +34,8 @@ from gspo.errors import CheckpointError, NumericalError
 from gspo.policy import adapter
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer
+
+TRAINER = "trainer.tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
 def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerState) -> None:
     with _disk_errors():
         save_model(policy, partial)
-        save_file(optimizer.state(), partial / "trainer.safetensors")
+        save_file(optimizer.state(), partial / TRAINER)
     _write_json(partial / "trainer.json", dataclasses.asdict(state))
     with _disk_errors():
         _read_back(partial, policy)
@@ -112,7 +115,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 def _read_back(partial: Path, policy: Policy) -> None:
     """A write that was lost or cut short without an error must not be hashed as if it were right. Tensors: the file is as
     long as its header says. The tokenizer, whose files may be of any kind: it is written twice."""
-    for path in partial.glob("*.safetensors"):
+    for path in (*partial.glob("*.safetensors"), partial / TRAINER):
         with safe_open(path, framework="pt"):
             pass
     again = partial / "again"
@@ -218,9 +221,9 @@ def read_state(path: Path) -> TrainerState:
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
     """Load the optimiser's moments of a whole checkpoint."""
     try:
-        optimizer.load(load_file(path / "trainer.safetensors"), updates)
+        optimizer.load(load_file(path / TRAINER), updates)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path / 'trainer.safetensors'}: {error}") from error
+        raise CheckpointError(f"{path / TRAINER}: {error}") from error
 
 
 def _retire(folder: Path, keep: int) -> None:

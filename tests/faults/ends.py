@@ -19,5 +19,5 @@ def same_end(a: Path, b: Path) -> None:
         assert file.read_bytes() == (b / "rollouts" / file.name).read_bytes()
     last = [checkpoint.saved(run / "checkpoints")[-1] for run in (a, b)]
     assert last[0].name == last[1].name
-    for name in ("model.safetensors", "trainer.safetensors"):
+    for name in ("model.safetensors", "trainer.tensors"):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()

@@ -159,7 +159,7 @@ class Faults:
                 raise OSError(28, "No space left on device")
             done = save(*args, **kwargs)
             if self.due("damage", 12):
-                with (done / "trainer.safetensors").open("r+b") as file:
+                with (done / "trainer.tensors").open("r+b") as file:
                     file.write(b"XXXX")
             return done
 

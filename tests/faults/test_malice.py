@@ -138,7 +138,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("where", ["model.safetensors", "trainer.safetensors"])
+@pytest.mark.parametrize("where", ["model.safetensors", "trainer.tensors"])
 def test_m2_bad_tensors_are_an_error_with_little_memory(
     where: str, saved: Path, tiny: Callable[..., Config], display: Any
 ) -> None:

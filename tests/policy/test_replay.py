@@ -939,7 +939,7 @@ def contents(run: Path) -> dict[str, Any]:
     found["metrics"] = (run / "metrics.jsonl").read_bytes()
     state = json.loads((run / "checkpoints/000004/trainer.json").read_text())
     found["trainer"] = {k: v for k, v in state.items() if k != "offsets"}  # lengths of files with times in them
-    for name in ("model.safetensors", "trainer.safetensors"):
+    for name in ("model.safetensors", "trainer.tensors"):
         weights = load_file(run / "checkpoints/000004" / name)
         found[name] = {k: v.view(torch.uint8).numpy().tobytes() if v.dim() else v.item() for k, v in weights.items()}
     return found

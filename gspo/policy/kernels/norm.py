@@ -78,7 +78,8 @@ def _agrees(module: Any) -> bool:
     weight, size = module.weight, module.weight.shape[-1]
     x = torch.randn(6, size, generator=generator, dtype=weight.dtype) * torch.logspace(-4, 2, 6).unsqueeze(-1)
     gain, before = torch.randn(6, size, generator=generator, dtype=weight.dtype), weight.detach().clone()
-    found = []
+    found, learns = [], weight.requires_grad
+    weight.requires_grad_()
     try:
         with torch.no_grad():
             weight += torch.linspace(0.1, 1, size)
@@ -92,4 +93,5 @@ def _agrees(module: Any) -> bool:
     finally:
         with torch.no_grad():
             weight.copy_(before)
+        weight.requires_grad_(learns)
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())) for a, b in zip(*found, strict=True))
