@@ -348,6 +348,8 @@ def check(config: Config) -> None:
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.quantize and not config.model.lora.rank:
         raise ConfigError('model.quantize: weights in 4 bits cannot be trained; set model.lora.rank, or quantize = ""')
+    if config.model.quantize and config.rollout.engine == "vllm":
+        raise ConfigError('model.quantize: weights in 4 bits cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""')  # fmt: skip
     if config.model.lora.rank and config.model.build:
         raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
     if config.cold_start.steps and not config.data.task:

@@ -32,7 +32,7 @@ from gspo.observe.progress import Display
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
-from gspo.policy.adapter import adapted
+from gspo.policy.adapter import adapted, base_of
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
@@ -133,6 +133,8 @@ def run_objective(config: Config) -> Objective:
         )
     if config.model.lora.rank and config.cold_start.steps and objective.kl:
         raise ConfigError("cold_start.steps: with model.lora the reference of objective.kl is the model without its adapters, which a cold start would have left; set objective.kl = 0, or do without one of the others")  # fmt: skip
+    if config.model.lora.rank and objective.kl and base_of(config.model.path):
+        raise ConfigError("objective.kl: its reference would be the model without adapters, not the adapter that the run begins with; merge that first (gspo merge) and give the result, or set objective.kl = 0")  # fmt: skip
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective

@@ -67,8 +67,8 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     _settle_precision(model)
 
 
-def attach_saved(model: Any, folder: Path) -> None:
-    """Put a saved adapter into its model, ready to be trained further."""
+def attach_saved(model: Any, folder: Path) -> tuple[int, float]:
+    """Put a saved adapter into its model, ready to be trained further; its rank and alpha."""
     _check_peft()
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
@@ -76,6 +76,7 @@ def attach_saved(model: Any, folder: Path) -> None:
     settings = Settings.from_pretrained(str(folder))
     settings.inference_mode = False
     special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
+    special = special or getattr(settings, "lora_bias", False) or settings.fan_in_fan_out
     if settings.peft_type != "LORA" or special or settings.target_parameters:
         raise ConfigError(f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that")  # fmt: skip
     inject_adapter_in_model(settings, model, NAME)
@@ -86,6 +87,7 @@ def attach_saved(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for key, weight in weights.items():
             weight.copy_(saved[key])
+    return settings.r, settings.lora_alpha
 
 
 def save(model: Any, folder: Path) -> None:

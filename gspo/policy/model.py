@@ -166,9 +166,12 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
     base = adapter.base_of(config.path)
     if base is not None:
         with load_errors(config):
-            adapter.attach_saved(model, Path(config.path).expanduser())
+            rank, alpha = adapter.attach_saved(model, Path(config.path).expanduser())
         if not config.lora.rank:
             adapter.merge(model)
+        for key, given, saved in (("rank", config.lora.rank, rank), ("alpha", config.lora.alpha, alpha)):
+            if given and given != saved:
+                raise ConfigError(f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and goes on with it; give that")  # fmt: skip
     elif config.lora.rank:
         adapter.attach(model, config.lora, base=config.path, seed=seed)
     return model

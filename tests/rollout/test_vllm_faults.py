@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from vllm_cases import small_moe
 
 from gspo.errors import ConfigError, EngineError, WeightSyncError
 from gspo.rollout.engine import EngineContext, build_engine
-from gspo.rollout.vllm import guard
+from gspo.rollout.engines.vllm import VllmEngine
+from gspo.rollout.vllm import guard, served
 from gspo.rollout.vllm.host import Request
 from gspo.rollout.vllm.http import Client
 from gspo.rollout.vllm.served import TRIES, Limits, Served, Server
@@ -152,6 +154,93 @@ def test_requests_that_are_refused_are_not_repeated(fake: Any, hosted: Any) -> N
     with pytest.raises(EngineError, match=r"refused \(400\): out of luck"):
         host.generate(requests(1), routes=False)
     assert len(one.asked) + len(other.asked) == 1
+
+
+def test_weights_of_another_run_on_the_same_server_are_not_taken_for_ones_own(fake: Any, hosted: Any) -> None:
+    one = fake()
+    host = hosted(one)
+    one.label = "another.0.0"
+    host.generate(requests(1), routes=False)
+    assert one.label == "0.0", "its replies were refused until it held this run's weights again"
+    names = {VllmEngine(EngineContext(model=None, tokenizer=None, stop_ids=()), host)._name for _ in range(8)}  # type: ignore[arg-type]
+    assert len(names) == 8, "labels of two engines never meet"
+
+
+def test_tokens_of_weights_that_were_not_proved_are_not_used(fake: Any, hosted: Any) -> None:
+    one = fake()
+    host = hosted(one)
+
+    def wrong(draw: Any) -> None:
+        raise WeightSyncError("it does not compute what the learner computes")
+
+    with pytest.raises(WeightSyncError):
+        host.sync(model(), "1.1", wrong)
+    assert one.label == "1.1", "the server has them"
+    with pytest.raises(WeightSyncError):
+        host.generate(requests(1), routes=False)
+    assert host.servers[0].labels == {"0.0"}
+
+
+def test_the_model_is_touched_by_the_calling_thread_alone(
+    fake: Any, hosted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that comes back while others work, or after them, must not read weights that are being learned."""
+    threads: set[int] = set()
+    offer = served.Offer
+
+    def noted(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return offer(*args)
+
+    monkeypatch.setattr(served, "Offer", noted)
+    bad = fake(fault="status 500", after=2)
+    host = hosted(bad, fake())
+    for _ in range(3):
+        host.generate(requests(), routes=False)
+    bad.fault = ""
+    until = time.monotonic() + 5
+    while not host.servers[0].up and time.monotonic() < until:
+        host.generate(requests(), routes=False)
+    assert host.servers[0].up
+    assert threads == {threading.get_ident()}
+
+
+def test_a_server_that_hangs_does_not_hold_up_the_others_weights(fake: Any, hosted: Any) -> None:
+    stuck, good = fake(), fake()
+    host = hosted(stuck, good, limits=Limits(request_s=30, check_s=0.3, sync_s=30, absent_s=30))
+    stuck.fault, stuck.after, stuck.sync_fault = "stopped", -1, "hangs"
+    for version in (1, 2):
+        began = time.monotonic()
+        host.sync(model(), f"{version}.{version}", lambda draw: None)
+        assert len(host.generate(requests(), routes=False)) == 12
+        assert time.monotonic() - began < 5
+
+
+class Failing:
+    """A process of our own that never comes up."""
+
+    address, token, log = "127.0.0.1:9", "token", Path("server.log")
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def wait_ready(self, limit_s: float) -> None:
+        raise EngineError("a vLLM server did not come up")
+
+
+def test_a_server_that_cannot_be_started_any_more_is_left_out(fake: Any, hosted: Any) -> None:
+    lost, good = fake(), fake()
+    host = hosted(lost, good)
+    host.servers[0].process = Failing()
+    host._down(host.servers[0], "died")
+    until = time.monotonic() + 10
+    while not host.servers[0].gone and time.monotonic() < until:
+        assert len(host.generate(requests(), routes=False)) == 12
+    assert host.servers[0].gone
+    assert host.servers[0].restarts == served.RESTARTS
+    host.sync(model(), "1.1", lambda draw: None)
+    assert len(host.generate(requests(), routes=False)) == 12
 
 
 # ------------------------------------------------------------------------------------------------- weights

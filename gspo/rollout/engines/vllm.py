@@ -10,6 +10,7 @@ log-probabilities are those of the distribution that was drawn from: after tempe
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,27 +51,32 @@ def build(
     layers = () if context.routers is None else tuple(moe_layers(context.model, context.routers))
     experts = experts and bool(layers)
     for name in settings or {}:
-        if name in settings_for(context.model, experts=experts):
+        if name.replace("-", "_") in settings_for(context.model, experts=experts):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
     served = connect.Options(
         servers=tuple(servers), start=start, experts=experts, layers=layers, settings=dict(settings or {}), transfer=transfer,
         in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
     )  # fmt: skip
     connect.check(served)
+    room = served.settings.get("max_model_len", served.settings.get("max-model-len"))
     if not servers and not start:
-        return VllmEngine(context, InProcess(context.model, experts=experts, layers=layers, settings=served.settings))
-    return VllmEngine(context, connect.connect(context.model, served))
+        return VllmEngine(
+            context, InProcess(context.model, experts=experts, layers=layers, settings=served.settings), room
+        )
+    return VllmEngine(context, connect.connect(context.model, served), room)
 
 
 class VllmEngine:
     """Draws replies from one or more vLLMs that are kept at the weights of `context.model`."""
 
-    def __init__(self, context: EngineContext, host: Host) -> None:
+    def __init__(self, context: EngineContext, host: Host, room: int | None = None) -> None:
         self.context: EngineContext | None = context
-        self.host = host
+        self.host, self.room = host, room
         self._sent: tuple[str, int] | None = None
         self._canary: tuple[Sequence[Prompt], Sampling] | None = None
         """Prompts to try new weights with."""
+        self._name = secrets.token_hex(4)
+        """Of this engine: another run on the same server must not use the same labels."""
         self._labels: dict[str, int] = {}
         """Policy version by label of the weights sent. A label is never used again: weights may change within a version."""
 
@@ -94,6 +100,7 @@ class VllmEngine:
         if not prompts or samples == 0:
             return [[] for _ in prompts]
         check_fits(self.context.model, prompts, sampling)
+        self._check_room(prompts, sampling)
         self._bring_weights(prompts, sampling, version)
         places = [(p, sample) for p in range(len(prompts)) for sample in range(samples)]
         requests = [
@@ -126,6 +133,12 @@ class VllmEngine:
             )
         return groups
 
+    def _check_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """vLLM would cut replies at its own limit, as if they had reached the run's."""
+        need = max(len(p.token_ids) for p in prompts) + sampling.max_tokens
+        if self.room is not None and need > self.room:
+            raise ConfigError(f"rollout.engine_options.settings.max_model_len: {self.room} is less than the longest prompt with rollout.max_tokens = {sampling.max_tokens} more; set it to at least {need}")  # fmt: skip
+
     def close(self) -> None:
         self.context = None
         self.host.close()
@@ -145,12 +158,13 @@ class VllmEngine:
         current = next(reversed(self._labels), None)
         if now == self._sent and current is not None and self.host.label() == current:
             return
-        self._sent, label = None, f"{version}.{len(self._labels)}"
+        self._sent, label = None, f"{self._name}.{version}.{len(self._labels)}"
         self._labels[label] = version
         stop_ids, limit = self.context.stop_ids, sampling.max_tokens
+        temperature = sampling.temperature or 1.0
 
         def check(draw: Draw) -> None:
-            check_canary(draw, model, prompts, limit=limit, stop_ids=stop_ids, label=label)
+            check_canary(draw, model, prompts, limit=limit, temperature=temperature, stop_ids=stop_ids, label=label)
 
         self.host.sync(model, label, check)
         self._sent = now

@@ -7,13 +7,14 @@ kernel that kept a copy of its own, or a tensor that was put in the wrong place,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gspo.errors import WeightSyncError
-from gspo.rollout.rows import evaluating, padded
+from gspo.rollout.rows import evaluating
 from gspo.rollout.vllm.host import Draw, Reply, Request
 from gspo.types import Prompt, Sampling
 
@@ -25,10 +26,18 @@ LOW_PRECISION = 0.15
 
 
 def check_canary(
-    draw: Draw, model: Any, prompts: Sequence[Prompt], *, limit: int, stop_ids: tuple[int, ...], label: str
+    draw: Draw,
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    limit: int,
+    temperature: float,
+    stop_ids: tuple[int, ...],
+    label: str,
 ) -> float:
-    """The mean |difference| between engine and learner over some tokens that are drawn for this; raises when it is too large."""
-    sampling = Sampling(max_tokens=min(TOKENS, limit))
+    """The mean |difference| between engine and learner over some tokens that are drawn for this, at the run's temperature, which
+    also proves that the engine's numbers are those after it; raises when it is too large."""
+    sampling = Sampling(max_tokens=min(TOKENS, limit), temperature=temperature)
     requests = [
         Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids)
         for i, p in enumerate(prompts[:PROMPTS])
@@ -39,7 +48,7 @@ def check_canary(
         raise WeightSyncError(
             f"engine 'vllm': after weights {label!r} were sent it samples with {sorted(strange)[0]!r}"
         )
-    apart = _apart(model, requests, replies)
+    apart = _apart(model, requests, replies, temperature)
     if not apart <= TOLERANCE.get(model.dtype, LOW_PRECISION):
         raise WeightSyncError(
             f"engine 'vllm': it does not compute what the learner computes: log-probabilities differ by {apart:.2g} per token on "
@@ -49,16 +58,19 @@ def check_canary(
 
 
 @torch.no_grad()
-def _apart(model: Any, requests: Sequence[Request], replies: Sequence[Reply]) -> float:
-    """Mean |log-probability of the engine - of the learner|; NaN counts as far."""
-    ids_BT = padded([q.prompt_ids + r.token_ids for q, r in zip(requests, replies, strict=True)], model.device)
-    with evaluating(model):
-        logp_BTV = model(input_ids=ids_BT).logits[:, :-1].float().log_softmax(-1)
-    logp_BT = logp_BTV.gather(2, ids_BT[:, 1:, None]).squeeze(2).cpu()
+def _apart(model: Any, requests: Sequence[Request], replies: Sequence[Reply], temperature: float) -> float:
+    """Mean |log-probability of the engine - of the learner|; NaN counts as far. One reply after the other, and of most models
+    the logits of the reply alone: beside an engine the card has no room for those of whole prompts."""
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     total, count = 0.0, 0
-    for b, (request, reply) in enumerate(zip(requests, replies, strict=True)):
-        first = len(request.prompt_ids) - 1
-        ours = logp_BT[b, first : first + len(reply.token_ids)]
-        total += float((ours - torch.tensor(reply.logp)).abs().sum())
-        count += len(reply.token_ids)
+    for request, reply in zip(requests, replies, strict=True):
+        drawn = len(reply.token_ids)
+        ids_1T = torch.tensor([request.prompt_ids + reply.token_ids], device=model.device)
+        with evaluating(model):
+            logits = model(input_ids=ids_1T, **({"logits_to_keep": drawn + 1} if keeps else {})).logits[
+                0, -drawn - 1 : -1
+            ]
+        logp = (logits.float() / temperature).log_softmax(-1).gather(1, ids_1T[0, -drawn:, None]).squeeze(1)
+        total += float((logp.cpu() - torch.tensor(reply.logp)).abs().sum())
+        count += drawn
     return total / max(1, count)

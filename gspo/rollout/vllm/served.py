@@ -11,14 +11,18 @@ from __future__ import annotations
 import base64
 import itertools
 import math
+import secrets
+import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from gspo.errors import EngineError, WeightSyncError
+from gspo.errors import EngineError
 from gspo.rollout.vllm.experts import from_text
 from gspo.rollout.vllm.host import Check, Reply, Request
 from gspo.rollout.vllm.http import Client, Fault
@@ -56,6 +60,10 @@ class Server:
     faults: int = 0
     """In a row."""
     restarts: int = 0
+    gone: bool = False
+    """Started anew too often: left out for good."""
+    labels: set[str] = field(default_factory=set)
+    """Weights that were proved to be in use by it."""
     syncing: bool = False
     reviving: Future[None] | None = None
 
@@ -82,12 +90,16 @@ class Served:
         experts: bool,
         layers: Sequence[int] = (),
         dtype: str = "",
+        folder: Path | None = None,
     ) -> None:
         self.servers, self.in_flight, self.limits, self.transfer = list(servers), in_flight, limits, transfer
         self.tell, self.experts, self.layers, self.dtype = tell, experts, layers, dtype
         self._pool = ThreadPoolExecutor(in_flight * len(servers) + len(servers) + 2)
-        self._numbers = itertools.count()
-        self._labels: set[str] = set()
+        self.folder = folder
+        self.last_fault = "none was reached"
+        self._revival = threading.Lock()
+        # Requests of another run on the same server must not have the same names.
+        self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._offer: Callable[[], Offer] | None = None
         self._check: Check | None = None
         self._workers: dict[str, int] = {}
@@ -111,38 +123,73 @@ class Served:
 
     def sync(self, model: Any, label: str, check: Check) -> None:
         """Bring all servers that can be reached to the model's weights; those that fail are down until they have them."""
-        self._labels.add(label)
         self._offer, self._check = lambda: Offer(model, label), check
         offer = self._offer()
-        until, last = time.monotonic() + self.limits.absent_s, "none was reached"
+        until = time.monotonic() + self.limits.absent_s
         try:
             while True:
                 for server in self.servers:
-                    try:
-                        self._bring(server, offer)
-                    except Fault as fault:
-                        self._down(server, str(fault))
-                        last = str(fault)
+                    if server.up or self._returns(server):
+                        self._try_to_bring(server, offer)
                 if any(s.up for s in self.servers):
                     return
-                self._wait_for_any(until, last)
+                self._wait_for_any(until)
         finally:
             offer.close()
 
+    def _try_to_bring(self, server: Server, offer: Offer) -> bool:
+        try:
+            self._bring(server, offer)
+        except Fault as fault:
+            self.last_fault = str(fault)
+            self._down(server, str(fault))
+        return server.up
+
     def _bring(self, server: Server, offer: Offer) -> None:
-        """Weights and canary for one server; it is up only when both have passed."""
-        if server.process is not None and not server.up:
-            self._restart(server)
+        """Weights and canary for one server; it is up, and its tokens are trusted, only when both have passed."""
         assert self._check is not None
         server.up, server.syncing = False, True
         try:
+            server.client.get("/health", timeout_s=self.limits.check_s)
             self._meet(server)
             workers = self._workers[server.client.address]
             send(offer, server.client, way=self.transfer, workers=workers, timeout_s=self.limits.sync_s)
-            self._check(lambda requests: [self._ask(server, r) for r in requests])
+            self._check(lambda requests: [self._ask(server, r, trusted={offer.label}) for r in requests])
+            server.labels.add(offer.label)
             server.up, server.faults = True, 0
         finally:
             server.syncing = False
+
+    def _returns(self, server: Server) -> bool:
+        """Whether a server that was out can be talked to again. It is looked after in the background, where it may go on
+        beside learning: that touches no weights."""
+        with self._revival:
+            if server.gone or server.syncing:
+                return False
+            if server.reviving is None:
+                server.reviving = self._pool.submit(self._awaken, server)
+            if not server.reviving.done():
+                return False
+            done, server.reviving = server.reviving, None
+        try:
+            done.result()
+            return True
+        except Fault as fault:
+            self.last_fault = str(fault)
+        except EngineError as error:
+            self.last_fault, server.gone = str(error), True
+            self.tell(f"vLLM server {server.client.address} is left out from now on: {error}")
+            if all(s.gone for s in self.servers):
+                raise
+        return False
+
+    def _awaken(self, server: Server) -> None:
+        """Start a server of our own anew; wait until another's answers."""
+        if server.process is not None:
+            self._restart(server)
+        else:
+            time.sleep(min(1.0, self.limits.check_s))
+            server.client.get("/health", timeout_s=self.limits.check_s)
 
     def _meet(self, server: Server) -> None:
         """What must be known of a server that may be new: its type, how many workers it has; and that experts are to be noted."""
@@ -177,9 +224,12 @@ class Served:
         server.up = False
         server.client.hang_up()
 
-    def _wait_for_any(self, until: float, last: str) -> None:
-        if time.monotonic() > until:
-            raise EngineError(f"engine 'vllm': no server has worked for {self.limits.absent_s:g} s; the last fault: {last}")  # fmt: skip
+    def _wait_for_any(self, until: float) -> None:
+        starting = any(
+            s.process is not None and s.reviving is not None for s in self.servers
+        )  # that has its own deadline
+        if time.monotonic() > until and not starting:
+            raise EngineError(f"engine 'vllm': no server has worked for {self.limits.absent_s:g} s; the last fault: {self.last_fault}")  # fmt: skip
         time.sleep(min(1.0, self.limits.check_s))
 
     # ---- replies
@@ -194,18 +244,32 @@ class Served:
                 server.client.hang_up()  # vLLM drops requests that nobody waits for
             raise
 
-    def _ask(self, server: Server, request: Request, *, routes: bool = False) -> Reply:
-        """One reply of one server, whole and sound."""
-        name = f"gspo{next(self._numbers)}x{id(self):x}"
+    def _ask(self, server: Server, request: Request, *, routes: bool = False, trusted: set[str] | None = None) -> Reply:
+        """One reply of one server, whole and sound, drawn by weights that are `trusted` (else: proved to be in use)."""
+        name = f"gspo{self._name}x{next(self._numbers)}"
         body = {"request_id": name, "token_ids": list(request.prompt_ids), "sampling_params": request.settings()}
         answer = server.client.post("/inference/v1/generate", body, timeout_s=self.limits.request_s)
-        reply = sound_reply(answer, request, self._labels, server.client.address)
+        if trusted is None:
+            self._let_it_be_proved(server)
+        reply = sound_reply(answer, request, server.labels if trusted is None else trusted, server.client.address)
+        return replace(reply, experts=self._experts_of(server, name, answer)) if routes else reply
+
+    def _let_it_be_proved(self, server: Server) -> None:
+        """Weights that were sent under way are judged before what they drew."""
+        until = time.monotonic() + self.limits.sync_s
+        while server.syncing and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _experts_of(self, server: Server, name: str, answer: Any) -> bytes | None:
         own = answer["choices"][0].get("routed_experts")
-        if not routes or own is not None:
-            return reply if not routes else replace(reply, experts=from_text(own, self.layers))
-        (texts, *_) = server.client.workers("gspo_take_routes", [name], timeout_s=self.limits.check_s)
-        text = texts[0] if isinstance(texts, list) and texts else None
-        return reply if not isinstance(text, str) else replace(reply, experts=base64.b64decode(text))
+        try:
+            if own is not None:
+                return from_text(own, self.layers)
+            (texts, *_) = server.client.workers("gspo_take_routes", [name], timeout_s=self.limits.check_s)
+            text = texts[0] if isinstance(texts, list) and texts else None
+            return base64.b64decode(text, validate=True) if isinstance(text, str) else None
+        except (ValueError, TypeError, IndexError, KeyError, EOFError) as error:
+            raise Fault(f"{server.client.address}: experts that are none: {type(error).__name__}: {error}") from error
 
     def _forget_experts(self) -> None:
         """What was noted for replies that nobody asked the experts of would pile up."""
@@ -224,6 +288,8 @@ class Served:
             if server.process is not None:
                 server.process.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.folder is not None and not any(s.restarts for s in self.servers):  # else its logs are worth reading
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Batch:
@@ -237,7 +303,6 @@ class _Batch:
         self.checks: dict[Future[Any], Server] = {}
         self.looked = time.monotonic()
         self.since_any = time.monotonic()
-        self.last_fault = "none"
 
     def run(self) -> list[Reply]:
         while any(reply is None for reply in self.replies):
@@ -274,7 +339,7 @@ class _Batch:
             self.replies[job.index] = future.result()
             server.faults = 0
         except Fault as fault:
-            self.last_fault = str(fault)
+            self.host.last_fault = str(fault)
             server.faults += 1
             if server.faults >= PATIENCE:
                 self.host._down(server, f"{server.faults} faults in a row, the last: {fault}")
@@ -289,8 +354,8 @@ class _Batch:
         for future in [f for f in self.checks if f.done()]:
             server = self.checks.pop(future)
             if future.exception() is not None:
-                self.last_fault = str(future.exception())
-                self.host._down(server, self.last_fault)
+                self.host.last_fault = str(future.exception())
+                self.host._down(server, self.host.last_fault)
         if time.monotonic() - self.looked < self.host.limits.check_s:
             return
         self.looked = time.monotonic()
@@ -306,40 +371,21 @@ class _Batch:
         if any(s.up for s in self.host.servers):
             self.since_any = time.monotonic()
         elif time.monotonic() - self.since_any > self.host.limits.absent_s:
-            raise EngineError(f"engine 'vllm': no server has worked for {self.host.limits.absent_s:g} s; the last fault: {self.last_fault}")  # fmt: skip
+            raise EngineError(f"engine 'vllm': no server has worked for {self.host.limits.absent_s:g} s; the last fault: {self.host.last_fault}")  # fmt: skip
         for server in self.host.servers:
             at_work = any(s is server for s, _ in self.working.values())
-            if server.up or at_work or (server.syncing and server.reviving is None):
-                continue
-            if server.reviving is None:
-                server.reviving = self.host._pool.submit(self._bring_back, server)
-            elif server.reviving.done():
-                done, server.reviving = server.reviving, None
-                self._brought_back(server, done)
+            if not server.up and not at_work and self.host._returns(server):
+                self._bring_back(server)
 
     def _bring_back(self, server: Server) -> None:
+        """In this thread: the learner's model is not for others while it may be used here."""
         assert self.host._offer is not None
-        if server.process is None:
-            time.sleep(min(1.0, self.host.limits.check_s))
-            server.client.get("/health", timeout_s=self.host.limits.check_s)
         offer = self.host._offer()
         try:
-            self.host._bring(server, offer)
+            if self.host._try_to_bring(server, offer):
+                self.host.tell(f"vLLM server {server.client.address} is back, with the learner's weights")
         finally:
             offer.close()
-
-    def _brought_back(self, server: Server, done: Future[None]) -> None:
-        try:
-            done.result()
-            self.host.tell(f"vLLM server {server.client.address} is back, with the learner's weights")
-        except Fault as fault:
-            self.last_fault = str(fault)
-        except WeightSyncError:
-            raise
-        except EngineError as error:
-            self.last_fault = str(error)
-            if not any(s.up for s in self.host.servers):
-                raise
 
 
 def sound_reply(answer: Any, request: Request, labels: set[str], where: str) -> Reply:
