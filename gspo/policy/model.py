@@ -92,6 +92,8 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
     """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
     device = device_of(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels, events and graphs go to the current card
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
     _settle(model, config)
     _choose_threads(model, config, device)

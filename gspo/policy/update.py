@@ -68,6 +68,7 @@ def old_logprobs(
     """(logp_N, entropy_N) under the weights as they are. The first update will have the same weights, so with `keep` its
     first micro-batch is computed once for both, last of all, so that no other forward runs beside its graph."""
     first, device = plan.steps[0][0], policy.device
+    keep &= not isinstance(objective.trust_region, CovarianceRegion)  # it looks at the whole step first
     rest = replace(plan, steps=(plan.steps[0][1:], *plan.steps[1:])) if keep and routing.repeats else plan
     logp_N, entropy_N = planned_logprobs(policy.model, rest, temperature, device, routed=routing.old)
     if rest is plan:
@@ -104,7 +105,7 @@ def update(
             smaller = batch.plan.halved(index) if out_of_memory(error) else None
             if smaller is None:
                 raise
-            batch.plan, halvings = smaller, halvings + 1
+            batch.plan, batch.ahead, halvings = smaller, None, halvings + 1
             policy.model.zero_grad(set_to_none=True)
             release_memory()
     batch.halvings = max(batch.halvings, halvings)

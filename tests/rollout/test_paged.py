@@ -50,6 +50,9 @@ OTHER = {
     "qwen3, sliding": ("qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gemma2 (capped, other norms)": ("gemma2", {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    "smollm3 (layers without rotary embedding)": ("smollm3", {**SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "glm (part of a head is turned)": ("glm", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
+    "ministral3 (scaled by position)": ("ministral3", {**SIZES, "head_dim": 16}),
     "olmoe (norm over all heads)": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -113,6 +116,12 @@ def test_replies_are_those_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_models_of_another_kind_are_refused(name: str) -> None:
     assert obstacle_to_pages(model_of(*OTHER[name])) is not None
+
+
+def test_a_class_of_another_origin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = model_of(*PLAIN["qwen3"])
+    monkeypatch.setattr(type(other.model.layers[0].self_attn), "__module__", "remote_code")
+    assert "not of the kind" in (obstacle_to_pages(other) or "")
 
 
 def test_a_model_whose_attention_does_more_is_found_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +425,8 @@ def test_an_impossible_token_is_never_drawn_on_triton() -> None:
     slots = filled(64, 2)
     logits = torch.full((64, 5000), -1e4, device=DEVICE)
     logits[:, [3, 4095, 4999]] = random(64, 3)
+    beyond = torch.cat([torch.full((64, 4096), -torch.inf, device=DEVICE), logits], 1)
+    assert torch.equal(fused.drawn(slots, beyond, Sampling(max_tokens=5))[0] - 4096, fused.drawn(slots, logits, Sampling(max_tokens=5))[0])  # fmt: skip
     token, logp = fused.drawn(slots, logits, Sampling(max_tokens=5))
     assert set(token.tolist()) == {3, 4095, 4999}
     assert logp.isfinite().all()

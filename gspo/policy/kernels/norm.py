@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PRECISE = (torch.float32, torch.float64)
 
@@ -30,6 +31,7 @@ class _Norm(torch.autograd.Function):
         return y * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight, inverse = ctx.saved_tensors
         gradient = gradients[0]

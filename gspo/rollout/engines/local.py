@@ -7,7 +7,8 @@ changes speed and floating-point rounding, nothing else.
 
 How it is fast: each distinct prompt is computed once and its keys and values are copied to its replies; a finished reply
 leaves the batch at once and a waiting one takes its place; when none waits, the batch shrinks; attention reads only the
-columns that are filled. Live rows are always the first `R` rows of the cache, so no step computes a dead row.
+columns that are filled. Live rows are always the first `R` rows of the cache, so no step computes a dead row. On a GPU
+most models are decoded by `rollout/paged/` instead.
 
 Shape suffixes beside those of `types.py`: `R` live rows, `C` filled columns, `A` rows being admitted, `U` distinct
 prompts in the order of the queue.

@@ -106,6 +106,8 @@ class PagedBatch:
         self.held: dict[int, list[int]] = {}
         """Pages of the prompts that were read for them."""
         self.prompt_routes: dict[int, Tensor] = {}
+        self.read_by: dict[int, Tensor] = {}
+        """Experts of the prompt, for each request that was admitted: read again, they might be others."""
         self.short = False
         """Pages have run out: none enters before another has ended."""
         self.steps = 0
@@ -120,8 +122,12 @@ class PagedBatch:
         if model.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()
-        room = int(SHARE * torch.cuda.mem_get_info(model.device)[0])
-        return max(2 + 2 * self.width, min(wanted, room // bytes_per_page(model)))
+        narrowed = self.sampling.top_p < 1 or self.sampling.top_k > 0
+        logits = slots * model.get_input_embeddings().num_embeddings * (40 if narrowed else 8)
+        room = int(SHARE * (torch.cuda.mem_get_info(model.device)[0] - logits))
+        # In sixteenths, so that a little more or less free memory does not change which replies are drawn together.
+        parts = min(16, 16 * room // (bytes_per_page(model) * wanted))
+        return max(2 + 2 * self.width, wanted * parts // 16)
 
     def run(self) -> Replies:
         """Every reply of the queue."""
@@ -180,6 +186,8 @@ class PagedBatch:
         row = _Row(request=request, pages=[*shared, *own], position=position, since=self.steps)
         entering.rows.append((s, row))
         self.rows[s] = row
+        if u in self.prompt_routes:
+            self.read_by[request] = self.prompt_routes[u]
         self.waiting.pop()
         self.wanted[u] -= 1
         if not self.wanted[u]:
@@ -194,7 +202,7 @@ class PagedBatch:
         """Read the next prompts of the queue together, as many as tokens and pages allow; one must be, if none is live."""
         first = self.queue.prompt_of_B[self.waiting[-1]]
         widest = len(self.queue.prompt_U[first])
-        most = max(1, self.prefill_tokens // widest)
+        most = max(1, min(self.prefill_tokens // widest, pages_for(self.prefill_tokens)))
         chosen: list[int] = []
         for u in range(first, min(first + most, len(self.queue.prompt_U))):
             if u in self.held or not self.wanted[u]:
@@ -296,9 +304,9 @@ class PagedBatch:
             _Ended(
                 requests=[row.request for row in rows],
                 lengths=lengths,
-                token=self.slots.token_ST[at, :longest],
-                logp=self.slots.logp_ST[at, :longest],
-                routes=None if routes is None else routes[at, :longest],
+                token=_home(self.slots.token_ST[at, :longest]),
+                logp=_home(self.slots.logp_ST[at, :longest]),
+                routes=None if routes is None else _home(routes[at, :longest]),
             )
         )
         for s, row in zip(over, rows, strict=True):
@@ -327,6 +335,8 @@ class PagedBatch:
         return min([size for size in SIZES if size >= live and size < self.bucket], default=self.bucket)
 
     def _replies(self) -> Replies:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         count = len(self.queue.place_B)
         token: list[list[int]] = [[] for _ in range(count)]
         logp: list[list[float]] = [[] for _ in range(count)]
@@ -334,13 +344,11 @@ class PagedBatch:
         for ended in self.ended:
             if ended.logp.isnan().any():
                 raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
-            token_AT, logp_AT = ended.token.cpu().numpy(), ended.logp.cpu().numpy()
-            routes_ATLK = None if ended.routes is None else ended.routes.cpu()
+            token_AT, logp_AT, routes_ATLK = ended.token.numpy(), ended.logp.numpy(), ended.routes
             for i, (b, n) in enumerate(zip(ended.requests, ended.lengths, strict=True)):
                 token[b], logp[b] = token_AT[i, :n].tolist(), logp_AT[i, :n].tolist()
                 if self.routers is not None and routes_ATLK is not None:
-                    read = self.prompt_routes[self.queue.prompt_of_B[b]]
-                    routes[b] = self.routers.pack(torch.cat([read, routes_ATLK[i, :n]]))
+                    routes[b] = self.routers.pack(torch.cat([self.read_by[b], routes_ATLK[i, :n]]))
         stopped = [ids[-1] in self.stop_ids for ids in token]
         return Replies(token_ids=token, logp=logp, ended=stopped, routes=routes)
 
@@ -348,6 +356,13 @@ class PagedBatch:
         """Whole numbers, on the device, without waiting for it."""
         made = torch.tensor(numbers, dtype=torch.int64)
         return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+
+def _home(x: Tensor) -> Tensor:
+    """On the host, by the time that the device has been waited for."""
+    if x.device.type != "cuda":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _fetched(flags: Tensor) -> tuple[Tensor, Any]:

@@ -26,8 +26,16 @@ from gspo.rollout.paged.pages import PAGE, pages_for
 from gspo.rollout.paged.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.rows import Noted, difference_in_trial, forward_options, padded, prefill_options
 
-EXTRAS = ("attn_logit_softcapping", "sinks")
-"""What some families do besides softmax; in the few tokens of a trial it may not show."""
+KNOWN = (
+    "LlamaAttention",
+    "MistralAttention",
+    "Qwen2Attention",
+    "Qwen2MoeAttention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+)
+"""Attention of transformers that is projections, maybe a norm per head, rotary embedding in halves, and softmax. What others do
+besides (caps, sinks, layers without rotary embedding, scaling by position) need not show in the few tokens of a trial."""
 CACHE = tuple[Tensor, Tensor]
 """Keys and values of a layer, [pages, heads, PAGE, size]."""
 
@@ -193,12 +201,11 @@ def bytes_per_page(model: Any) -> int:
 
 
 def attention_modules(model: Any) -> list[Any] | None:
-    """The attention layers, if all are of the plain kind: projections, maybe a norm per head, rotary embedding, softmax."""
+    """The attention layers, if all are of a known kind."""
     found = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
-    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx")
-    if not found or not all(hasattr(m, part) for m in found for part in parts):
-        return None
-    if any(getattr(m, extra, None) is not None for m in found for extra in EXTRAS):
+    if not found or not all(
+        type(m).__name__ in KNOWN and type(m).__module__.startswith("transformers.") for m in found
+    ):
         return None
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if [m.layer_idx for m in found] != list(range(layers)):

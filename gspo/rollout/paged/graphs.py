@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from gspo.policy.memory import out_of_memory
+
 
 class Graphs:
     """Calls `step`: the first time of a size as it is, which compiles kernels, then from a graph."""
@@ -38,6 +40,8 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self.pool):
                 self.step(rows)
         except RuntimeError as problem:
+            if out_of_memory(problem) or "illegal" in str(problem):
+                raise
             self.captures = False
             reason = str(problem).strip().splitlines()[0]
             warnings.warn(f"engine 'local' decodes without CUDA graphs, which is slower: {reason}", RuntimeWarning, stacklevel=2)  # fmt: skip

@@ -76,6 +76,7 @@ def stored(
 
     `query`, `key`, `value`: [R, H * D]; `turn`: cosine and sine, [R, D]; `cache`: keys and values, [pages, H, PAGE, D]."""
     heads, size = cache[0].shape[1], cache[0].shape[3]
+    assert turn[0].shape[-1] == size, "the whole head is turned"
     query_RHD, key_RHD, value_RHD = (t.unflatten(-1, (-1, size)) for t in (query, key, value))
     if norms is not None:
         query_RHD, key_RHD = normed(query_RHD, norms[0], eps), normed(key_RHD, norms[1], eps)

@@ -83,6 +83,7 @@ def stored(
 ) -> Tensor:
     """Norm and rotary embedding of queries and keys; keys and values go to the row's page."""
     heads, size = cache[0].shape[1], cache[0].shape[3]
+    assert turn[0].shape[-1] == size, "the whole head is turned"
     queries = query.shape[-1] // size
     out = query.new_empty(len(query), queries, size)
     weights = norms or (query, query)
@@ -129,6 +130,7 @@ def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, 
     narrowed = sampling.temperature == 0 or sampling.top_p < 1 or 0 < sampling.top_k < logits_RV.shape[1]
     if narrowed or logits_RV.dtype != torch.float32:
         return draw(logits_RV, sampling, uniform(key_R, drawn_R))
+    logits_RV = logits_RV.contiguous()
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     most = logits_RV.new_empty(2, rows, blocks)
@@ -325,9 +327,10 @@ def _weighed(logits, most, sums, vocabulary, scale, BLOCK: tl.constexpr):
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")) * scale
     peak = tl.max(x, 0)
+    least = tl.where(peak == -float("inf"), 0.0, peak)  # a block of impossible tokens weighs nothing
     place = row * tl.num_programs(1) + block
     tl.store(most + place, peak)
-    tl.store(sums + place, tl.sum(tl.exp(x - peak), 0))
+    tl.store(sums + place, tl.sum(tl.exp(x - least), 0))
 
 
 @triton.jit
