@@ -253,7 +253,7 @@ def test_sizes_on_disk_are_those_of_a_run(
     case = examined(config, *SAMPLED, "objective", value=lambda g, i: 0.0).case
     run = train(config, display).run
     written = sorted((run / "checkpoints").iterdir())
-    size = sum(f.stat().st_size for f in written[-1].iterdir() if f.suffix == ".safetensors")
+    size = sum(f.stat().st_size for f in written[-1].iterdir() if f.suffix in (".safetensors", ".tensors"))
     assert disk.checkpoint_bytes(case) == pytest.approx(size, rel=0.1)
     assert len(written) <= disk.checkpoints(case)
     logged = (run / "rollouts" / "000001.jsonl").stat().st_size

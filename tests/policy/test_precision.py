@@ -41,7 +41,7 @@ def test_what_learning_holds_in_which_precision(
     for name, weight in weights.items():
         assert torch.equal(weight, state[f"master/{name}"].bfloat16()), "weights are the masters rounded to the nearest"
     tokens = learned.tokens
-    values = (tokens.logp_N, tokens.logp_old_N, tokens.logp_sampler_N, learned.entropy_N, learned.ratio_N)
+    values = (tokens.logp_N, tokens.logp_old_N, tokens.logp_sampler_N, learned.entropy_M, learned.ratio_N)
     assert {v.dtype for v in values} == {torch.float32}
     assert learned.reward_B.dtype == torch.float64
 

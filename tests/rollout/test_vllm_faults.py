@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -272,10 +272,18 @@ def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, ho
     assert broken.calls.count("/resume") == broken.calls.count("/pause"), "and it is not left paused"
 
 
-def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any) -> None:
+def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    made: list[str] = []
+    make = tempfile.mkdtemp
+
+    def noted(**options: Any) -> str:
+        made.append(make(**{**options, "dir": tmp_path}))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
     hosted(fake())
-    left = [p for folder in ("/dev/shm", os.environ.get("TMPDIR", "/tmp")) for p in Path(folder).glob("gspo-weights-*")]
-    assert not left
+    assert made
+    assert not any(Path(folder).exists() for folder in made)
 
 
 @pytest.mark.parametrize("fused", [True, False])
