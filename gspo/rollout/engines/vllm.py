@@ -11,11 +11,12 @@ log-probabilities are those of the distribution that was drawn from: after tempe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gspo.errors import ConfigError, EngineError
+from gspo.policy.adapter import adapted
 from gspo.policy.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
@@ -25,6 +26,9 @@ from gspo.rollout.vllm.host import Draw, Host, Reply, Request
 from gspo.rollout.vllm.weights import changes
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
+if TYPE_CHECKING:
+    from gspo.rollout.vllm.connect import Options
+
 
 def build(
     context: EngineContext,
@@ -32,6 +36,7 @@ def build(
     servers: Sequence[str] = (),
     start: int = 0,
     experts: bool = True,
+    adapters: bool = True,
     settings: Mapping[str, Any] | None = None,
     transfer: str = "auto",
     in_flight: int = 64,
@@ -41,16 +46,17 @@ def build(
 ) -> VllmEngine:
     """`servers`: addresses of servers that run (`gspo serve MODEL`; their token in GSPO_SERVE_TOKEN); `start`: or how many
     to start here; neither: vLLM in this process. `experts`: tell the experts of a mixture's replies (its prefix cache is
-    then off). `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
+    then off). `adapters`: send low-rank adapters as adapters where that can be done (in this process), not added to the
+    weights. `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
     For servers: `transfer`, how weights travel ("auto", "file", "gloo", "nccl"); `in_flight` requests at a time each; seconds for one
     reply (`request_s`), between looks at a busy server (`check_s`), and without any server before giving up (`absent_s`)."""
     from gspo.rollout.vllm import connect
-    from gspo.rollout.vllm.in_process import InProcess, settings_for
+    from gspo.rollout.vllm.in_process import settings_for
 
     layers = () if context.routers is None else tuple(moe_layers(context.model, context.routers))
     experts = experts and bool(layers)
     for name in settings or {}:
-        if name in settings_for(context.model, experts=experts):
+        if name in settings_for(context.model, experts=experts, adapters=adapted(context.model)):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
     served = connect.Options(
         servers=tuple(servers), start=start, experts=experts, layers=layers, settings=dict(settings or {}), transfer=transfer,
@@ -58,14 +64,37 @@ def build(
     )  # fmt: skip
     connect.check(served)
     if not servers and not start:
-        return VllmEngine(context, InProcess(context.model, experts=experts, layers=layers, settings=served.settings))
-    return VllmEngine(context, connect.connect(context.model, served))
+        return _in_process(context, served, adapters)
+    about = _whole("servers are given whole weights") if adapted(context.model) else ""
+    return VllmEngine(context, connect.connect(context.model, served), about)
+
+
+def _in_process(context: EngineContext, options: Options, adapters: bool) -> VllmEngine:
+    """vLLM in this process, and how a low-rank adapter gets there."""
+    from gspo.rollout.vllm import adapter
+    from gspo.rollout.vllm.in_process import InProcess
+
+    model = context.model
+    shape: dict[str, Any] = {"experts": options.experts, "layers": options.layers, "settings": options.settings}
+    if not adapted(model):
+        return VllmEngine(context, InProcess(model, **shape))
+    why = adapter.why_merged(model, options.settings) if adapters else "rollout.engine_options.adapters is false"
+    host = InProcess(model, adapters=not why, **shape)
+    if host.adapters:
+        return VllmEngine(context, host, "the low-rank adapter is sent as an adapter, the model's own weights once")
+    return VllmEngine(context, host, _whole(why or "vLLM has layers of the adapter joined otherwise"))
+
+
+def _whole(why: str) -> str:
+    return f"the low-rank adapter is added to the model's weights, and all of them are sent for every version: {why}"
 
 
 class VllmEngine:
     """Draws replies from one or more vLLMs that are kept at the weights of `context.model`."""
 
-    def __init__(self, context: EngineContext, host: Host) -> None:
+    def __init__(self, context: EngineContext, host: Host, about: str = "") -> None:
+        self.about = about
+        """What a run should say of it when it begins."""
         self.context: EngineContext | None = context
         self.host = host
         self._sent: tuple[str, int] | None = None

@@ -29,6 +29,12 @@ from gspo.rollout.vllm.weights import digest, named_weights
 SHARED = Path("/dev/shm")
 
 
+def memory_folder(size: int) -> str:
+    """A new folder with room for so many bytes: in shared memory if they fit, else in the temporary directory."""
+    fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 1.2 * size
+    return tempfile.mkdtemp(prefix="gspo-weights-", dir=SHARED if fits else None)
+
+
 class Offer:
     """One version of the weights, for as many servers as there are."""
 
@@ -43,8 +49,7 @@ class Offer:
         """The weights as a file, written when it is first asked for."""
         if self._folder is None:
             size = sum(t.numel() * t.element_size() for _, t in self.pairs)
-            fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 1.2 * size
-            self._folder = tempfile.mkdtemp(prefix="gspo-weights-", dir=SHARED if fits else None)
+            self._folder = memory_folder(size)
             save_file(
                 {n: t.cpu().contiguous() for n, t in self.pairs}, os.path.join(self._folder, "weights.safetensors")
             )

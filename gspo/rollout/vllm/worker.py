@@ -169,6 +169,22 @@ class WorkerExtension:
         """The digest of the weights that the last update brought; empty: none came."""
         return str(getattr(self.weight_transfer_engine, "received", ""))  # type: ignore[attr-defined]
 
+    def gspo_adapted(self) -> list[str]:
+        """The layers whose adapters can be told by `gspo_adapter`, by the learner's names."""
+        return [part for part, _, _ in _adapters(self.model_runner)]  # type: ignore[attr-defined]
+
+    def gspo_adapter(self, number: int, rank: int) -> str:
+        """The digest of an adapter, of this rank, in the very places that the kernels read; empty: it is not there."""
+        places = self.model_runner.lora_manager._adapter_manager.lora_index_to_id  # type: ignore[attr-defined]
+        if number not in places:
+            return ""
+        at, counted = places.index(number), Digest()
+        for part, a_stacked, b_stacked in _adapters(self.model_runner):  # type: ignore[attr-defined]
+            a, b = a_stacked[at, 0, :rank], b_stacked[at, 0, :, :rank]
+            for _ in counted.over([(f"{part}.A", a), (f"{part}.B", b)] if a.any() else []):
+                pass
+        return counted.text()
+
     def gspo_sees(self, path: str) -> bool:
         """Whether this worker can read a file of the learner's."""
         try:
@@ -205,6 +221,16 @@ class WorkerExtension:
         """Drop what was noted."""
         if hasattr(self.model_runner, "gspo_routes"):  # type: ignore[attr-defined]
             self.model_runner.gspo_routes.noted.clear()  # type: ignore[attr-defined]
+
+
+def _adapters(runner: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, A and B of every layer with room for adapters. vLLM joins some of the learner's layers (q, k and v) into one;
+    what it has cut otherwise than the learner is left out."""
+    manager = runner.lora_manager._adapter_manager
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        if len(parts) == len(module.lora_a_stacked) == len(module.lora_b_stacked):
+            yield from zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
 
 
 class RouteNotes:
