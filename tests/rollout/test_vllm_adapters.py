@@ -18,7 +18,7 @@ from gspo.errors import WeightSyncError
 from gspo.policy import adapter
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.in_process import InProcess
-from gspo.rollout.vllm.transfer import SHARED
+from gspo.rollout.vllm.memory import SHARED
 
 pytestmark = pytest.mark.vllm
 NEAR = 1e-4

@@ -29,6 +29,8 @@ from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 if TYPE_CHECKING:
     from gspo.rollout.vllm.connect import Options
 
+REFUSED = "rollout.engine_options.adapters is false"
+
 
 def build(
     context: EngineContext,
@@ -46,7 +48,7 @@ def build(
 ) -> VllmEngine:
     """`servers`: addresses of servers that run (`gspo serve MODEL`; their token in GSPO_SERVE_TOKEN); `start`: or how many
     to start here; neither: vLLM in this process. `experts`: tell the experts of a mixture's replies (its prefix cache is
-    then off). `adapters`: send low-rank adapters as adapters where that can be done (in this process), not added to the
+    then off). `adapters`: send low-rank adapters as adapters where that can be done, not added to the
     weights. `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
     For servers: `transfer`, how weights travel ("auto", "file", "gloo", "nccl"); `in_flight` requests at a time each; seconds for one
     reply (`request_s`), between looks at a busy server (`check_s`), and without any server before giving up (`absent_s`)."""
@@ -59,17 +61,18 @@ def build(
         if name in settings_for(context.model, experts=experts, adapters=adapted(context.model)):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
     served = connect.Options(
-        servers=tuple(servers), start=start, experts=experts, layers=layers, settings=dict(settings or {}), transfer=transfer,
+        servers=tuple(servers), start=start, experts=experts, layers=layers, adapters=adapters and adapted(context.model), settings=dict(settings or {}), transfer=transfer,
         in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
     )  # fmt: skip
     connect.check(served)
     if not servers and not start:
-        return _in_process(context, served, adapters)
-    about = _whole("servers are given whole weights") if adapted(context.model) else ""
-    return VllmEngine(context, connect.connect(context.model, served), about)
+        return _in_process(context, served)
+    host = connect.connect(context.model, served)
+    why = "not all servers have room for it (docs/engines.md)" if adapters else REFUSED
+    return VllmEngine(context, host, _about(host.adapters, why) if adapted(context.model) else "")
 
 
-def _in_process(context: EngineContext, options: Options, adapters: bool) -> VllmEngine:
+def _in_process(context: EngineContext, options: Options) -> VllmEngine:
     """vLLM in this process, and how a low-rank adapter gets there."""
     from gspo.rollout.vllm import adapter
     from gspo.rollout.vllm.in_process import InProcess
@@ -78,14 +81,14 @@ def _in_process(context: EngineContext, options: Options, adapters: bool) -> Vll
     shape: dict[str, Any] = {"experts": options.experts, "layers": options.layers, "settings": options.settings}
     if not adapted(model):
         return VllmEngine(context, InProcess(model, **shape))
-    why = adapter.why_merged(model, options.settings) if adapters else "rollout.engine_options.adapters is false"
+    why = adapter.why_merged(model, options.settings) if options.adapters else REFUSED
     host = InProcess(model, adapters=not why, **shape)
-    if host.adapters:
-        return VllmEngine(context, host, "the low-rank adapter is sent as an adapter, the model's own weights once")
-    return VllmEngine(context, host, _whole(why or "vLLM has layers of the adapter joined otherwise"))
+    return VllmEngine(context, host, _about(host.adapters, why or "vLLM has layers of the adapter joined otherwise"))
 
 
-def _whole(why: str) -> str:
+def _about(adapters: bool, why: str) -> str:
+    if adapters:
+        return "the low-rank adapter is sent as an adapter, the model's own weights once"
     return f"the low-rank adapter is added to the model's weights, and all of them are sent for every version: {why}"
 
 

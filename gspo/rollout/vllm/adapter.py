@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo.policy import adapter
 from gspo.policy.routing import find_routers
-from gspo.rollout.vllm.transfer import memory_folder
+from gspo.rollout.vllm.memory import memory_folder
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has room; a smaller one leaves some of it empty."""
@@ -78,13 +78,18 @@ def applied(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.B", b * layer.scaling[adapter.NAME]
 
 
+def write(model: Any) -> str:
+    """The adapter as a new folder in peft's format, in memory if there is room."""
+    folder = memory_folder(sum(t.numel() * t.element_size() for _, t in applied(model)))
+    adapter.save(model, Path(folder))
+    return folder
+
+
 @contextmanager
 def written(model: Any) -> Iterator[str]:
-    """The adapter as a folder in peft's format, in memory if there is room; gone afterwards."""
-    size = sum(t.numel() * t.element_size() for _, t in applied(model))
-    folder = memory_folder(size)
+    """The same, gone afterwards."""
+    folder = write(model)
     try:
-        adapter.save(model, Path(folder))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

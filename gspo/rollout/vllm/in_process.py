@@ -100,7 +100,9 @@ class InProcess:
         self.experts, self.layers = experts, layers
         if experts:
             self._rpc("gspo_watch_routes")
-        self.adapters = adapters and adapter.layers(model).keys() <= set(self._rpc("gspo_adapted"))
+        self.adapters = adapters and adapter.layers(model).keys() <= set(
+            self._rpc("gspo_adapted", adapter.rank_of(model))
+        )
         """Whether adapters travel as adapters; else they are added to the weights."""
         self._numbers = itertools.count(1)
         self._request: Any = None

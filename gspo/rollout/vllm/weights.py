@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ADAPTER = "gspo-adapter"
+"""The name by which requests to a server ask for the low-rank adapter; it is the server's first, so its number is 1."""
 SAMPLED = 256
 """Values of a tensor that are looked at to see whether it has changed."""
 CHUNK = 1 << 22

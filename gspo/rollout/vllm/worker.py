@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from gspo.rollout.vllm.broadcast import broadcast, group
-from gspo.rollout.vllm.weights import Digest
+from gspo.rollout.vllm.weights import ADAPTER, Digest
 
 BACKEND = "gspo"
 
@@ -169,9 +169,18 @@ class WorkerExtension:
         """The digest of the weights that the last update brought; empty: none came."""
         return str(getattr(self.weight_transfer_engine, "received", ""))  # type: ignore[attr-defined]
 
-    def gspo_adapted(self) -> list[str]:
-        """The layers whose adapters can be told by `gspo_adapter`, by the learner's names."""
+    def gspo_adapted(self, rank: int) -> list[str]:
+        """The layers with room for adapters of this rank that `gspo_adapter` can tell, by the learner's names."""
+        config = self.vllm_config.lora_config  # type: ignore[attr-defined]
+        if config is None or config.max_lora_rank < rank:
+            return []
         return [part for part, _, _ in _adapters(self.model_runner)]  # type: ignore[attr-defined]
+
+    def gspo_put_adapter(self, folder: str) -> None:
+        """Read an adapter into the place of the one that requests name, so that those under way go on with it."""
+        from vllm.lora.request import LoRARequest
+
+        self.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))  # type: ignore[attr-defined]
 
     def gspo_adapter(self, number: int, rank: int) -> str:
         """The digest of an adapter, of this rank, in the very places that the kernels read; empty: it is not there."""
