@@ -238,7 +238,10 @@ def _adapters(runner: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     manager = runner.lora_manager._adapter_manager
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        if len(parts) == len(module.lora_a_stacked) == len(module.lora_b_stacked):
+        plain = isinstance(
+            module.lora_a_stacked, tuple
+        )  # embeddings and the output layer have one tensor of another shape
+        if plain and len(parts) == len(module.lora_a_stacked) == len(module.lora_b_stacked):
             yield from zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
 
 
