@@ -97,10 +97,14 @@ class Loop:
             raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run.path}") from error
 
     def _look_around(self, *, done: int) -> None:
-        """Before anything is spent: which sandbox rewards use, and whether the checkpoints will fit on the disk."""
+        """Before anything is spent: which sandbox rewards use, how an adapter reaches the engine, and whether the checkpoints
+        will fit on the disk."""
         for name, text in self.parts.rewards.about.items():
             self.run.event("reward", name=name, what=text)
             self.display.message(f"{name}: {text}")
+        if about := getattr(self.parts.engine, "about", ""):
+            self.run.event("engine", what=about)
+            self.display.message(f"{self.config.rollout.engine}: {about}")
         keep = self.config.checkpoint.keep
         saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
         there = len(checkpoint.saved(self.run.checkpoints))

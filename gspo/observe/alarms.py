@@ -2,7 +2,7 @@
 
 In: the metrics of the last steps. Out: the alarms that hold. Invariant: a function of `metrics.jsonl` alone, so it can be
 asked of any run at any time; each rule wants its sign in every one of the last steps (or evaluations), so that a healthy
-run's bad moment is not an alarm.
+run's bad moment is not an alarm. The exception is an engine that parts from the learner, which no chance brings about.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ BEFORE = 20
 """Steps that a jump of the reward is measured against."""
 JUMP = 4.0
 """Their standard deviations."""
+APART = 10.0
+"""Times the median of the steps before: engine and learner have parted."""
+ROUNDING = 1e-4
+"""A mean difference of log-probabilities that is harmless, however many times smaller it was before."""
 NOISY = 0.32
 """Of the ratios beyond the clip range by rounding alone: a standard deviation of the noise is then as wide as the range."""
 
@@ -53,6 +57,15 @@ def jumped(rows: Sequence[Row], steps: int) -> bool:
     within = statistics.fmean(_at(row, "reward/std") for row in recent)
     spread = max(statistics.pstdev(values), 0.1 * within)  # a reward that was always 0 has no spread of its own
     return min(float(row["reward/mean"]) for row in recent) > statistics.fmean(values) + JUMP * spread
+
+
+def drifted(rows: Sequence[Row], steps: int) -> bool:
+    """Whether the last step has engine and learner far further apart than the steps before it. One step is enough: what an
+    engine draws with other weights than the learner's is wrong from its first token."""
+    values = [float(row["mismatch/abs_mean"]) for row in rows if row.get("mismatch/abs_mean") is not None]
+    if len(values) <= steps or rows[-1].get("mismatch/abs_mean") is None:
+        return False
+    return values[-1] > max(APART * statistics.median(values[:-1]), ROUNDING)
 
 
 def parted(rows: Sequence[Row], steps: int) -> bool:
@@ -112,6 +125,11 @@ ALARMS = (
         name="tricks in programs",
         holds=lasting(lambda row: _tricks(row) >= 0.5),
         what="half of the programs or more use what programs use that want a reward without solving the problem (exit, __eq__, sys.modules, settrace, ...); read some in rollouts/",
+    ),
+    Alarm(
+        name="engine apart",
+        holds=drifted,
+        what='the log-probabilities of the sampling engine are ten times further from the learner\'s than in the steps before, as when weights did not arrive or a kernel goes on with old ones; stop and resume (the engine is built anew and gets all weights), and if it comes back sample with rollout.engine = "local"',
     ),
     Alarm(
         name="rounding noise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,23 @@ def test_the_run_is_saved_and_goes_on(
     assert outcome.step == undisturbed.step == 3
     ours, theirs = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "whole"))
     assert ours == theirs
+
+
+@pytest.mark.parametrize("off", [0.0, 0.2])
+def test_f15_log_probabilities_that_leave_the_learners_are_an_alarm_within_one_step(
+    off: float, tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What digest and canary should have caught, and did not."""
+    generate = LocalEngine.generate
+
+    def elsewhere(self: Any, prompts: Any, *, stream: str, **settings: Any) -> Any:
+        groups = generate(self, prompts, stream=stream, **settings)
+        if not stream.startswith("train/5"):
+            return groups
+        return [[replace(r, logp_sampler=tuple(v - off for v in r.logp_sampler)) for r in group] for group in groups]
+
+    monkeypatch.setattr(LocalEngine, "generate", elsewhere)
+    train(tiny("steps=5", "alarms.steps=3", "eval.every=0"), display)
+    found = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "alarm" and e["name"] == "engine apart"]  # fmt: skip
+    assert [e["step"] for e in found] == ([5] if off else [])
+    assert all("resume" in e["what"] for e in found)

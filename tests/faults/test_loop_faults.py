@@ -252,7 +252,7 @@ SICK = {
     "tricks in programs": {"reward/note/code_tests/trick": 0.6},
     "rounding noise": {"noise/beyond_clip": 0.4},
 }
-OTHERS = {"reward jump", "held-out falls"}
+OTHERS = {"reward jump", "held-out falls", "engine apart"}
 """Alarms that compare steps with earlier ones."""
 
 
@@ -271,8 +271,9 @@ def test_f18_an_alarm_needs_its_sign_in_every_step(name: str) -> None:
 
 
 def climbing(steps: int, seed: int) -> list[dict[str, Any]]:
-    """A healthy run: accuracy climbs from a fifth to four fifths with the noise of 64 replies, held-out accuracy with it."""
-    chance, rows = random.Random(seed), []
+    """A healthy run: accuracy climbs from a fifth to four fifths with the noise of 64 replies, held-out accuracy with it;
+    engine and learner are as far apart as rounding in bfloat16 takes them, within a factor of 3."""
+    chance, rounding, rows = random.Random(seed), random.Random(seed + 1000), []
     for step in range(steps + 1):
         p = 0.2 + 0.6 * step / steps
         share = sum(chance.random() < p for _ in range(64)) / 64
@@ -282,6 +283,7 @@ def climbing(steps: int, seed: int) -> list[dict[str, Any]]:
             "reward/mean": share,
             "reward/std": (p * (1 - p)) ** 0.5,
             "reward/correct_fraction": share,
+            "mismatch/abs_mean": 0.015 * 3 ** rounding.uniform(-1, 1),
         }
         if step % 10 == 0:
             row |= {"eval/accuracy": p, "eval/accuracy_low": p - 0.06, "eval/accuracy_high": p + 0.06}
@@ -317,6 +319,27 @@ def test_f18_training_that_parts_from_held_out_accuracy_is_an_alarm() -> None:
     for row in rows[60:]:
         row |= {"reward/correct_fraction": 0.1, "reward/mean": 0.1}
     assert holding(rows[:81], 5) == []  # both fall: no hack, and no news
+
+
+def test_f15_an_engine_that_parts_from_the_learner_is_an_alarm_at_once() -> None:
+    rows = climbing(60, seed=3)
+    for row in rows:
+        row["mismatch/abs_mean"] = 0.015
+    for value, expected in ((0.201, ["engine apart"]), (0.12, [])):
+        gone = {**rows[-1], "step": 61, "mismatch/abs_mean": value}
+        assert [alarm.name for alarm in holding([*rows, gone], 5)] == expected
+    sick = [{**rows[-1], "step": 61 + i, "mismatch/abs_mean": 0.201} for i in range(20)]
+    assert [alarm.name for alarm in holding(rows + sick, 5)] == ["engine apart"], (
+        "a fault that stays is not a new normal"
+    )
+    assert holding([*rows, *sick[:1], rows[-1]], 5) == []
+    assert holding([*rows[:4], sick[0]], 5) == [], "nothing to compare with yet"
+
+
+def test_f15_rounding_that_grows_within_float32_is_no_alarm() -> None:
+    rows = [{"step": i, **HEALTHY, "mismatch/abs_mean": 1e-7 if i < 30 else 5e-6} for i in range(1, 31)]
+    assert holding(rows, 5) == []
+    assert [alarm.name for alarm in holding([*rows, {**rows[-1], "mismatch/abs_mean": 1e-3}], 5)] == ["engine apart"]
 
 
 def test_f18_a_solved_task_may_be_certain() -> None:

@@ -188,9 +188,9 @@ def test_the_model_is_touched_by_the_calling_thread_alone(
     threads: set[int] = set()
     offer = served.Offer
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **options: Any) -> Any:
         threads.add(threading.get_ident())
-        return offer(*args)
+        return offer(*args, **options)
 
     monkeypatch.setattr(served, "Offer", noted)
     bad = fake(fault="status 500", after=2)

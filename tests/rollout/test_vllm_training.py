@@ -43,7 +43,7 @@ def test_heads_that_vllm_cannot_compute_are_named_before_anything_is_drawn(
 
 
 def test_adapters_are_sampled_with(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
-    """Merged into the weights that are sent; in float32 that is the same policy but for rounding."""
+    """Sent as adapters, and the run says so."""
     needs_vllm()
     train(tiny("steps=0", "eval.every=0", "model.build_options={head_dim = 32}", run_dir="base"), display)
     base = f"model.path={tmp_path / 'base' / 'checkpoints' / '000000'}"
@@ -51,4 +51,6 @@ def test_adapters_are_sampled_with(tiny: Callable[..., Config], display: Any, tm
     assert train(tiny(*lora), display).step == 3
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
     assert max(row["mismatch/abs_max"] for row in rows) < 1e-3
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert ["sent as an adapter" in e["what"] for e in events if e["event"] == "engine"] == [True]
     assert rows[0]["kl/old_new"] > 1e-5, "the policy moved, so an engine without the adapters would be seen"

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gspo.errors import ConfigError, EngineError
+from gspo.policy.adapter import adapted
 from gspo.policy.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
@@ -26,6 +27,11 @@ from gspo.rollout.vllm.host import Draw, Host, Reply, Request
 from gspo.rollout.vllm.weights import changes
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
+if TYPE_CHECKING:
+    from gspo.rollout.vllm.connect import Options
+
+REFUSED = "rollout.engine_options.adapters is false"
+
 
 def build(
     context: EngineContext,
@@ -33,6 +39,7 @@ def build(
     servers: Sequence[str] = (),
     start: int = 0,
     experts: bool = True,
+    adapters: bool = True,
     settings: Mapping[str, Any] | None = None,
     transfer: str = "auto",
     in_flight: int = 64,
@@ -42,34 +49,59 @@ def build(
 ) -> VllmEngine:
     """`servers`: addresses of servers that run (`gspo serve MODEL`; their token in GSPO_SERVE_TOKEN); `start`: or how many
     to start here; neither: vLLM in this process. `experts`: tell the experts of a mixture's replies (its prefix cache is
-    then off). `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
+    then off). `adapters`: send low-rank adapters as adapters where that can be done, not added to the
+    weights. `settings`: more of vLLM's own, for example `{gpu_memory_utilization = 0.4, max_model_len = 4096}`.
     For servers: `transfer`, how weights travel ("auto", "file", "gloo", "nccl"); `in_flight` requests at a time each; seconds for one
     reply (`request_s`), between looks at a busy server (`check_s`), and without any server before giving up (`absent_s`)."""
     from gspo.rollout.vllm import connect
-    from gspo.rollout.vllm.in_process import InProcess, settings_for
+    from gspo.rollout.vllm.in_process import settings_for
 
     layers = () if context.routers is None else tuple(moe_layers(context.model, context.routers))
     experts = experts and bool(layers)
     for name in settings or {}:
-        if name.replace("-", "_") in settings_for(context.model, experts=experts):
+        if name.replace("-", "_") in settings_for(context.model, experts=experts, adapters=adapted(context.model)):
             raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
     served = connect.Options(
-        servers=tuple(servers), start=start, experts=experts, layers=layers, settings=dict(settings or {}), transfer=transfer,
+        servers=tuple(servers), start=start, experts=experts, layers=layers, adapters=adapters and adapted(context.model), settings=dict(settings or {}), transfer=transfer,
         in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
     )  # fmt: skip
     connect.check(served)
     room = served.settings.get("max_model_len", served.settings.get("max-model-len"))
     if not servers and not start:
-        return VllmEngine(
-            context, InProcess(context.model, experts=experts, layers=layers, settings=served.settings), room
-        )
-    return VllmEngine(context, connect.connect(context.model, served), room)
+        return _in_process(context, served, room)
+    host = connect.connect(context.model, served)
+    why = "not all servers have room for it (docs/engines.md)" if adapters else REFUSED
+    return VllmEngine(context, host, _about(host.adapters, why) if adapted(context.model) else "", room)
+
+
+def _in_process(context: EngineContext, options: Options, room: int | None) -> VllmEngine:
+    """vLLM in this process, and how a low-rank adapter gets there."""
+    from gspo.rollout.vllm import adapter
+    from gspo.rollout.vllm.in_process import InProcess
+
+    model = context.model
+    shape: dict[str, Any] = {"experts": options.experts, "layers": options.layers, "settings": options.settings}
+    if not adapted(model):
+        return VllmEngine(context, InProcess(model, **shape), room=room)
+    why = adapter.why_merged(model, options.settings) if options.adapters else REFUSED
+    host = InProcess(model, adapters=not why, **shape)
+    return VllmEngine(
+        context, host, _about(host.adapters, why or "vLLM has layers of the adapter joined otherwise"), room
+    )
+
+
+def _about(adapters: bool, why: str) -> str:
+    if adapters:
+        return "the low-rank adapter is sent as an adapter, the model's own weights once"
+    return f"the low-rank adapter is added to the model's weights, and all of them are sent for every version: {why}"
 
 
 class VllmEngine:
     """Draws replies from one or more vLLMs that are kept at the weights of `context.model`."""
 
-    def __init__(self, context: EngineContext, host: Host, room: int | None = None) -> None:
+    def __init__(self, context: EngineContext, host: Host, about: str = "", room: int | None = None) -> None:
+        self.about = about
+        """What a run should say of it when it begins."""
         self.context: EngineContext | None = context
         self.host, self.room = host, room
         self._sent: tuple[str, int] | None = None

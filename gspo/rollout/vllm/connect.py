@@ -10,17 +10,20 @@ import importlib.util
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, EngineError
+from gspo.policy.adapter import SETTINGS
+from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.serve import Process, as_arguments
 from gspo.rollout.vllm.served import Limits, Served, Server
+from gspo.rollout.vllm.transfer import sees
 
 WAYS = ("auto", "file", "gloo", "nccl")
 
@@ -34,6 +37,8 @@ class Options:
     experts: bool
     layers: tuple[int, ...]
     """The layers that have experts."""
+    adapters: bool
+    """Send a low-rank adapter as an adapter, where every server can take it."""
     settings: Mapping[str, Any]
     transfer: str
     in_flight: int
@@ -75,8 +80,9 @@ def connect(model: Any, options: Options) -> Served:
     dtype = str(model.dtype).removeprefix("torch.")
     servers = _given(options) if options.servers else _started(model, options, limits)
     try:
+        adapters = options.adapters and options.transfer in ("auto", "file") and _take_adapters(model, servers, limits)
         return Served(
-            servers, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
+            servers, adapters=adapters, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
             folder=None if servers[0].process is None else servers[0].process.log.parent,
         )  # fmt: skip
     except BaseException as error:
@@ -86,6 +92,18 @@ def connect(model: Any, options: Options) -> Served:
         if isinstance(error, Fault):
             raise EngineError(f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one") from error  # fmt: skip
         raise
+
+
+def _take_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> bool:
+    """Whether every server has one worker, which has room for the model's adapter and can read a file of this machine."""
+    wanted, rank = adapter.layers(model).keys(), adapter.rank_of(model)
+    with adapter.written(model) as folder:
+        for server in servers:
+            rooms = server.client.workers("gspo_adapted", rank, timeout_s=limits.sync_s)
+            fits = len(rooms) == 1 and isinstance(rooms[0], list) and wanted <= set(rooms[0])
+            if not fits or not sees(server.client, str(Path(folder) / SETTINGS), limits.sync_s):
+                return False
+    return True
 
 
 def _tell(text: str) -> None:
@@ -109,6 +127,8 @@ def _started(model: Any, options: Options, limits: Limits) -> list[Server]:
     if model.device.type == "cpu":
         check_cpu(model)
         settings.setdefault("enforce_eager", True)
+    if options.adapters and not adapter.why_merged(model, settings):
+        settings |= adapter.settings_of(model)
     processes = [
         Process(str(folder), log=folder / f"server-{i}.log", experts=options.experts, more=as_arguments(settings))
         for i in range(options.start)

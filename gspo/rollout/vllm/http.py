@@ -37,8 +37,9 @@ class Client:
     def get(self, path: str, *, timeout_s: float) -> Any:
         return self._call("GET", path, None, timeout_s)
 
-    def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
-        return self._call("POST", path, body if body is not None else {}, timeout_s)
+    def post(self, path: str, body: Any = None, *, timeout_s: float, plain: bool = False) -> Any:
+        """`plain`: the answer is words, not JSON, and of no interest."""
+        return self._call("POST", path, body if body is not None else {}, timeout_s, plain)
 
     def workers(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """What every worker answers to a call of the extension (`worker.py`)."""
@@ -55,7 +56,7 @@ class Client:
                 with suppress(OSError, AttributeError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    def _call(self, method: str, path: str, body: Any, timeout_s: float, plain: bool = False) -> Any:
         until = time.monotonic() + timeout_s
         connection = http.client.HTTPConnection(self.address, timeout=min(CONNECT_S, timeout_s))
         with self._lock:
@@ -74,7 +75,7 @@ class Client:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
-        return self._answer(path, response.status, text)
+        return self._answer(path, response.status, b"" if plain and response.status == 200 else text)
 
     def _read(self, connection: Any, response: Any, until: float) -> bytes:
         parts: list[bytes] = []

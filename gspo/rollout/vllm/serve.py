@@ -46,7 +46,7 @@ def environment(token: str) -> dict[str, str]:
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
-    return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1"}
+    return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -63,6 +63,8 @@ def as_arguments(settings: Mapping[str, Any]) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             given.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list) and all(isinstance(v, str) for v in value):
+            given += [flag, *value]
         else:
             given += [flag, json.dumps(value) if isinstance(value, Mapping | list) else str(value)]
     return given

@@ -28,6 +28,7 @@ from gspo.rollout.vllm.host import Check, Reply, Request
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.serve import Process
 from gspo.rollout.vllm.transfer import Offer, send
+from gspo.rollout.vllm.weights import ADAPTER
 
 TRIES = 4
 RESTARTS = 3
@@ -91,8 +92,11 @@ class Served:
         layers: Sequence[int] = (),
         dtype: str = "",
         folder: Path | None = None,
+        adapters: bool = False,
     ) -> None:
         self.servers, self.in_flight, self.limits, self.transfer = list(servers), in_flight, limits, transfer
+        self.adapters = adapters
+        """Whether the low-rank adapter travels as an adapter, which requests then ask for by its name."""
         self.tell, self.experts, self.layers, self.dtype = tell, experts, layers, dtype
         self._pool = ThreadPoolExecutor(in_flight * len(servers) + len(servers) + 2)
         self.folder = folder
@@ -123,7 +127,7 @@ class Served:
 
     def sync(self, model: Any, label: str, check: Check) -> None:
         """Bring all servers that can be reached to the model's weights; those that fail are down until they have them."""
-        self._offer, self._check = lambda: Offer(model, label), check
+        self._offer, self._check = lambda: Offer(model, label, adapters=self.adapters), check
         offer = self._offer()
         until = time.monotonic() + self.limits.absent_s
         try:
@@ -248,6 +252,7 @@ class Served:
         """One reply of one server, whole and sound, drawn by weights that are `trusted` (else: proved to be in use)."""
         name = f"gspo{self._name}x{next(self._numbers)}"
         body = {"request_id": name, "token_ids": list(request.prompt_ids), "sampling_params": request.settings()}
+        body |= {"model": ADAPTER} if self.adapters else {}
         answer = server.client.post("/inference/v1/generate", body, timeout_s=self.limits.request_s)
         if trusted is None:
             self._let_it_be_proved(server)

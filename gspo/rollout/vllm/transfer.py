@@ -1,9 +1,9 @@
 """The learner's end of a weight transfer to a server.
 
-In: the model's weights. Out: an update that the server's workers (`worker.py`) have taken. Three ways, chosen by asking the
+In: the model's weights, or those of its own once and then its low-rank adapter. Out: an update that the server's workers (`worker.py`) have taken. Three ways, chosen by asking the
 workers: `file`, when they can read what the learner writes (shared memory if it fits, else the temporary directory), else a
 broadcast: `nccl` where both ends have GPUs, `gloo` over TCP elsewhere. Invariant: a file is written once for all servers, and
-is gone afterwards.
+is gone afterwards. An adapter is always a file.
 """
 
 from __future__ import annotations
@@ -11,50 +11,56 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
 from gspo.errors import WeightSyncError
+from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.broadcast import broadcast, group
 from gspo.rollout.vllm.http import Client, Fault
+from gspo.rollout.vllm.memory import memory_folder
 from gspo.rollout.vllm.serve import free_port
-from gspo.rollout.vllm.weights import digest, named_weights
-
-SHARED = Path("/dev/shm")
+from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
 
 
 class Offer:
     """One version of the weights, for as many servers as there are."""
 
-    def __init__(self, model: Any, label: str) -> None:
-        self.label = label
-        self.pairs = [(name, tensor.detach()) for name, tensor in named_weights(model)]
+    def __init__(self, model: Any, label: str, *, adapters: bool = False) -> None:
+        self.label, self.model, self.adapters = label, model, adapters
+        self.pairs = [(name, tensor.detach()) for name, tensor in named_weights(model, merge=not adapters)]
         self.digest = digest(self.pairs)
         self._folder: str | None = None
+        self._adapter: str | None = None
 
     @property
     def path(self) -> str:
         """The weights as a file, written when it is first asked for."""
         if self._folder is None:
             size = sum(t.numel() * t.element_size() for _, t in self.pairs)
-            fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 1.2 * size
-            self._folder = tempfile.mkdtemp(prefix="gspo-weights-", dir=SHARED if fits else None)
+            self._folder = memory_folder(size)
             save_file(
                 {n: t.cpu().contiguous() for n, t in self.pairs}, os.path.join(self._folder, "weights.safetensors")
             )
         return os.path.join(self._folder, "weights.safetensors")
 
+    @property
+    def adapter(self) -> str:
+        """The adapter as a folder, written when it is first asked for."""
+        if self._adapter is None:
+            self._adapter = adapter.write(self.model)
+        return self._adapter
+
     def close(self) -> None:
-        """Remove the file."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        """Remove the files."""
+        for folder in (self._folder, self._adapter):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._folder = self._adapter = None
 
     def metadata(self) -> list[tuple[str, str, list[int]]]:
         return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in self.pairs]
@@ -64,18 +70,50 @@ def send(offer: Offer, client: Client, *, way: str, workers: int, timeout_s: flo
     """Bring a server to the offered weights; requests under way are held meanwhile and go on with the new ones."""
     client.post("/pause?mode=keep", timeout_s=timeout_s)
     try:
-        way = chosen(offer, client, timeout_s) if way == "auto" else way
-        if way == "file":
-            client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
-            _update(client, offer.label, {"path": offer.path}, timeout_s)
+        if offer.adapters:
+            _send_adapter(offer, client, way, workers, timeout_s)
         else:
-            _broadcast(offer, client, way, workers, timeout_s)
-        arrived = client.workers("gspo_received", timeout_s=timeout_s)
-        if any(found != offer.digest for found in arrived):
-            raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
+            _send_weights(offer, client, offer.label, way, workers, timeout_s)
         client.post("/reset_prefix_cache", timeout_s=timeout_s)
     finally:
         client.post("/resume", timeout_s=timeout_s)
+
+
+def _send_adapter(offer: Offer, client: Client, way: str, workers: int, timeout_s: float) -> None:
+    """The model's own weights if the server has others, then the adapter. Until it is proved, replies carry a label that
+    nobody accepts."""
+    label = f"{offer.label} without its adapter"
+    client.post("/update_weight_version", {"new_version": label}, timeout_s=timeout_s)
+    if any(found != offer.digest for found in client.workers("gspo_received", timeout_s=timeout_s)):
+        _send_weights(offer, client, label, way, workers, timeout_s)
+    if not _knows_adapter(client, timeout_s):
+        named = {"lora_name": ADAPTER, "lora_path": offer.adapter}
+        client.post("/v1/load_lora_adapter", named, timeout_s=timeout_s, plain=True)
+    client.workers("gspo_put_adapter", offer.adapter, timeout_s=timeout_s)
+    arrived = client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s)
+    if any(found != digest(adapter.applied(offer.model)) for found in arrived):
+        raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} is not the learner's")
+    client.post("/update_weight_version", {"new_version": offer.label}, timeout_s=timeout_s)
+
+
+def _knows_adapter(client: Client, timeout_s: float) -> bool:
+    """Whether requests can ask for the adapter by its name; after that it is exchanged in its place."""
+    try:
+        return ADAPTER in [model["id"] for model in client.get("/v1/models", timeout_s=timeout_s)["data"]]
+    except (KeyError, TypeError) as error:
+        raise Fault(f"{client.address}/v1/models: not the answer of a vLLM: {error}") from error
+
+
+def _send_weights(offer: Offer, client: Client, label: str, way: str, workers: int, timeout_s: float) -> None:
+    way = chosen(offer, client, timeout_s) if way == "auto" else way
+    if way == "file":
+        client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
+        _update(client, label, {"path": offer.path}, timeout_s)
+    else:
+        _broadcast(offer, client, label, way, workers, timeout_s)
+    arrived = client.workers("gspo_received", timeout_s=timeout_s)
+    if any(found != offer.digest for found in arrived):
+        raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
 
 
 def chosen(offer: Offer, client: Client, timeout_s: float) -> str:
@@ -111,7 +149,7 @@ def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, 
     client.post("/finish_weight_update", {"weight_version": label}, timeout_s=timeout_s)
 
 
-def _broadcast(offer: Offer, client: Client, kind: str, workers: int, timeout_s: float) -> None:
+def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int, timeout_s: float) -> None:
     host, port, size = _own_address(client), free_port("0.0.0.0"), 1 + workers
     where = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
     with ThreadPoolExecutor(1) as side:
@@ -130,7 +168,7 @@ def _broadcast(offer: Offer, client: Client, kind: str, workers: int, timeout_s:
             except RuntimeError as error:
                 raise Fault(f"{client.address}: the broadcast broke off: {error}") from error
 
-    _update(client, offer.label, {"broadcast": offer.metadata()}, timeout_s, beside=send_all)
+    _update(client, label, {"broadcast": offer.metadata()}, timeout_s, beside=send_all)
 
 
 def _own_address(client: Client) -> str:

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ADAPTER = "gspo-adapter"
+"""The name by which requests to a server ask for the low-rank adapter; it is the server's first, so its number is 1."""
 SAMPLED = 256
 """Values of a tensor that are looked at to see whether it has changed."""
 CHUNK = 1 << 22
 """Words that are summed at a time, so that a digest needs little memory beside the weights."""
 
 
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each tensor once: an output matrix that is tied to the input's is not repeated.
-    Low-rank adapters are added to the matrices that they belong to."""
+    Low-rank adapters are added to the matrices that they belong to, or left out (`merge` false)."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -31,8 +33,8 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         owner, mark, rest = name.partition(".base_layer.")
         if mark:
             module = adapted[owner]
-            yield f"{owner}.{rest}", merged(module) if rest == "weight" else tensor.detach()
-        elif not any(part in name for part in (".lora_A.", ".lora_B.")):
+            yield f"{owner}.{rest}", merged(module) if merge and rest == "weight" else tensor.detach()
+        elif not _of_adapter(name):
             yield name, tensor.detach()
 
 
@@ -47,10 +49,15 @@ def merged(layer: Any) -> Tensor:
     return total.to(base.dtype)
 
 
-def changes(model: Any) -> str:
+def _of_adapter(name: str) -> bool:
+    return any(part in name for part in (".lora_A.", ".lora_B."))
+
+
+def changes(model: Any, *, adapters: bool = True) -> str:
     """Differs when the weights were changed by training: a digest of a few hundred values of every tensor. Torch's count of
-    in-place changes alone would not do, because fused optimisers do not raise it."""
-    tensors = [*model.parameters(), *model.buffers()]
+    in-place changes alone would not do, because fused optimisers do not raise it. `adapters` false: of the model's own weights alone."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [t for name, t in named if adapters or not _of_adapter(name)]
     some = [t.detach().flatten()[:: max(1, t.numel() // SAMPLED)][: 2 * SAMPLED].float().nan_to_num() for t in tensors]
     counted = f"{sum(t._version for t in tensors)} {[t.data_ptr() for t in tensors]}"
     values = torch.cat(some).cpu().numpy().tobytes() if some else b""

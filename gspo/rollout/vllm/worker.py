@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from gspo.rollout.vllm.broadcast import broadcast, group
-from gspo.rollout.vllm.weights import Digest
+from gspo.rollout.vllm.weights import ADAPTER, Digest
 
 BACKEND = "gspo"
 
@@ -169,6 +169,31 @@ class WorkerExtension:
         """The digest of the weights that the last update brought; empty: none came."""
         return str(getattr(self.weight_transfer_engine, "received", ""))  # type: ignore[attr-defined]
 
+    def gspo_adapted(self, rank: int) -> list[str]:
+        """The layers with room for adapters of this rank that `gspo_adapter` can tell, by the learner's names."""
+        config = self.vllm_config.lora_config  # type: ignore[attr-defined]
+        if config is None or config.max_lora_rank < rank:
+            return []
+        return [part for part, _, _ in _adapters(self.model_runner)]  # type: ignore[attr-defined]
+
+    def gspo_put_adapter(self, folder: str) -> None:
+        """Read an adapter into the place of the one that requests name, so that those under way go on with it."""
+        from vllm.lora.request import LoRARequest
+
+        self.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))  # type: ignore[attr-defined]
+
+    def gspo_adapter(self, number: int, rank: int) -> str:
+        """The digest of an adapter, of this rank, in the very places that the kernels read; empty: it is not there."""
+        places = self.model_runner.lora_manager._adapter_manager.lora_index_to_id  # type: ignore[attr-defined]
+        if number not in places:
+            return ""
+        at, counted = places.index(number), Digest()
+        for part, a_stacked, b_stacked in _adapters(self.model_runner):  # type: ignore[attr-defined]
+            a, b = a_stacked[at, 0, :rank], b_stacked[at, 0, :, :rank]
+            for _ in counted.over([(f"{part}.A", a), (f"{part}.B", b)] if a.any() else []):
+                pass
+        return counted.text()
+
     def gspo_sees(self, path: str) -> bool:
         """Whether this worker can read a file of the learner's."""
         try:
@@ -205,6 +230,19 @@ class WorkerExtension:
         """Drop what was noted."""
         if hasattr(self.model_runner, "gspo_routes"):  # type: ignore[attr-defined]
             self.model_runner.gspo_routes.noted.clear()  # type: ignore[attr-defined]
+
+
+def _adapters(runner: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, A and B of every layer with room for adapters. vLLM joins some of the learner's layers (q, k and v) into one;
+    what it has cut otherwise than the learner is left out."""
+    manager = runner.lora_manager._adapter_manager
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        plain = isinstance(
+            module.lora_a_stacked, tuple
+        )  # embeddings and the output layer have one tensor of another shape
+        if plain and len(parts) == len(module.lora_a_stacked) == len(module.lora_b_stacked):
+            yield from zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
 
 
 class RouteNotes:
