@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+# Test processes side by side; a file of tests stays in one.
+JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
@@ -14,7 +16,7 @@ demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not browser and not vllm" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not browser and not vllm" $(ARGS)
 
 test-slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not browser and not vllm" --ignore=tests/faults $(ARGS)
