@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import children_of
 
 from gspo.config import RewardConfig
 from gspo.reward.reward import RewardPool
@@ -70,12 +70,4 @@ def make_pool() -> Iterator[Callable[..., RewardPool]]:
 def children() -> Callable[[], set[int]]:
     """This process's children, zombies included."""
 
-    def find() -> set[int]:
-        found = set()
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                    found.add(int(stat.parent.name))
-        return found
-
-    return find
+    return lambda: children_of(os.getpid())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import descendants, is_running
 from test_compare_report import check_self_contained
 
 from gspo.cli import main
@@ -185,7 +185,7 @@ def test_no_run_outlives_a_comparison_that_is_killed(launched: subprocess.Popen[
     family = descendants(launched.pid)
     launched.kill()
     launched.wait()
-    wait_for(lambda: not any(alive(pid) for pid in family), limit=5)
+    wait_for(lambda: not any(is_running(pid) for pid in family), limit=5)
 
 
 def test_a_stop_is_passed_on_and_nothing_new_begins(launched: subprocess.Popen[str]) -> None:
@@ -196,7 +196,7 @@ def test_a_stop_is_passed_on_and_nothing_new_begins(launched: subprocess.Popen[s
     assert said.count(": begins") == 2
     assert said.count(": stopped") == 2
     assert "failures 0" in said
-    assert not any(alive(pid) for pid in family)
+    assert not any(is_running(pid) for pid in family)
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_stopped_then_killed_then_repeated_is_as_if_nothing_happened(folder: Pat
     family = descendants(process.pid)
     process.kill()
     process.wait()
-    wait_for(lambda: not any(alive(pid) for pid in family), limit=5)
+    wait_for(lambda: not any(is_running(pid) for pid in family), limit=5)
     assert steps_done(out) < 2 * (STEPS - 1)
 
     last = finish(words)
@@ -242,20 +242,3 @@ def wait_for(
         assert time.monotonic() < deadline
         assert process is None or process.poll() is None, "ended too early"
         time.sleep(0.02)
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and theirs."""
-    try:
-        mine = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return mine + [each for child in mine for each in descendants(child)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import children_of
 
 from gspo import cli
 from gspo.config import Config, to_toml
@@ -30,13 +31,9 @@ def recipe(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def children() -> set[str]:
-    return {p for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()}
-
-
 def test_a_good_recipe(recipe: Callable[..., str], capsys: Any, tmp_path: Path) -> None:
     path = recipe("model.build=tiny_moe", "rollout.max_tokens=40")
-    before, files_before = children(), sorted(tmp_path.rglob("*"))
+    before, files_before = children_of(os.getpid()), sorted(tmp_path.rglob("*"))
     code = cli.main(["doctor", path, "--rollout.temperature=0.9"])
     text = capsys.readouterr().out
     assert code == 0, text
@@ -47,7 +44,7 @@ def test_a_good_recipe(recipe: Callable[..., str], capsys: Any, tmp_path: Path) 
     assert "Nothing would fail" in text.splitlines()[-1]
     assert "not checked" not in text
     assert sorted(tmp_path.rglob("*")) == files_before, "the doctor writes nothing"
-    assert children() == before, "the doctor leaves no process"
+    assert children_of(os.getpid()) == before, "the doctor leaves no process"
 
 
 def test_a_bad_recipe(recipe: Callable[..., str], capsys: Any, monkeypatch: Any) -> None:

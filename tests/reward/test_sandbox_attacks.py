@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import sandbox_attacks
+from processes import descendants, is_running
 from sandbox_attacks import (
     ASSERTS,
     ATTACKS,
@@ -313,18 +314,6 @@ def test_nothing_survives_the_trainer(level: Level, mode: str) -> None:
     while (alive := [pid for pid in family if is_running(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
     assert alive == []
-
-
-def descendants(pid: int) -> list[int]:
-    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [number for child in below for number in (int(child), *descendants(int(child)))]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 # ------------------------------------------------------------------------------------------- many at once
