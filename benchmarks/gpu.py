@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_decode import bench_decode
+from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, built
 from gpu_peers import peer_heads
 from gpu_step import bench_step
 from torch import Tensor
@@ -31,9 +31,8 @@ from gspo.policy.logprobs import _from_logits, planned_logprobs, reply_logprobs
 from gspo.policy.optimizer import Optimizer
 from gspo.policy.packing import reads_packed
 
-ROWS, SIZE, VOCABULARY, SEQUENCES = 16 * 1024, 2048, 151_936, 20
+ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
-CUDA = torch.device("cuda")
 Way = Callable[[], Any]
 
 
@@ -196,13 +195,7 @@ PEAK = 989e12
 
 def qwen3(checkpointing: bool = False) -> Any:
     """The shape of Qwen3-0.6B, with random weights."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(CUDA):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = built("qwen3", DENSE)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()

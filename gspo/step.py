@@ -151,7 +151,7 @@ def learn(
     reward_B, advantage_N = advantages(objective, tokens, replies)
     tokens = replace(tokens, advantage_N=advantage_N)
     batch = Batch(plan=plan, tokens=tokens, temperature=temperature, routing=routing, ahead=old.ahead)
-    rounding_N = _rounding(parts, replies, tokens)
+    rounding_N = _rounding(parts, replies, old)
     done = []
     for index in range(len(plan.steps)):
         if before_update is not None:
@@ -210,14 +210,11 @@ def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted
 
 def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted, *, keep: bool) -> Old:
     policy, objective, temperature = parts.policy, parts.objective, parts.config.rollout.temperature
-    sampler_N = _sampler(replies, policy.device)
+    sampled = [logp for r in replies for logp in r.completion.logp_sampler]
+    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=policy.device)
     if parts.config.learner.old_logp == "sampler":
         return from_sampler(policy, plan, temperature, sampler_N, objective)
     return recomputed(policy, plan, temperature, sampler_N, objective, routing, keep=keep)
-
-
-def _sampler(replies: Sequence[Counted], device: torch.device) -> Tensor:
-    return torch.tensor([v for r in replies for v in r.completion.logp_sampler], dtype=torch.float32, device=device)
 
 
 def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp_ref_N: Tensor | None) -> Tokens:
@@ -225,21 +222,19 @@ def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp
     return Tokens(
         logp_N=old.logp_N,
         logp_old_N=old.logp_N,
-        logp_sampler_N=_sampler(replies, device),
+        logp_sampler_N=old.logp_sampler_N,
         logp_ref_N=logp_ref_N,
         advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(device), len(replies)),
     )
 
 
-def _rounding(parts: Learner, replies: Sequence[Counted], tokens: Tokens) -> Tensor | None:
+def _rounding(parts: Learner, replies: Sequence[Counted], old: Old) -> Tensor | None:
     """Known for replies that were drawn in process, from the whole distribution of the weights that are about to learn."""
     rollout, now = parts.config.rollout, parts.optimizer.updates
     whole = rollout.engine == "local" and rollout.top_p == 1 and not rollout.top_k
     whole &= parts.config.learner.old_logp == "recompute"  # else the two are the same numbers
-    if not whole or any(r.completion.version != now for r in replies) or tokens.logp_sampler_N is None:
-        return None
-    return tokens.logp_old_N - tokens.logp_sampler_N
+    return old.log_rho_M if whole and all(r.completion.version == now for r in replies) else None
 
 
 def _reference_logprobs(parts: Learner, plan: Plan) -> Tensor:

@@ -100,32 +100,39 @@ def save(model: Any, folder: Path) -> None:
 @contextmanager
 def switched_off(model: Any) -> Iterator[None]:
     """Inside, the model is the one that the adapters were put into."""
-    layers = [layer for *_, layer in _layers(model)]
-    for layer in layers:
+    off = list(layers(model).values())
+    for layer in off:
         layer._disable_adapters = (
             True  # peft's own way also switches `requires_grad`, and with it gradients that are wanted
         )
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in off:
             layer._disable_adapters = False
 
 
 @torch.no_grad()
 def merge(model: Any) -> None:
     """Add the adapters to the weights and take them out: a plain model again. The sum is made in float32 and rounded once."""
-    for parent, name, layer in list(_layers(model)):
+    for path, layer in layers(model).items():
         whole = layer.get_base_layer()
         whole = quantized.plain(whole, torch.float32) if quantized.is_small(whole) else whole
-        a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        total = whole.weight.float() + layer.scaling[NAME] * (b.float() @ a.float())
-        whole.weight.data = total.to(model.dtype)
-        setattr(parent, name, whole)
+        whole.weight.data = joined(layer, whole.weight).to(model.dtype)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, whole)
     quantized.restore(model)
     del model.peft_config
     model._hf_peft_config_loaded = False
     model.requires_grad_(True)
+
+
+@torch.no_grad()
+def joined(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """W + (alpha / rank) B A of an adapted layer, in float32."""
+    return weight.float() + layer.scaling[NAME] * (
+        layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
+    )
 
 
 def targets(model: Any, config: LoraConfig) -> list[str]:
@@ -167,14 +174,14 @@ def _check_peft() -> None:
         )
 
 
-def _layers(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(parent, name, layer) of every adapted layer."""
-    from peft.tuners.lora import LoraLayer
+def layers(model: Any) -> dict[str, Any]:
+    """The layers that have adapters, by their paths."""
+    return {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
 
-    for path, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            parent, _, name = path.rpartition(".")
-            yield model.get_submodule(parent), name, module
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def _settle_precision(model: Any) -> None:
@@ -188,5 +195,5 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         _PREFIX + name.replace(f".{NAME}.", "."): weight
         for name, weight in model.named_parameters()
-        if ".lora_A." in name or ".lora_B." in name
+        if is_adapters(name)
     }

@@ -33,6 +33,7 @@ class Old:
     """The old policy of a batch."""
 
     logp_N: Tensor
+    logp_sampler_N: Tensor
     entropy_M: Tensor
     """Its entropy at the tokens that the learner has computed."""
     log_rho_M: Tensor
@@ -46,7 +47,7 @@ def recomputed(
 ) -> Old:  # fmt: skip
     """By the learner's forward; `keep`: the first update may use a part of it."""
     logp_N, entropy_N, ahead = old_logprobs(policy, objective, plan, temperature, routing, keep=keep)
-    return Old(logp_N=logp_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead)
+    return Old(logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead)
 
 
 def from_sampler(policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective) -> Old:
@@ -58,7 +59,12 @@ def from_sampler(policy: Policy, plan: Plan, temperature: float, sampler_N: Tens
         sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.rows)),
     )  # fmt: skip
     _check(objective, tokens)
-    return Old(logp_N=sampler_N, entropy_M=entropy_N[at_M], log_rho_M=tokens.logp_N - tokens.logp_old_N)
+    return Old(
+        logp_N=sampler_N,
+        logp_sampler_N=sampler_N,
+        entropy_M=entropy_N[at_M],
+        log_rho_M=tokens.logp_N - tokens.logp_old_N,
+    )
 
 
 def _check(objective: Objective, tokens: Tokens) -> None:

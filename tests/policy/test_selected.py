@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import BASE, FAMILIES
+from interpreted import CUDA, INTERPRETED, run_interpreted
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,7 +20,6 @@ from gspo.policy.kernels import selected, selected_torch
 from gspo.policy.kernels.selected import selected_logprobs
 from gspo.policy.optimizer import Optimizer
 
-CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
@@ -198,19 +194,8 @@ def test_bfloat16_gradients_are_kept_in_float32_and_used(tied: bool) -> None:
 # --- the Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def test_triton_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", minversion="3.8", reason="needs Triton 3.8, whose interpreter works with this numpy")
-    if CUDA or INTERPRETED:
-        pytest.skip("the tests below run here themselves")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
-    root = Path(selected.__file__).parents[3]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}, cwd=root, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "." * 8 in done.stdout, "all of them ran, none was skipped"
+    run_interpreted(__file__)
 
 
 @pytest.mark.skipif(not (CUDA or INTERPRETED), reason="run by the test above")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import CUDA, INTERPRETED, run_interpreted
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +28,6 @@ from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, m
 from gspo.rollout.queue import Replies, make_queue
 from gspo.types import Prompt, Sampling
 
-CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 VOCABULARY, EOS = 48, 0
 SIZES = {
@@ -301,19 +297,9 @@ def test_replies_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 # --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", minversion="3.8", reason="needs Triton 3.8, whose interpreter works with this numpy")
-    if CUDA or INTERPRETED:
-        pytest.skip("the tests below run here themselves")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
-    root = Path(kernels.__file__).parents[3]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}, cwd=root, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "." * 8 in done.stdout, "all of them ran, none was skipped"
+    run_interpreted(__file__)
 
 
 on_triton = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="run by the test above")

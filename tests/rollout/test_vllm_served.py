@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_vllm
-from vllm_cases import apart, context_of, drawn, small_moe, some_prompts, stirred
+from vllm_cases import apart, assert_told_apart, context_of, drawn, small_moe, some_prompts, stirred
 
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.serve import TOKEN
@@ -61,25 +60,7 @@ def test_weights_that_change_under_way_are_told_apart(engine: Any) -> None:
     prompts, model, old = some_prompts(2), engine.context.model, small_moe()
     drawn(engine, prompts, version=3)
     old.load_state_dict(model.state_dict())
-    found: list[Any] = []
-    sampling = Sampling(max_tokens=480)
-    thread = threading.Thread(
-        target=lambda: found.extend(drawn(engine, prompts, version=3, samples=4, sampling=sampling))
-    )
-    thread.start()
-    time.sleep(0.6)
-    stirred(model)
-    engine.sync(4)
-    thread.join()
-    changed = [r for r in found if r.spans]
-    assert changed, "some reply was under way"
-    for reply in changed:
-        assert [version for version, _ in reply.spans] == [3, 4]
-        first = reply.spans[1][1]
-        of_old, of_new = (apart(m, prompts, [reply]) for m in (old, model))
-        assert of_old[:first].max() < 2e-5
-        assert of_new[first:].max() < 2e-5
-        assert of_new[:first].max() > 1e-2 if first else True
+    assert_told_apart(engine, prompts, old, lambda: stirred(model), versions=(3, 4), near=2e-5)
 
 
 def test_a_server_that_is_killed_is_started_anew_and_draws_the_same(engine: Any) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from needs import needs_vllm
 from test_vllm_adapters import NEAR, adapted, small_dense, trained
-from vllm_cases import apart, context_of, drawn, some_prompts, stirred
+from vllm_cases import apart, assert_told_apart, context_of, drawn, some_prompts, stirred
 
 from gspo.errors import WeightSyncError
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm import transfer
 from gspo.rollout.vllm.guard import TOKEN
-from gspo.types import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -60,23 +57,7 @@ def test_the_models_own_weights_travel_once_and_then_the_adapter_alone(engine: A
 def test_replies_under_way_go_on_with_the_new_adapter_and_say_so(engine: Any, weights_sent: list[str]) -> None:
     prompts, model = some_prompts(2), engine.context.model
     drawn(engine, prompts, version=10)
-    old, found = copy.deepcopy(model), []
-    settings: dict[str, Any] = {"version": 10, "samples": 4, "sampling": Sampling(max_tokens=480)}
-    thread = threading.Thread(target=lambda: found.extend(drawn(engine, prompts, **settings)))
-    thread.start()
-    time.sleep(0.6)
-    trained(model, 0.03)
-    engine.sync(11)
-    thread.join()
-    changed = [r for r in found if r.spans]
-    assert changed, "some reply was under way"
-    for reply in changed:
-        assert [version for version, _ in reply.spans] == [10, 11]
-        first = reply.spans[1][1]
-        of_old, of_new = (apart(m, prompts, [reply]) for m in (old, model))
-        assert of_old[:first].max() < NEAR
-        assert of_new[first:].max() < NEAR
-        assert of_new[:first].max() > 1e-2 if first else True
+    assert_told_apart(engine, prompts, copy.deepcopy(model), lambda: trained(model, 0.03), versions=(10, 11), near=NEAR)
     assert len(weights_sent) == 0
 
 

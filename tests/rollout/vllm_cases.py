@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +72,24 @@ def stirred(model: Any, amount: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(int(next(model.parameters())._version))
     for p in model.parameters():
         p.add_(amount * torch.randn(p.shape, generator=generator).to(p.dtype))
+
+
+def assert_told_apart(engine: Any, prompts: Sequence[Prompt], old: Any, change: Callable[[], None], *, versions: tuple[int, int], near: float) -> None:  # fmt: skip
+    """Weights change while replies are under way: each of these says from which token on, and which were drawn by `old`."""
+    found: list[Completion] = []
+    settings: dict[str, Any] = {"version": versions[0], "samples": 4, "sampling": Sampling(max_tokens=480)}
+    thread = threading.Thread(target=lambda: found.extend(drawn(engine, prompts, **settings)))
+    thread.start()
+    time.sleep(0.6)
+    change()
+    engine.sync(versions[1])
+    thread.join()
+    changed = [r for r in found if r.spans]
+    assert changed, "some reply was under way"
+    for reply in changed:
+        assert tuple(version for version, _ in reply.spans) == versions
+        first = reply.spans[1][1]
+        of_old, of_new = (apart(m, prompts, [reply]) for m in (old, engine.context.model))
+        assert of_old[:first].max() < near
+        assert of_new[first:].max() < near
+        assert of_new[:first].max() > 1e-2 if first else True

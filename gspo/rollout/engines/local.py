@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,12 +53,19 @@ class LocalEngine:
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.paged = context.model.device.type == "cuda" and _can_page(context.model)
-        obstacle = obstacle_to_cache(context.model)
-        self.cached = obstacle is None
+        if not self.paged:
+            _ = self.cached  # says at once if it will be slow
+
+    @cached_property
+    def cached(self) -> bool:
+        """Whether rows keep keys and values, where they are not in pages; if not, a message says why."""
+        assert self.context is not None
+        obstacle = obstacle_to_cache(self.context.model)
         if obstacle is not None:
             warnings.warn(
-                f"engine 'local' recomputes every token, which is slow: {obstacle}", RuntimeWarning, stacklevel=3
+                f"engine 'local' recomputes every token, which is slow: {obstacle}", RuntimeWarning, stacklevel=5
             )
+        return obstacle is None
 
     @property
     def reports_routes(self) -> bool:

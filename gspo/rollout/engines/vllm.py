@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 
 from gspo.errors import ConfigError, EngineError
 from gspo.policy.adapter import adapted
@@ -217,11 +217,5 @@ def _routes(routers: Routers | None, request: Request, reply: Reply) -> Routes:
             "engine 'vllm': the experts of a reply are not known for all of its tokens; "
             'set routing.record = false, or sample with engine "local"'
         )
-    chosen = np.frombuffer(reply.experts, dtype=np.int16)
-    width = routers.compact.itemsize
-    return Routes(
-        experts=chosen.astype(np.uint8 if width == 1 else np.int16).tobytes(),
-        layers=routers.layers,
-        top_k=routers.top_k,
-        width=width,
-    )
+    chosen = torch.frombuffer(bytearray(reply.experts), dtype=torch.int16)
+    return routers.pack(chosen.view(tokens, routers.layers, routers.top_k).to(routers.compact))

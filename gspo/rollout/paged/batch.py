@@ -142,9 +142,8 @@ class PagedBatch:
                 self._shrink()
             return self._replies()
         finally:
-            del (
-                self.launch
-            )  # it refers back to this; a graph that is left to the garbage collector may go at a bad moment
+            # It refers back to this, and a graph that is left to the garbage collector may go at a bad moment.
+            del self.launch
 
     def _step(self, rows: int) -> None:
         """One token for each of the first rows, on the device alone."""
@@ -249,7 +248,7 @@ class PagedBatch:
         if self.steps % AHEAD:
             return
         grown: list[tuple[int, int, int]] = []
-        for s, row in enumerate(self.rows):
+        for s in range(len(self.rows)):
             while (row := self.rows[s]) is not None:  # it may itself be put back
                 more = self._need(row.position + self.steps - row.since) - len(row.pages)
                 taken = self.pages.take(max(0, more))
@@ -369,8 +368,6 @@ def _fetched(flags: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host, and the event after which it can be read; None: at once."""
     if flags.device.type != "cuda":
         return flags.clone(), None
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-    host.copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()
+    host, event = _home(flags), torch.cuda.Event()
     event.record()
     return host, event

@@ -63,15 +63,10 @@ def _known_to_take(architecture: str) -> bool:
     return found is not None and supports_lora(found.load_model_cls())
 
 
-def layers(model: Any) -> dict[str, Any]:
-    """The layers that have adapters, by their paths."""
-    return {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
 @torch.no_grad()
 def applied(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A, and B times the scale, of every layer: what vLLM's kernels read. A layer whose A is 0 adds nothing and is left out."""
-    for path, layer in layers(model).items():
+    for path, layer in adapter.layers(model).items():
         a, b = (part[adapter.NAME].weight for part in (layer.lora_A, layer.lora_B))
         if a.any():
             yield f"{path}.A", a

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, EngineError
 from gspo.policy.adapter import SETTINGS
+from gspo.policy.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
@@ -96,7 +97,7 @@ def connect(model: Any, options: Options) -> Served:
 
 def _take_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> bool:
     """Whether every server has one worker, which has room for the model's adapter and can read a file of this machine."""
-    wanted, rank = adapter.layers(model).keys(), adapter.rank_of(model)
+    wanted, rank = adapted_layers(model).keys(), adapter.rank_of(model)
     with adapter.written(model) as folder:
         for server in servers:
             rooms = server.client.workers("gspo_adapted", rank, timeout_s=limits.sync_s)

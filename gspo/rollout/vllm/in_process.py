@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, WeightSyncError
+from gspo.policy.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import native, sees_itself
 from gspo.rollout.vllm.host import Check, Reply, Request
@@ -100,7 +101,7 @@ class InProcess:
         self.experts, self.layers = experts, layers
         if experts:
             self._rpc("gspo_watch_routes")
-        self.adapters = adapters and adapter.layers(model).keys() <= set(
+        self.adapters = adapters and adapted_layers(model).keys() <= set(
             self._rpc("gspo_adapted", adapter.rank_of(model))
         )
         """Whether adapters travel as adapters; else they are added to the weights."""

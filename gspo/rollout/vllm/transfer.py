@@ -90,8 +90,8 @@ def _send_adapter(offer: Offer, client: Client, way: str, workers: int, timeout_
         named = {"lora_name": ADAPTER, "lora_path": offer.adapter}
         client.post("/v1/load_lora_adapter", named, timeout_s=timeout_s, plain=True)
     client.workers("gspo_put_adapter", offer.adapter, timeout_s=timeout_s)
-    arrived = client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s)
-    if any(found != digest(adapter.applied(offer.model)) for found in arrived):
+    arrived, sent = client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s), digest(adapter.applied(offer.model))  # fmt: skip
+    if any(found != sent for found in arrived):
         raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} is not the learner's")
     client.post("/update_weight_version", {"new_version": offer.label}, timeout_s=timeout_s)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.policy import adapter
+
 ADAPTER = "gspo-adapter"
 """The name by which requests to a server ask for the low-rank adapter; it is the server's first, so its number is 1."""
 SAMPLED = 256
@@ -24,40 +26,25 @@ CHUNK = 1 << 22
 def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each tensor once: an output matrix that is tied to the input's is not repeated.
     Low-rank adapters are added to the matrices that they belong to, or left out (`merge` false)."""
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    seen = set()
+    adapted, seen = adapter.layers(model), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.data_ptr() in seen and tensor.numel():
             continue
         seen.add(tensor.data_ptr())
         owner, mark, rest = name.partition(".base_layer.")
         if mark:
-            module = adapted[owner]
-            yield f"{owner}.{rest}", merged(module) if merge and rest == "weight" else tensor.detach()
-        elif not _of_adapter(name):
+            own = tensor.detach()
+            add = merge and rest == "weight"
+            yield f"{owner}.{rest}", adapter.joined(adapted[owner], own).to(own.dtype) if add else own
+        elif not adapter.is_adapters(name):
             yield name, tensor.detach()
-
-
-@torch.no_grad()
-def merged(layer: Any) -> Tensor:
-    """W + s B A of a layer with adapters (peft's), summed in float32 and rounded once."""
-    base: Tensor = layer.base_layer.weight
-    total = base.float()
-    for adapter in layer.lora_A:
-        product = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
-        total = total + layer.scaling[adapter] * product
-    return total.to(base.dtype)
-
-
-def _of_adapter(name: str) -> bool:
-    return any(part in name for part in (".lora_A.", ".lora_B."))
 
 
 def changes(model: Any, *, adapters: bool = True) -> str:
     """Differs when the weights were changed by training: a digest of a few hundred values of every tensor. Torch's count of
     in-place changes alone would not do, because fused optimisers do not raise it. `adapters` false: of the model's own weights alone."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = [t for name, t in named if adapters or not _of_adapter(name)]
+    tensors = [t for name, t in named if adapters or not adapter.is_adapters(name)]
     some = [t.detach().flatten()[:: max(1, t.numel() // SAMPLED)][: 2 * SAMPLED].float().nan_to_num() for t in tensors]
     counted = f"{sum(t._version for t in tensors)} {[t.data_ptr() for t in tensors]}"
     values = torch.cat(some).cpu().numpy().tobytes() if some else b""
