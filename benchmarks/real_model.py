@@ -250,7 +250,7 @@ def report(options: argparse.Namespace) -> int:
     for group, members in groups.items():
         base = next((r for r in members if r["arm"] == "base"), None)
         trained = [r for r in members if r["arm"] != "base"]
-        lines += [f"## {group}", "", *_table(base, trained), ""]
+        lines += [f"## {group}", "", *_table(base, trained), "", *_lengths(trained)]
         if trained:
             picture = page.with_suffix("") / f"{group}.png"
             _draw(trained, picture)
@@ -296,6 +296,29 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
     return (
         [*lines, "", f"Greedy on the held-out problems by transformers alone: {', '.join(plain)}."] if plain else lines
     )
+
+
+def _lengths(trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How long replies are and what that costs, over the first and the last three steps; of runs that have noted it."""
+    keys = {"length/p10": "", "length/median": "", "length/p90": "", "length/max": "", "length/truncated_fraction": "%", "padding/sampler": "%", "padding/learner": "%", "padding/saved": "%"}  # fmt: skip
+    noted = [r for r in trained if "padding/saved" in r["curve"][-1]]
+    if not noted:
+        return []
+    head = ["run", "steps", *(f"`{key}`" for key in keys), "tokens/s sampled", "tokens/s learned"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for record in noted:
+        steps = [r for r in record["curve"] if r["step"]]
+        times = {r["step"]: r for r in record["timings"]}
+        for name, some in (("first 3", steps[:3]), ("last 3", steps[-3:])):
+            cells = [record["name"], name]
+            for key, unit in keys.items():
+                found = [r[key] for r in some if r.get(key) is not None]
+                mean = sum(found) / len(found) if found else None
+                cells.append("?" if mean is None else f"{mean:.1%}" if unit else f"{mean:.0f}")
+            for key, phase in (("tokens/generated", "time/rollout_s"), ("tokens/trained", "time/learn_s")):
+                cells.append(f"{sum(r[key] for r in some) / sum(times[r['step']][phase] for r in some):,.0f}")
+            lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str, key: str, metric: str) -> float:

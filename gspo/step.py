@@ -30,7 +30,7 @@ from gspo.objective.penalty import KL_ESTIMATORS
 from gspo.objective.sequences import Sequences, Tokens
 from gspo.observe.clock import Clock
 from gspo.policy.adapter import switched_off
-from gspo.policy.batch import Plan, Row, make_plan
+from gspo.policy.batch import Plan, Positions, Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.model import Policy
 from gspo.policy.old import Old, from_sampler, recomputed
@@ -39,7 +39,7 @@ from gspo.policy.packing import reads_packed
 from gspo.policy.replay import Routed, Unrouted, route
 from gspo.policy.update import Batch, update
 from gspo.reward.reward import RewardPool
-from gspo.rollout.engine import Engine
+from gspo.rollout.engine import Decoded, Engine
 from gspo.rollout.rollout import Gathered, distinct, gather
 from gspo.types import Completion, Group, Prompt, Score
 
@@ -75,6 +75,8 @@ class Collected:
     gathered: Gathered
     cursor: int
     """Where the data order stands now."""
+    decoded: Decoded | None = None
+    """What sampling cost; None: the engine does not know."""
 
     @property
     def tokens(self) -> int:
@@ -102,6 +104,8 @@ class Learned:
     clipped_N: Tensor
     losses: tuple[Loss, ...]
     updates: tuple[Update, ...]
+    positions: Positions
+    """What one pass over the batch computes."""
     routed: Routed | None = None
     """What the routers did; None for a dense model."""
     halvings: int = 0
@@ -112,7 +116,7 @@ class Learned:
 
 def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
     """Draw prompts, sample a group of replies for each, score them, keep the groups worth learning from."""
-    position = cursor
+    position, before = cursor, parts.engine.decoded
 
     def draw(count: int) -> list[Group]:
         nonlocal position
@@ -126,7 +130,8 @@ def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
 
     rollout = parts.config.rollout
     gathered = gather(draw, want=rollout.prompts, keep=parts.objective.keep, budget=rollout.refill_budget)
-    return Collected(gathered=gathered, cursor=position)
+    after = parts.engine.decoded
+    return Collected(gathered=gathered, cursor=position, decoded=after - before if after and before else None)
 
 
 def learn(
@@ -170,6 +175,7 @@ def learn(
         losses=tuple(loss for loss, _ in done),
         updates=tuple(u for _, u in done),
         routed=routing.outcome(policy.model),
+        positions=plan.positions,
         halvings=batch.halvings,
         rounding_N=rounding_N,
     )

@@ -30,7 +30,7 @@ def spaces(prompts, completions, **columns):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A very small run that writes every key there is: a mixture of experts with replay and balancing,
-    KL penalty, two rewards, unscored replies, evaluation."""
+    KL penalty, length shaping, two rewards, unscored replies, evaluation."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "rewards.py").write_text(REWARDS)
     tree = {
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "workers": 1,
             "max_unscored_fraction": 1.0,
         },
-        "objective": {"name": "grpo"},
+        "objective": {"name": "grpo", "shape": "soft_overlong"},
         "learner": {"mini_batches": 2, "learning_rate": 1e-3},
         "eval": {"every": 2},
     }

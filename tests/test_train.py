@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -89,6 +90,27 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny: Callable[..
         train(config, display)
     read = lambda config: (run_of(config) / "metrics.jsonl").read_bytes()  # noqa: E731
     assert read(a) == read(b) != read(c)
+
+
+def test_lengths_and_what_they_cost_are_those_of_the_replies(tiny: Callable[..., Config], display: Any) -> None:
+    """Counted again from what the run wrote of every reply."""
+    config = tiny("objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2")  # fmt: skip
+    train(config, display)
+    for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
+        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        lengths = sorted(len(r["token_ids"]) for r in replies)
+        assert row["length/median"] == statistics.median(lengths)
+        assert lengths[0] <= row["length/p10"] <= row["length/median"] <= row["length/p90"] <= row["length/max"]
+        punished = [max(0, length - 2) / 8 for length in lengths]  # of a limit of 10 tokens the last 8
+        assert row["reward/length_penalty"] == pytest.approx(statistics.mean(punished))
+        assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in punished)
+        assert all(r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in replies)  # fmt: skip
+        assert row["sampler/steps"] * row["sampler/live_mean"] == pytest.approx(sum(lengths))
+        assert max(lengths) <= row["sampler/steps"]
+        assert row["sampler/live_mean"] <= 6
+        assert row["padding/sampler"] == 0, "no idle row is computed on a CPU"
+        assert row["padding/learner"] == 0, "replies are packed"
+        assert 0 < row["padding/saved"] < 1
 
 
 def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config], display: Any) -> None:

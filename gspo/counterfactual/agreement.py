@@ -59,7 +59,8 @@ def agreement(step: int, objective: Objective, recorded: Recorded, learned: Lear
     found = step_metrics(objective, Collected(gathered=recorded.gathered, cursor=0), learned)
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = () if routed else ("routing/flip_fraction_sampler",)  # the record has no experts to count it by
-    keys = [k for k in found if metrics is not None and k not in skipped]
+    # How a batch is cut up depends on the machine.
+    keys = [k for k in found if metrics is not None and k not in skipped and not k.startswith("padding/")]
     differences = {k: _relative(found[k], (metrics or {}).get(k)) for k in keys}
     worst = max(differences, key=lambda k: differences[k], default="")
     return Agreement(

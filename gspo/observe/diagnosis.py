@@ -377,12 +377,20 @@ def _time(look: Look) -> Finding | None:
     remedies = {
         "reward": (0.3, "scoring", "Raise reward.workers, or look at what the reward waits for."),
         "eval": (0.35, "evaluating", "Raise eval.every, or lower eval.samples."),
-        "rollout": (0.8, "sampling", "Shorter replies, fewer uniform groups and a faster engine help; a faster learner does not."),
+        "rollout": (0.8, "sampling", _sampling_remedy(look)),
     }  # fmt: skip
     for key, (limit, doing, remedy) in remedies.items():
         if share[key] >= limit:
             return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({total / len(rows):.2g} s per step).", remedy=remedy)  # fmt: skip
     return None
+
+
+def _sampling_remedy(look: Look) -> str:
+    live, replies = look.mean("sampler/live_mean"), look.setting("rollout", "prompts", 0) * look.setting("rollout", "replies", 0)  # fmt: skip
+    slots = setting({"options": look.setting("rollout", "engine_options", {})}, "options", "slots", 256)
+    if live < min(replies, slots) / 3:
+        return f"A few long replies are waited for: on average {live:.0f} are drawn together, of {replies}. More prompts per step (rollout.prompts) or a lower rollout.max_tokens use the machine better."
+    return "Shorter replies, fewer uniform groups and a faster engine help; a faster learner does not."
 
 
 Rule = Callable[[Look], Finding | None]

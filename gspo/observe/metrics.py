@@ -57,10 +57,29 @@ def _sampled(collected: Collected) -> dict[str, Any]:
         **_failures([s for _, s in replies]),
         **_notes([s for _, s in replies]),
         "length/mean": _mean(lengths),
+        **_quantiles(lengths),
         "length/max": max(lengths, default=0),
         "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
         "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in replies]),
         "tokens/generated": collected.tokens,
+        **_decoding(collected),
+    }
+
+
+def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
+    names = {"length/p10": 0.1, "length/median": 0.5, "length/p90": 0.9}
+    return {name: float(np.quantile(lengths, q)) if lengths else NAN for name, q in names.items()}
+
+
+def _decoding(collected: Collected) -> dict[str, Any]:
+    """How full the batches were that the replies were drawn in."""
+    decoded = collected.decoded
+    if decoded is None or not decoded.steps:
+        return {}
+    return {
+        "sampler/steps": decoded.steps,
+        "sampler/live_mean": collected.tokens / decoded.steps,
+        "padding/sampler": 1 - collected.tokens / decoded.rows,
     }
 
 
@@ -111,13 +130,22 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
         "entropy/mean": float(learned.entropy_M.mean()),
         "advantage/std": float(learned.advantage_B.std(correction=0)),
         "tokens/trained": len(learned.ratio_N),
+        "padding/learner": learned.positions.empty / learned.positions.computed,
+        "padding/saved": 1 - learned.positions.computed / learned.positions.padded,
     }
+    metrics |= _shaping(learned) if objective.shape == "soft_overlong" else {}
     region: Any = objective.trust_region
     if hasattr(region, "clip_low"):
         metrics |= {"clip/low": region.clip_low, "clip/high": region.clip_high}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
     metrics |= _noise(objective, learned)
     return metrics | (_routing(learned.routed) if learned.routed else {})
+
+
+def _shaping(learned: Learned) -> dict[str, float]:
+    """What the punishment of long replies takes off."""
+    taken = [float(r.score.reward or 0) - r.reward for r in learned.counted]
+    return {"reward/length_penalty": _mean(taken), "length/punished_fraction": _mean([t > 0 for t in taken])}
 
 
 def mismatch(log_rho_M: Tensor) -> dict[str, float]:

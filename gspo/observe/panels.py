@@ -65,7 +65,19 @@ PANELS = (
     ),
     Panel(
         id="length", title="How long are the replies?", what="Tokens per reply.", form="count",
-        curves=(Curve(key="length/mean", label="mean"), Curve(key="length/max", label="longest")),
+        curves=(
+            Curve(key="length/mean", label="mean"), Curve(key="length/max", label="longest"),
+            Curve(key="length/p10", label="a tenth are shorter"), Curve(key="length/p90", label="a tenth are longer"),
+        ),
+    ),
+    Panel(
+        id="padding", title="What do uneven lengths cost?", form="share",
+        what="Share of the computed rows or positions that held no token; and what is saved against rows padded to the longest, by packing replies and reading a prompt once for its group.",
+        curves=(
+            Curve(key="padding/sampler", label="idle rows when sampling"),
+            Curve(key="padding/learner", label="padding when learning"),
+            Curve(key="padding/saved", label="saved against padded rows"),
+        ),
     ),
     Panel(
         id="ratio", title="How far does a step move the policy?", log=True,

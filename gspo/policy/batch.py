@@ -104,6 +104,17 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Positions:
+    """How many positions the forwards of one pass over a batch compute."""
+
+    computed: int
+    empty: int
+    """Of these, padding."""
+    padded: int
+    """If every reply had a row of its own, with its prompt, padded to the longest of its optimiser step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A rollout batch, cut up. `steps[i]` are the micro-batches of optimiser step i."""
 
@@ -126,6 +137,17 @@ class Plan:
     @property
     def input_tokens(self) -> int:
         return sum(row.length for row in self.rows)
+
+    @property
+    def positions(self) -> Positions:
+        """What a pass over the batch computes."""
+        micros = [micro for step in self.steps for micro in step]
+        widths = [[self.rows[r].length for micro in step for r in micro.rows] for step in self.steps]
+        return Positions(
+            computed=sum(micro.input_ids.numel() for micro in micros),
+            empty=sum(int((micro.times == 0).sum()) for micro in micros),
+            padded=sum(len(lengths) * max(lengths) for lengths in widths),
+        )
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
         """The rows of a micro-batch in two; a single row cannot be cut."""

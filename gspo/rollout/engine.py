@@ -22,8 +22,29 @@ from gspo.policy.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What drawing replies has cost."""
+
+    steps: int = 0
+    """Forwards of one token per row."""
+    rows: int = 0
+    """Rows of all of them, idle ones included."""
+
+    def __add__(self, other: Decoded) -> Decoded:
+        return Decoded(steps=self.steps + other.steps, rows=self.rows + other.rows)
+
+    def __sub__(self, other: Decoded) -> Decoded:
+        return Decoded(steps=self.steps - other.steps, rows=self.rows - other.rows)
+
+
 class Engine(Protocol):
     """Draws replies from the current policy."""
+
+    @property
+    def decoded(self) -> Decoded | None:
+        """What all replies since the engine was built have cost; None: it does not know."""
+        ...
 
     @property
     def reports_routes(self) -> bool:

@@ -68,6 +68,7 @@ CASES = [
     Case("time: scoring", "note", look(times=lambda s: timings(s, reward=0.6)), look(times=lambda s: timings(s, reward=0.1)), "60 % of the time"),
     Case("time: evaluating", "note", look(times=lambda s: timings(s, eval=0.5)), look(times=lambda s: timings(s, eval=0.1)), "eval.every"),
     Case("time: sampling", "note", look(times=lambda s: timings(s, rollout=0.9)), look(times=lambda s: timings(s, rollout=0.6)), "90 % of the time goes into sampling"),
+    Case("time: sampling", "note", look(lambda s: metrics(s, sampler__live_mean=12.3), times=lambda s: timings(s, rollout=0.9), rollout__prompts=8, rollout__replies=8), look(times=lambda s: timings(s, rollout=0.6)), "12 are drawn together, of 64"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
-from gspo.policy.batch import MicroBatch, Plan, Row, Span, make_plan
+from gspo.policy.batch import MicroBatch, Plan, Positions, Row, Span, make_plan
 from gspo.policy.kernels import packed as attention
 from gspo.policy.logprobs import planned_logprobs, reply_logprobs
 from gspo.policy.packing import obstacle_to_packing, reads_packed
@@ -178,6 +178,15 @@ def test_a_prompt_is_computed_once_and_the_budget_is_kept() -> None:
         micro_batches = planned(True, budget=budget).steps[0]
         assert all(m.input_ids.numel() <= budget or len(m.rows) == 1 for m in micro_batches)
         assert sorted(r for m in micro_batches for r in m.rows) == list(range(len(ROWS)))
+
+
+def test_positions_count_padding_and_what_packing_saves() -> None:
+    rows = [Row(prompt_ids=(1, 2, 3), reply_ids=(4,) * n) for n in (1, 5)] + [Row(prompt_ids=(5,), reply_ids=(6, 7))]
+    for packed, computed, empty in ((True, 3 + 6 + 3, 0), (False, 2 * 4 + 8, 1)):
+        plan = make_plan(rows, [0, 0, 1], mini_batches=1, token_budget=16, pad_id=0, seed="s", packed=packed)
+        assert plan.positions == Positions(computed=computed, empty=empty, padded=3 * 8), packed
+    alone = make_plan(rows, [0, 0, 1], mini_batches=3, token_budget=1, pad_id=0, seed="s")
+    assert alone.positions == Positions(computed=4 + 8 + 3, empty=0, padded=4 + 8 + 3)
 
 
 def test_halves_keep_the_gradient_and_whose_prompt_it_is() -> None:

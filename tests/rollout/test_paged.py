@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.errors import NumericalError
 from gspo.policy.routing import find_routers
 from gspo.rollout.draw import draw, uniform
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import Decoded, EngineContext
 from gspo.rollout.engines import local
 from gspo.rollout.paged import batch, decoder, kernels
 from gspo.rollout.paged.decoder import Decoder, float32_logits, obstacle_to_pages
@@ -200,8 +200,13 @@ def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypa
     if not CUDA:
         monkeypatch.setattr(batch.PagedBatch, "_step", lambda self, rows: (sizes.append(rows), step(self, rows))[1])
     sampling = Sampling(max_tokens=400)
-    assert_same(decoded(model, slots=24, sampling=sampling), plainly(model, sampling=sampling))
+    ours, theirs = decoded(model, slots=24, sampling=sampling), plainly(model, sampling=sampling)
+    assert_same(ours, theirs)
+    tokens = sum(map(len, ours.token_ids))
+    assert theirs.decoded.rows == tokens, "none idles"
+    assert ours.decoded.rows > tokens, "a row idles before it is noticed that it has ended"
     if not CUDA:
+        assert ours.decoded == Decoded(steps=len(sizes), rows=sum(sizes))
         assert sizes == sorted(sizes, reverse=True)
         assert {24, 8, 4} <= set(sizes)
 

@@ -29,7 +29,7 @@ from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.policy.model import position_limit
 from gspo.policy.routing import Routers
 from gspo.rollout.draw import draw, uniform
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import Decoded, EngineContext
 from gspo.rollout.paged.batch import PagedBatch
 from gspo.rollout.paged.decoder import obstacle_to_pages
 from gspo.rollout.queue import Queue, Replies, make_queue
@@ -50,6 +50,7 @@ class LocalEngine:
 
     def __init__(self, context: EngineContext, *, slots: int, prefill_tokens: int) -> None:
         self.context: EngineContext | None = context
+        self.decoded = Decoded()
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.paged = context.model.device.type == "cuda" and _can_page(context.model)
@@ -91,6 +92,7 @@ class LocalEngine:
         queue = make_queue(prompts, samples=samples, seed=seed, stream=stream)
         with evaluating(model), torch.no_grad():
             replies = self._decode(model, queue, sampling, self.context.routers if routes else None)
+        self.decoded += replies.decoded
         text_B = self.context.tokenizer.batch_decode(replies.token_ids, skip_special_tokens=True)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
         for b, (p, sample) in enumerate(queue.place_B):
@@ -227,6 +229,7 @@ class _Batch:
         """Columns that the next step reads: one more than the furthest position of a live row."""
         self.drawn = 0
         """The most tokens that a live row has drawn."""
+        self.decoded = Decoded()
 
     def run(self) -> Replies:
         while self.live or self.admitted < len(self.queue.place_B):
@@ -278,6 +281,7 @@ class _Batch:
         self.state[2:4, : self.live] += 1
         self.columns += 1
         self.drawn += 1
+        self.decoded += Decoded(steps=1, rows=self.live)
         ended_R = (token_R[:, None] == self.stop_ids).any(1)
         over_R = ended_R | (drawn_R >= self.sampling.max_tokens)
         if over_R.any():
@@ -320,4 +324,5 @@ class _Batch:
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ended=self.ended_B.tolist(),
             routes=self.routes.packed(length_B) if self.routes else [None] * len(length_B),
+            decoded=self.decoded,
         )

@@ -33,6 +33,8 @@ def build(
 class ScriptedEngine:
     """Reads its replies from a table."""
 
+    decoded = None
+
     def __init__(self, context: EngineContext, *, replies: Mapping[str, Sequence[str]], default: str) -> None:
         self.context = context
         self.replies = replies

@@ -99,6 +99,8 @@ def _about(adapters: bool, why: str) -> str:
 class VllmEngine:
     """Draws replies from one or more vLLMs that are kept at the weights of `context.model`."""
 
+    decoded = None
+
     def __init__(self, context: EngineContext, host: Host, about: str = "", room: int | None = None) -> None:
         self.about = about
         """What a run should say of it when it begins."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gspo.errors import NumericalError
 from gspo.policy.routing import Routers
+from gspo.rollout.engine import Decoded
 from gspo.rollout.paged.decoder import Decoder, bytes_per_page
 from gspo.rollout.paged.graphs import Graphs
 from gspo.rollout.paged.pages import PAGE, Pages, pages_for
@@ -111,6 +112,8 @@ class PagedBatch:
         self.short = False
         """Pages have run out: none enters before another has ended."""
         self.steps = 0
+        self.computed = 0
+        """Rows of all steps so far."""
         self.bucket = slots
         self.unseen: list[tuple[int, Tensor, Any]] = []
         """Steps that the host has not looked at: number, which rows were live after it, when that can be read."""
@@ -138,6 +141,7 @@ class PagedBatch:
                 self.launch(self.bucket)
                 self.unseen.append((self.steps, *_fetched(self.slots.state[LIVE])))
                 self.steps += 1
+                self.computed += self.bucket
                 self._notice(behind=1)
                 self._shrink()
             return self._replies()
@@ -349,7 +353,8 @@ class PagedBatch:
                 if self.routers is not None and routes_ATLK is not None:
                     routes[b] = self.routers.pack(torch.cat([self.read_by[b], routes_ATLK[i, :n]]))
         stopped = [ids[-1] in self.stop_ids for ids in token]
-        return Replies(token_ids=token, logp=logp, ended=stopped, routes=routes)
+        decoded = Decoded(steps=self.steps, rows=self.computed)
+        return Replies(token_ids=token, logp=logp, ended=stopped, routes=routes, decoded=decoded)
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
         """Whole numbers, on the device, without waiting for it."""
