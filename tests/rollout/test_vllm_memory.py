@@ -1,0 +1,87 @@
+"""Files that travel to a vLLM leave nothing behind, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo.rollout.vllm import memory
+from gspo.rollout.vllm.memory import memory_folder
+
+CHILD = """
+import sys
+from pathlib import Path
+from gspo.rollout.vllm import memory
+memory.SHARED = Path(sys.argv[1])
+folder = Path(memory.memory_folder(10))
+(folder / "weights").write_bytes(b"x" * 10)
+print(folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "SHARED", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def another(place: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path]]]:
+    """Starts a process that holds a folder."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start() -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", CHILD, str(place)]
+        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert begun[-1].stdout
+        return begun[-1], Path(begun[-1].stdout.readline().strip())
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(
+    place: Path, another: Callable[[], tuple[subprocess.Popen[str], Path]]
+) -> None:
+    (killed, left), (_, kept) = another(), another()
+    assert (left / "weights").exists(), "a living process keeps its own while others ask for room"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert (left / "weights").exists()
+    mine = Path(memory_folder(10))
+    assert not left.parent.exists()
+    assert (kept / "weights").exists()
+    assert mine.is_dir()
+    assert mine.parent.parent == place
+    assert Path(memory_folder(10)) != mine
+
+
+def test_a_process_that_ends_takes_its_folder_along(
+    place: Path, another: Callable[[], tuple[subprocess.Popen[str], Path]]
+) -> None:
+    process, _ = another()
+    process.communicate("")
+    assert list(place.iterdir()) == []
+
+
+def test_a_folder_that_somebody_removed_is_made_again(place: Path) -> None:
+    first = Path(memory_folder(10))
+    (first.parent / memory.LOCK).unlink()
+    os.rmdir(first)
+    os.rmdir(first.parent)
+    assert Path(memory_folder(10)).is_dir()
+
+
+def test_without_room_in_memory_a_disk_does(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    disk = tmp_path_factory.mktemp("disk")
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    assert Path(memory_folder(1 << 60)).parent.parent == disk
