@@ -17,6 +17,7 @@ from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.rollout import draw, rows
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
+from gspo.rollout.paged.decoder import Decoder
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 VOCABULARY, EOS = 48, 0
@@ -317,6 +318,34 @@ def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prom
         drawn(engine, prompts)
     hook.remove()
     assert drawn(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    whole = drawn(engine_of(model), prompts)
+    owner: Any = Decoder if paged else rows.CachedRows
+    name = "logits" if paged else "step"
+    step, together, most = getattr(owner, name), [], 4
+
+    def scarce(self: Any, first: Any, *rest: Any) -> Any:
+        together.append(first if paged else len(first))
+        if together[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(self, first, *rest)
+
+    monkeypatch.setattr(owner, name, scarce)
+    engine = engine_of(model)
+    engine.paged = paged
+    with pytest.warns(RuntimeWarning, match="out of memory; from now on at most 3 replies at a time"):
+        found = drawn(engine, prompts)
+    assert ids_of(found) == ids_of(whole)
+    assert_logp(model, prompts, found)
+    together.clear()
+    assert ids_of(drawn(engine, prompts)) == ids_of(whole)
+    assert max(together) == 3, "it is not tried again"
+    most = 0
+    with pytest.warns(RuntimeWarning, match="at most 1 "), pytest.raises(torch.OutOfMemoryError):
+        drawn(engine, prompts)
 
 
 def test_too_long_for_the_model_is_said_up_front(model: Any, prompts: list[Prompt]) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
+from gspo.policy.memory import out_of_memory, release_memory
 from gspo.policy.model import position_limit
 from gspo.policy.routing import Routers
 from gspo.rollout.draw import draw, uniform
@@ -91,7 +92,7 @@ class LocalEngine:
         check_fits(model, prompts, sampling)
         queue = make_queue(prompts, samples=samples, seed=seed, stream=stream)
         with evaluating(model), torch.no_grad():
-            replies = self._decode(model, queue, sampling, self.context.routers if routes else None)
+            replies = self._fitting(model, queue, sampling, self.context.routers if routes else None)
         self.decoded += replies.decoded
         text_B = self.context.tokenizer.batch_decode(replies.token_ids, skip_special_tokens=True)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
@@ -107,6 +108,19 @@ class LocalEngine:
                 routes=replies.routes[b],
             )
         return groups
+
+    def _fitting(self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None) -> Replies:
+        """When memory runs out, all are drawn again with fewer at a time, now and later: the same replies, up to rounding."""
+        while True:
+            try:
+                return self._decode(model, queue, sampling, routers)
+            except RuntimeError as error:
+                together = min(self.slots, len(queue.place_B))
+                if not out_of_memory(error) or together == 1:
+                    raise
+            self.slots = together // 2
+            release_memory()
+            warnings.warn(f"engine 'local': out of memory; from now on at most {self.slots} replies at a time (rollout.engine_options.slots)", RuntimeWarning, stacklevel=3)  # fmt: skip
 
     def _decode(self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None) -> Replies:
         assert self.context is not None
