@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from gspo.rollout.engine import EngineContext, build_engine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.rollout.vllm import guard, served
 from gspo.rollout.vllm.host import Request
-from gspo.rollout.vllm.http import Client
+from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.served import TRIES, Limits, Served, Server
 from gspo.rollout.vllm.weights import changes, digest, named_weights
 from gspo.types import Sampling
@@ -104,6 +106,41 @@ def test_without_another_the_run_ends_with_a_reason_in_time(fault: str, fake: An
     with pytest.raises(EngineError, match="engine 'vllm'"):
         host.generate(requests(), routes=False)
     assert time.monotonic() - began < TRIES * (QUICK.request_s + QUICK.absent_s) + 3
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40
+ENDLESS = b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 200
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 40, CHUNKED, ENDLESS], ids=["headers", "chunks", "body"]
+)
+@pytest.mark.parametrize("at_once", [0, 60])
+def test_a_call_ends_by_its_deadline_though_bytes_keep_coming(answer: bytes, at_once: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=trickle, args=(listening, answer, at_once), daemon=True).start()
+        client, began = Client(f"127.0.0.1:{listening.getsockname()[1]}", "token"), time.monotonic()
+        with pytest.raises(Fault, match="took too long"):
+            client.get("/x", timeout_s=0.6)
+        assert 0.5 < time.monotonic() - began < 2.0
+
+
+def test_a_slow_answer_within_its_deadline_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=trickle, args=(listening, WHOLE, 20), daemon=True).start()
+        assert Client(f"127.0.0.1:{listening.getsockname()[1]}", "token").get("/x", timeout_s=20) == {}
+
+
+def trickle(listening: socket.socket, answer: bytes, at_once: int) -> None:
+    """Answer one call, a byte at a time after the first ones."""
+    connection, _ = listening.accept()
+    with connection, suppress(OSError):
+        connection.recv(1 << 16)
+        connection.sendall(answer[:at_once])
+        for i in range(at_once, len(answer)):
+            connection.sendall(answer[i : i + 1])
+            time.sleep(0.03)
 
 
 def test_a_server_that_stops_answering_is_found_long_before_a_reply_is_due(fake: Any, hosted: Any) -> None:

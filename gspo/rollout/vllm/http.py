@@ -12,7 +12,8 @@ import json
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gspo.errors import EngineError
@@ -31,7 +32,7 @@ class Client:
     def __init__(self, address: str, token: str) -> None:
         self.address = address.removeprefix("http://").rstrip("/")
         self.token = token
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def get(self, path: str, *, timeout_s: float) -> Any:
@@ -52,49 +53,53 @@ class Client:
     def hang_up(self) -> None:
         """End every call that is under way with a `Fault`."""
         with self._lock:
-            for connection in self._open:
-                with suppress(OSError, AttributeError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+            for line in self._open:
+                _hang_up(line)
 
     def _call(self, method: str, path: str, body: Any, timeout_s: float, plain: bool = False) -> Any:
         until = time.monotonic() + timeout_s
         connection = http.client.HTTPConnection(self.address, timeout=min(CONNECT_S, timeout_s))
-        with self._lock:
-            self._open.add(connection)
         try:
             sent = None if body is None else json.dumps(body)
             headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
             connection.connect()
             connection.sock.settimeout(timeout_s)
-            connection.request(method, path, body=sent, headers=headers)
-            response = connection.getresponse()
-            text = self._read(connection, response, until)
+            with self._line(connection.sock, until):
+                connection.request(method, path, body=sent, headers=headers)
+                response = connection.getresponse()
+                text = self._read(response)
+            if time.monotonic() >= until:
+                raise TimeoutError
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Fault(f"{self.address}{path}: {type(error).__name__}: {error}") from error
+            late = time.monotonic() >= until
+            said = "TimeoutError: the answer took too long" if late else f"{type(error).__name__}: {error}"
+            raise Fault(f"{self.address}{path}: {said}") from error
         finally:
-            with self._lock:
-                self._open.discard(connection)
             connection.close()
         return self._answer(path, response.status, b"" if plain and response.status == 200 else text)
 
-    def _read(self, connection: Any, response: Any, until: float) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the answer took too long")
-            if connection.sock is not None:
-                connection.sock.settimeout(left)
-            part = response.read1(1 << 16)
-            if not part:
-                if response.length:
-                    raise ValueError(f"the answer was cut off, {response.length} bytes before its end")
-                return b"".join(parts)
-            size += len(part)
-            if size > MOST_BYTES:
-                raise ValueError(f"more than {MOST_BYTES} bytes")
-            parts.append(part)
+    @contextmanager
+    def _line(self, line: socket.socket, until: float) -> Iterator[None]:
+        """Inside, `hang_up` and the deadline end the call. (A socket's own timeout does not: a byte a minute keeps within it.)"""
+        bell = threading.Timer(until - time.monotonic(), _hang_up, [line])
+        bell.daemon = True
+        bell.start()
+        with self._lock:
+            self._open.add(line)
+        try:
+            yield
+        finally:
+            bell.cancel()
+            with self._lock:
+                self._open.discard(line)
+
+    def _read(self, response: Any) -> bytes:
+        text: bytes = response.read(MOST_BYTES + 1)
+        if response.length and len(text) <= MOST_BYTES:
+            raise ValueError(f"the answer was cut off, {response.length} bytes before its end")
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        return text
 
     def _answer(self, path: str, status: int, text: bytes) -> Any:
         said = text[:300].decode(errors="replace").strip()
@@ -110,3 +115,8 @@ class Client:
             return json.loads(text) if text else None
         except ValueError as error:
             raise Fault(f"{self.address}{path}: no JSON: {said}") from error
+
+
+def _hang_up(line: socket.socket) -> None:
+    with suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
