@@ -277,6 +277,60 @@ def test_the_readout_says_nothing_beyond_the_end_of_a_run(page: Any, serve: Call
     assert "long: reward 0.69" in said
 
 
+def test_an_answer_that_comes_late_does_not_replace_a_newer_one(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", replies=records))
+    context = browser.new_context()
+    page = context.new_page()
+    held: list[Any] = []
+    opened(page, served)
+    page.get_by_text("What is going on").wait_for()
+
+    def hold(pattern: str) -> None:
+        held.clear()
+        page.route(re.compile(pattern), lambda route: route.continue_() if held else held.append(route))
+
+    def answer() -> None:
+        with page.expect_response(lambda response: response.url == held[0].request.url):
+            held[0].continue_()
+        page.wait_for_timeout(300)
+
+    hold(r"/steps/5\?$")
+    page.goto(f"http://{served.host}/#/made/5")
+    page.get_by_label("show").select_option("clipped")
+    page.get_by_text("2 of 6 replies").wait_for()
+    answer()
+    assert page.get_by_text("2 of 6 replies").is_visible(), "the whole step was asked for first and came last"
+
+    hold(r"/steps/5/0/1$")
+    for number in (1, 3):
+        page.evaluate(f"location.hash = '#/made/5/0/{number}'")
+    page.get_by_role("heading", name="Reply 4 of 6").wait_for()
+    answer()
+    assert page.get_by_role("heading", name="Reply 4 of 6").is_visible()
+
+    hold(r"/api/runs/made\?.*from=")
+    page.goto(f"http://{served.host}/#/")
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    chart = page.locator(".chart svg").first.bounding_box()
+    page.mouse.move(chart["x"] + 0.4 * chart["width"], chart["y"] + chart["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(chart["x"] + 0.8 * chart["width"], chart["y"] + chart["height"] / 2, steps=4)
+    page.mouse.up()
+    page.wait_for_timeout(300)
+    assert held
+    line = page.locator(".chart svg path.line:not(.faint)").first
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="show all steps").wait_for(state="hidden")
+    page.wait_for_timeout(300)
+    whole = line.get_attribute("d")
+    answer()
+    page.locator("input[type=range]").fill("0.62")
+    page.locator("input[type=range]").fill("0.6")
+    assert line.get_attribute("d") == whole, "drawn again, from the data of the last question"
+    context.close()
+
+
 def test_filters_stay_and_neighbours_follow_them(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
     served = serve(make_run(tmp_path / "made", replies=records))

@@ -63,10 +63,11 @@ function firstShown(runs) {
   return new Set((runs.length > 6 ? runs.slice(-1) : runs).map((r) => r.name));
 }
 
-let asking = false;
+let asking = 0, refreshes = 0;
 async function refresh(force = false) {
   if ((document.hidden || asking) && !force) return;
-  asking = true;
+  asking += 1;
+  const turn = refreshes += 1; // answers may come in another order than they were asked for: the last question counts
   try {
     const { runs } = await ask("/api/runs");
     const before = new Map(state.runs.map((r) => [r.name, r.version]));
@@ -75,7 +76,11 @@ async function refresh(force = false) {
     drawChips();
     if (state.view?.kind === "overview") {
       const stale = runs.filter((r) => state.shown.has(r.name) && (force || !state.data.has(r.name) || before.get(r.name) !== r.version));
-      const done = await Promise.allSettled(stale.map(async (r) => state.data.set(r.name, await ask(`${apiRun(r.name)}?${query()}`))));
+      const done = await Promise.allSettled(stale.map(async (r) => {
+        const found = await ask(`${apiRun(r.name)}?${query()}`);
+        if (turn === refreshes) state.data.set(r.name, found);
+      }));
+      if (turn !== refreshes) return;
       if (stale.length || force) drawOverview();
       if (stale.some((r) => state.data.get(r.name)?.partial)) setTimeout(refresh, 500);
       const failed = done.findIndex((d) => d.status === "rejected");
@@ -85,7 +90,7 @@ async function refresh(force = false) {
   } catch (error) {
     complain(error instanceof TypeError ? "The server does not answer; trying again. Is 'gspo watch' still running?" : error.message);
   } finally {
-    asking = false;
+    asking -= 1;
   }
 }
 
@@ -170,10 +175,12 @@ async function showStep(name, step) {
   main.replaceChildren(crumbs, numbers, node("div", { class: "controls" }, search, choose("only", "show", Object.entries(state.setup.filters)), choose("order", "sort by", state.setup.orders.map((o) => [o, o]))), node("section", { class: "card" }, list));
   state.view = { kind: "step", search };
   const view = state.view;
+  let draws = 0;
   const draw = async () => {
+    const turn = draws += 1;
     const parts = new URLSearchParams(Object.entries(filters).filter(([, v]) => v));
     const found = await ask(`${apiRun(name)}/steps/${step}?${parts}`);
-    if (state.view !== view) return;
+    if (state.view !== view || turn !== draws) return;
     Object.assign(view, { previous: found.previous === null ? null : address(name, found.previous), next: found.next === null ? null : address(name, found.next), up: "#/" });
     crumbs.replaceChildren(node("a", { href: "#/" }, name), node("h1", {}, `Step ${step.toLocaleString("en")}`), ...links(view, "step"));
     numbers.textContent = stepWords(found.metrics);
@@ -219,7 +226,9 @@ function later(action) {
 // ---------------------------------------------------------------------------------------------- a reply
 
 async function showReply(name, step, group, number) {
+  const here = location.hash;
   const reply = await ask(`${apiRun(name)}/steps/${step}/${group}/${number}`);
+  if (location.hash !== here) return;
   // Along the replies that were searched for, if this is one of them; else along all.
   const at = state.matches.indexOf(address(name, step, group, number));
   const place = (found) => (found ? address(name, step, ...found) : null);
@@ -234,6 +243,7 @@ async function showReply(name, step, group, number) {
 
 async function route() {
   window.scrollTo(0, 0);
+  const here = location.hash;
   try {
     const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
     const numbers = parts.slice(1).map(Number);
@@ -242,6 +252,7 @@ async function route() {
     else { buildOverview(); await refresh(true); }
     complain("");
   } catch (error) {
+    if (location.hash !== here) return;
     state.view = { kind: "missing", up: "#/" };
     main.replaceChildren(node("p", {}, error.message), node("p", {}, node("a", { href: "#/" }, "Back to the runs")));
   }
