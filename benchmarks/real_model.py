@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -116,8 +117,8 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
     timings = read_jsonl(folder / "timings.jsonl")
     record: dict[str, Any] = {"curve": read_jsonl(folder / "metrics.jsonl"), "timings": timings}
     record["train_seconds"] = sum(row["time/step_s"] for row in timings)
-    if torch.cuda.is_available():
-        record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    record["peak_gib"] = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident) / 2**30
     return record
 
 

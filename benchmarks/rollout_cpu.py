@@ -3,9 +3,10 @@
 In: the demo's model (a random Qwen3-MoE of 0.2M parameters), 64 prompts x 8 replies, the same sampling settings for
 both. Out: one table, and exit code 1 if the engine is less than 1.5 times as fast on replies of mixed length. `generate`
 gets its best batching: all rows at once, or in batches of `SLOTS`. Only tokens up to and with the end token count.
-Repeats are interleaved and the median is taken, so that a busy machine slows both alike.
+Repeats are interleaved and the median is taken, so that a busy machine slows both alike. With --wide: the shape of
+SmolLM2-135M with random weights, 8 prompts of 200 tokens x 8 replies of 32.
 
-    OMP_NUM_THREADS=1 python benchmarks/rollout_cpu.py [--repeats 3] [--profile]
+    OMP_NUM_THREADS=1 python benchmarks/rollout_cpu.py [--repeats 3] [--wide] [--profile]
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo.policy.packing import reads_packed
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
 from gspo.types import Prompt, Sampling
@@ -71,24 +75,42 @@ def demo_model(mean_length: float) -> Qwen3MoeForCausalLM:
     return model
 
 
-def prompts() -> list[Prompt]:
+def wide_model() -> LlamaForCausalLM:
+    """The shape of SmolLM2-135M: nine heads of queries on three of keys and values."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=512,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(count: int = PROMPTS, lengths: tuple[int, int] = (8, 17)) -> list[Prompt]:
     dice = random.Random(0)
-    ids = [tuple(dice.randrange(2, VOCABULARY) for _ in range(dice.randrange(8, 17))) for _ in range(PROMPTS)]
+    ids = [tuple(dice.randrange(2, VOCABULARY) for _ in range(dice.randrange(*lengths))) for _ in range(count)]
     return [Prompt(id=f"bench/{i}", content="", text="", token_ids=t) for i, t in enumerate(ids)]
 
 
-def engine_run(model: Qwen3MoeForCausalLM, max_tokens: int, stop_ids: tuple[int, ...], slots: int) -> Run:
+def engine_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tuple[int, ...], slots: int) -> Run:
+    reads_packed(model)  # as a run does, which sets its attention
     engine = local.build(EngineContext(model=model, tokenizer=NoText(), stop_ids=stop_ids), slots=slots)
     sampling = Sampling(max_tokens=max_tokens)
 
     def run(seed: int) -> int:
-        groups = engine.generate(prompts(), samples=SAMPLES, sampling=sampling, seed=seed, stream="bench", version=0)
+        groups = engine.generate(given, samples=SAMPLES, sampling=sampling, seed=seed, stream="bench", version=0)
         return sum(len(reply.token_ids) for group in groups for reply in group)
 
     return run
 
 
-def generate_run(model: Qwen3MoeForCausalLM, max_tokens: int, stop_ids: tuple[int, ...], rows: int) -> Run:
+def generate_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tuple[int, ...], rows: int) -> Run:
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -100,7 +122,7 @@ def generate_run(model: Qwen3MoeForCausalLM, max_tokens: int, stop_ids: tuple[in
         eos_token_id=list(stop_ids) or None,
     )
     model.generation_config = GenerationConfig(pad_token_id=PAD)
-    tokens = [prompt.token_ids for prompt in prompts() for _ in range(SAMPLES)]
+    tokens = [prompt.token_ids for prompt in given for _ in range(SAMPLES)]
     width = max(map(len, tokens))
     ids = torch.tensor([(PAD,) * (width - len(t)) + t for t in tokens])
     mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in tokens])
@@ -128,12 +150,12 @@ def speeds(runs: dict[str, Run], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in seen.items()}
 
 
-def compare(label: str, max_tokens: int, stop_ids: tuple[int, ...], slots: int, repeats: int) -> float:
+def compare(make: Callable[[], Any], given: list[Prompt], label: str, max_tokens: int, stop_ids: tuple[int, ...], slots: int, repeats: int) -> float:  # fmt: skip
     """Print one row and return how many times faster the engine is."""
-    model = demo_model(mean_length=40)
-    engine = engine_run(model, max_tokens, stop_ids, slots)
-    mean = engine(0) / (PROMPTS * SAMPLES)
-    whole, split = (generate_run(model, max_tokens, stop_ids, rows) for rows in (PROMPTS * SAMPLES, SLOTS))
+    replies = len(given) * SAMPLES
+    engine = engine_run(make(), given, max_tokens, stop_ids, slots)
+    mean = engine(0) / replies
+    whole, split = (generate_run(make(), given, max_tokens, stop_ids, rows) for rows in (replies, SLOTS))
     speed = speeds({"engine": engine, "whole": whole, "split": split}, repeats)
     ratio = speed["engine"] / max(speed["whole"], speed["split"])
     cells = f"{speed['engine']:>9.0f} {speed['whole']:>14.0f} {speed['split']:>14.0f} {ratio:>7.2f}"
@@ -144,22 +166,28 @@ def compare(label: str, max_tokens: int, stop_ids: tuple[int, ...], slots: int, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--wide", action="store_true", help="a real model's shape and prompts")
     parser.add_argument("--profile", action="store_true", help="where the engine's time goes on mixed lengths")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.profile:
-        run = engine_run(demo_model(mean_length=40), 256, (EOS,), SLOTS)
+        run = engine_run(demo_model(mean_length=40), prompts(), 256, (EOS,), SLOTS)
         run(0)
         profile = cProfile.Profile()
         profile.runcall(run, 1)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return 0
-    print(f"{PROMPTS} prompts x {SAMPLES} replies; tokens per second, median of {arguments.repeats}")
-    header = f"{'engine':>9} {f'generate({PROMPTS * SAMPLES})':>14} {f'generate({SLOTS})':>14} {'ratio':>7}"
+    given = prompts(8, (200, 201)) if arguments.wide else prompts()
+    print(f"{len(given)} prompts x {SAMPLES} replies; tokens per second, median of {arguments.repeats}")
+    header = f"{'engine':>9} {f'generate({len(given) * SAMPLES})':>14} {f'generate({SLOTS})':>14} {'ratio':>7}"
     print(f"{'lengths':<10} {'mean tokens':>11} {'max':>4} {'slots':>5} {header}")
-    mixed = compare("mixed", 256, (EOS,), SLOTS, arguments.repeats)
-    compare("uniform", 40, (), SLOTS, arguments.repeats)
-    compare("uniform", 40, (), PROMPTS * SAMPLES, arguments.repeats)
+    if arguments.wide:
+        compare(wide_model, given, "uniform", 32, (), 64, arguments.repeats)
+        return 0
+    demo = partial(demo_model, 40)
+    mixed = compare(demo, given, "mixed", 256, (EOS,), SLOTS, arguments.repeats)
+    compare(demo, given, "uniform", 40, (), SLOTS, arguments.repeats)
+    compare(demo, given, "uniform", 40, (), PROMPTS * SAMPLES, arguments.repeats)
     return 0 if mixed >= 1.5 else 1
 
 

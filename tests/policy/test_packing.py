@@ -101,6 +101,26 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
         torch.testing.assert_close(found, plain, **ROUND)
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (6, 2), (4, 4)])
+def test_decoding_does_not_repeat_keys_and_changes_nothing(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows, columns, size = 5, 9, 8
+    query = torch.randn(rows, heads[0], 1, size, generator=generator)
+    key, value = torch.randn(2, rows, heads[1], columns + 3, size, generator=generator)[:, :, :, :columns]
+    seen = torch.arange(columns) <= torch.tensor([[8], [3], [0], [5], [7]])
+    mask = torch.zeros(rows, columns).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads[0] // heads[1]  # type: ignore[assignment]
+    module.is_causal = True  # type: ignore[assignment]
+    expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **_: (None, None))
+    found, _ = attention.attention(module, query, key, value, mask, scaling=0.3)
+    assert (found is None) == (heads == (4, 4)), "only where heads share"
+    if found is not None:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert attention.attention(module, query, key, value, mask, scaling=0.3, dropout=0.1)[0] is None
+
+
 def test_a_forward_that_is_not_packed_is_untouched() -> None:
     model = built("qwen3", torch.float32, head_dim=8)
     ids = torch.arange(2, 22).view(2, 10)

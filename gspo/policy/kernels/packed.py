@@ -9,12 +9,13 @@ to its prompt, which all replies of the group have together as one long query; w
 and the backward pass of each part is flash attention's, given the whole answer and the whole log-sum. Elsewhere keys and
 values are laid out as separate rows again, for this one operation.
 
-It is registered with transformers under `NAME` and is its `sdpa` for forwards that are not packed.
+It is registered with transformers under `NAME` and is its `sdpa` for forwards that are not packed, but that decoding on a
+CPU does not copy keys and values for every head that shares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,8 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers: [1, heads, I, size] in, [1, I, heads, size] out."""
+    if packing is None and _is_decoding(query, key, attention_mask, options):
+        return _grouped(query, key, value, attention_mask, scaling), None
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
     unknown = [name for name in UNKNOWN if options.get(name) is not None]
@@ -56,6 +59,23 @@ def attention(
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether each row has one new token, whose heads share keys and values, and a mask that says all the rest."""
+    shares = query.shape[2] == 1 < query.shape[1] // key.shape[1] and not query.is_cuda
+    return (
+        shares and mask is not None and not any(options.get(name) for name in ("dropout", "softcap", "position_bias"))
+    )
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """The heads that share keys and values as queries of one head, so that nothing is copied for each of them."""
+    rows, heads, _, size = query.shape
+    answer = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, key.shape[1], -1, size), key, value, attn_mask=mask, scale=scaling
+    )
+    return answer.reshape(rows, 1, heads, -1)
 
 
 def _as_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
