@@ -16,6 +16,7 @@ from gspo.evaluate import evaluate
 from gspo.observe.progress import Display
 from gspo.policy.batch import Row
 from gspo.policy.cold_start import ColdStart, cold_start
+from gspo.policy.quantized import numbers_in
 from gspo.step import Parts
 from gspo.types import Prompt, Sampling
 
@@ -27,7 +28,7 @@ def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], 
     """Say what is about to be trained."""
     config, problems = parts.config, parts.problems
     size, trained = (
-        sum(p.numel() for p in parts.policy.model.parameters() if p.requires_grad >= only) for only in (False, True)
+        sum(numbers_in(p) for p in parts.policy.model.parameters() if p.requires_grad >= only) for only in (False, True)
     )
     share = f" ({trained / 1e6:.2f}M in adapters are trained)" if trained < size else ""
     display.message(

@@ -20,6 +20,7 @@ from gspo.loop import Loop
 from gspo.observe.run_dir import read_jsonl
 from gspo.policy import adapter
 from gspo.policy.model import build_model, char_tokenizer, load_policy, load_tokenizer
+from gspo.policy.quantized import numbers_in
 from gspo.train import resume, run_objective, train
 
 IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
@@ -199,6 +200,7 @@ def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]
     layer = small.model.layers[0].mlp.down_proj.get_base_layer()
     assert layer.weight.numel() * layer.weight.element_size() == layer.in_features * layer.out_features / 2
     assert type(small.lm_head) is torch.nn.Linear
+    assert [numbers_in(p) for p in small.parameters()] == [p.numel() for p in whole.parameters()]
     assert {n for n, p in small.named_parameters() if p.requires_grad} == {n for n, p in whole.named_parameters() if p.requires_grad}  # fmt: skip
     off = (logits(small) - logits(whole)).std() / logits(whole).std()
     assert 0 < off < 0.3

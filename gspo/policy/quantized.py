@@ -8,6 +8,7 @@ layers compute with the weights that `restore` gives back, so what was trained b
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,12 @@ def plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
     made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     made.weight, made.bias = nn.Parameter(weight), layer.bias
     return made
+
+
+def numbers_in(weight: Any) -> int:
+    """How many numbers a parameter holds: two to a byte if it is in 4 bits."""
+    state = getattr(weight, "quant_state", None)
+    return int(weight.numel()) if state is None else math.prod(state.shape)
 
 
 def is_small(layer: Any) -> bool:
