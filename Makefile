@@ -4,6 +4,7 @@ VENV := .venv
 VLLM := .venv-vllm
 # Test processes side by side; a file of tests stays in one.
 JOBS ?= 2
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
@@ -16,13 +17,13 @@ demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not browser and not vllm" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not browser and not vllm" $(ARGS)
 
 test-slow: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not browser and not vllm" --ignore=tests/faults $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not browser and not vllm" --ignore=tests/faults $(ARGS)
 
 test-faults: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/faults $(ARGS)
 
 # Needs Chromium (apt-get install chromium).
 test-browser: $(DEV)
