@@ -131,7 +131,8 @@ def merge(options: argparse.Namespace, overrides: list[str]) -> int:
     _quiet_libraries()
     from gspo.merge import merge as run
 
-    print(f"Merged model:  {run(options.source, options.out)}")
+    source, out = run(options.source, options.out)
+    print(f"Merged model:  {out}  (from {source})")
     return 0
 
 
@@ -176,12 +177,17 @@ def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> in
 
 def _given(options: argparse.Namespace) -> list[str]:
     """The settings that have an option of their own, as overrides."""
-    common = {"run_dir": options.run_dir, "seed": options.seed, "steps": options.steps}
+    common = {
+        "run_dir": options.run_dir,
+        "seed": options.seed,
+        "steps": options.steps,
+        "model.path": options.model_path,
+    }
     return [f"{key}={value}" for key, value in common.items() if value is not None]
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.recipe or options.run_dir or options.seed is not None or overrides:
+    if options.recipe or options.run_dir or options.model_path or options.seed is not None or overrides:
         raise ConfigError(
             "train --resume: a run continues with its own settings (RUN/config.toml); only --steps may be given"
         )
@@ -309,6 +315,7 @@ def _common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--run-dir", help="directory of the run (default: runs/NAME-DATE-TIME)")
     sub.add_argument("--seed", type=int, help="seed of everything random")
     sub.add_argument("--steps", type=int, help="training steps")
+    sub.add_argument("--model", dest="model_path", metavar="MODEL", help="model directory, hub name or .gguf file (model.path)")  # fmt: skip
 
 
 def _settings_help() -> str:

@@ -135,12 +135,12 @@ def evaluate_model(
 
 def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
     """Settings of the recipe (or of the run that the model comes from), with model and data put in."""
-    from gspo.policy.checkpoint import newest
+    from gspo.policy.checkpoint import newest_of
 
     run = Path(model)
     if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
         recipe = recipe or str(run / "config.toml")
-        model = str(newest(run / "checkpoints")[0])
+        model = str(newest_of(run))
     if not recipe and not data and not run.exists():
         raise ConfigError(
             f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"

@@ -41,6 +41,7 @@ from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
 from gspo.policy.adapter import adapted
 from gspo.policy.checkpoint import TrainerState
+from gspo.policy.model import fingerprint_of
 from gspo.start import describe, supervised_start
 from gspo.step import Collected, Learned, Parts, collect, learn
 from gspo.stop import Interrupted, StopRequest
@@ -64,6 +65,8 @@ class Loop:
         self.unscored = 0
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
+        read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
+        self._given = fingerprint_of(self.config.model) if read_again else ""
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._alarms: set[str] = set()
         self._last: TrainerState | None = None
@@ -73,7 +76,7 @@ class Loop:
 
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
-        fresh = TrainerState(problems=self._fingerprint, settings=flat(self.config))
+        fresh = TrainerState(problems=self._fingerprint, model=self._given, settings=flat(self.config))
         with suppress(Interrupted), self._saved_without_engine():
             state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
@@ -148,6 +151,8 @@ class Loop:
         state = checkpoint.read_state(path)
         if state.problems != self._fingerprint:
             raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
+        if state.model != self._given and state.model:
+            raise ConfigError(f"model.path: the weights in {self.config.model.path} are not those the run began with; put them back, or start a new run")  # fmt: skip
         self._check_settings(state.settings)
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)

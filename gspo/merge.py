@@ -7,9 +7,10 @@ checkpoint of a run with 4-bit weights is merged into just those, written out.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
@@ -19,29 +20,36 @@ from gspo.policy.model import load_policy, load_tokenizer
 _PRECISIONS = {"F32": "float32", "BF16": "bfloat16"}
 
 
-def merge(source: str, out: str) -> Path:
-    """Write the merged model to `out`, in the precision of the adapter."""
+def merge(source: str, out: str) -> tuple[Path, Path]:
+    """Write the merged model to `out`, in the precision of the adapter; the adapter's folder, and `out`."""
     folder, target = _adapter_folder(Path(source)), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out}: is there already; name a directory that is not")
-    quantize = (
-        checkpoint.read_state(folder).settings.get("model.quantize", "") if (folder / "trainer.json").is_file() else ""
-    )
-    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu", quantize=quantize)  # type: ignore[arg-type]
+    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu")  # type: ignore[arg-type]
     policy = load_policy(model, load_tokenizer(model), seed=0)
-    checkpoint.save_model(policy, target)
-    return target
+    partial = target.with_name(f".tmp-{target.name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        checkpoint.save_model(policy, partial)
+        partial.replace(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(f"{out}: cannot be written: {error}") from error
+    return folder, target
 
 
 def _adapter_folder(source: Path) -> Path:
     folder = source
     if (source / "config.toml").is_file() and (source / "checkpoints").is_dir():
-        folder = checkpoint.newest(source / "checkpoints")[0]
+        folder = checkpoint.newest_of(source)
     if not folder.is_dir():
         raise ConfigError(f"{source}: no such directory; name a run, a checkpoint or the folder of an adapter")
     if adapter.base_of(str(folder)) is None:
         whole = "it is a whole model already" if (folder / "config.json").is_file() else "it has no adapter_config.json"
         raise ConfigError(f"{folder}: there is nothing to merge, {whole}")
+    if (folder / "manifest.json").is_file() and (complaint := checkpoint.damage(folder)):
+        raise ConfigError(f"{folder}: is damaged: {complaint}; merge another checkpoint")
     return folder
 
 
@@ -49,6 +57,6 @@ def _precision(folder: Path) -> str:
     try:
         with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
             kind = file.get_slice(next(iter(file.keys()))).get_dtype()
-    except (OSError, StopIteration) as error:
+    except (OSError, StopIteration, SafetensorError) as error:
         raise ConfigError(f"{folder / adapter.WEIGHTS}: cannot be read ({error}); the adapter is not whole") from None
     return _PRECISIONS.get(kind, "float32")

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from gspo.cli import main
-from gspo.config import Config, LoraConfig, ModelConfig
+from gspo.config import Config, LoraConfig, ModelConfig, to_toml
 from gspo.errors import ConfigError
 from gspo.loop import Loop
 from gspo.observe.run_dir import read_jsonl
 from gspo.policy import adapter
 from gspo.policy.model import build_model, char_tokenizer, load_policy, load_tokenizer
-from gspo.policy.quantized import numbers_in
+from gspo.policy.quantized import linear_layers, numbers_in
 from gspo.train import resume, run_objective, train
 
 IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
@@ -138,6 +138,14 @@ def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
     assert not torch.equal(on, logits(plain))
 
 
+def test_the_model_can_be_named_on_its_own(adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path) -> None:  # fmt: skip
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(replace(adapting("steps=1"), run_dir="")).replace(base(), "nowhere"))
+    assert main(["train", str(recipe), "--model", base(), "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(["train", str(recipe), f"--model={base()}", "--run-dir", str(tmp_path / "other")]) == 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "--model", base()]) == 1
+
+
 def test_the_reference_is_the_same_as_a_separate_copy(
     adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +227,108 @@ def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str,
     torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-3, atol=1e-4)
 
 
+def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any) -> None:  # fmt: skip
+    config = adapting("model.quantize=nf4")
+    train(config, display)
+    folder, tokenizer = str(last(config)), load_tokenizer(config.model)
+    ours = load_policy(ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0)  # fmt: skip
+    merged = load_policy(ModelConfig(path=folder, device="cpu"), tokenizer, seed=0)
+    torch.testing.assert_close(logits(merged.model), logits(ours.model), rtol=1e-3, atol=1e-4)
+    with pytest.raises(
+        ConfigError, match=r'model.quantize: .* beside weights in 4 bits; set model.quantize = "nf4", or merge'
+    ):
+        load_policy(ModelConfig(path=folder, device="cpu", lora=config.model.lora), tokenizer, seed=0)
+    full = tiny("model.build=", f"model.path={folder}", "steps=1", run_dir="full")
+    train(full, display)
+    assert (last(full) / "model.safetensors").is_file()
+
+
+# ------------------------------------------------------------------------------------------------- where the model is
+
+
+def test_an_adapter_finds_its_model_from_anywhere(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    config = adapting()
+    monkeypatch.chdir(tmp_path)
+    config = replace(config, model=replace(config.model, path=Path(config.model.path).name))
+    train(config, display)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert adapter.base_of(str(last(config))) == str(tmp_path / "tiny_dense")
+    assert main(["eval", config.run_dir, "--limit", "4"]) == 0
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.lora.rank=0", "objective.name=grpo", "objective.kl=0.1")])
+def test_a_given_model_that_has_changed_is_not_resumed_with(overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+    config = adapting(*overrides)
+    train(config, display)
+    file = Path(config.model.path, "model.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4] + b"\x01\x02\x03\x04")
+    with pytest.raises(ConfigError, match=r"model.path: the weights in .*tiny_dense are not those the run began with"):
+        resume(config.run_dir, display, steps=5)
+    file.write_bytes(whole)
+    assert resume(config.run_dir, display, steps=5).step == 5
+
+
+def test_a_model_that_is_gone_is_named(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    config = adapting()
+    train(config, display)
+    os.rename(config.model.path, tmp_path / "moved")
+    assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert f"{config.model.path}: is not there, and the adapter in {last(config)} was trained beside it" in said
+    os.symlink(tmp_path / "moved", config.model.path)
+    assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
+    assert str(last(config)) in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    config = adapting()
+    train(config, display)
+    file = last(config) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04")
+    for command in (["merge", config.run_dir, str(tmp_path / "out")], ["eval", config.run_dir, "--limit", "4"]):
+        assert main(command) == 0
+        said = capsys.readouterr().err
+        assert "passed over a damaged checkpoint: 000003: " in said
+        assert "000002 is used" in said
+    assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_merge_that_fails_leaves_nothing(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    config = adapting()
+    train(config, display)
+    assert main(["merge", config.run_dir, f"{config.run_dir}/config.toml/out"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    save = type(load_tokenizer(config.model)).save_pretrained
+
+    def full(self: Any, folder: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(load_tokenizer(config.model)), "save_pretrained", full)
+    before = sorted(tmp_path.iterdir())
+    assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    monkeypatch.setattr(type(load_tokenizer(config.model)), "save_pretrained", save)
+    assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
+
+
+def test_routers_are_neither_adapted_nor_quantised() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = torch.nn.Linear(4, 4)
+            self.gate_proj = torch.nn.Linear(4, 4)
+            self.shared_expert_gate = torch.nn.Linear(4, 1)
+            self.gate = torch.nn.Linear(4, 2)
+            self.router = torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 2), "classifier": torch.nn.Linear(4, 2)})
+            self.get_output_embeddings = lambda: None
+
+    assert [path for path, _ in linear_layers(Layer())] == ["up_proj", "gate_proj"]
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -228,6 +338,7 @@ def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str,
         (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
         (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the output layer, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
+        (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than any of the layers has .64."),
         (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank"),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
         (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
@@ -256,6 +367,15 @@ def test_without_peft_the_remedy_is_named(adapting: Callable[..., Config], displ
     monkeypatch.setattr("gspo.policy.adapter.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.lora: adapters need the peft package; run: pip install peft"):
         train(adapting(), display)
+
+
+def test_an_adapter_goes_on_with_its_own_layers(adapting: Callable[..., Config], display: Any) -> None:
+    config = adapting("model.lora.targets=q_proj,v_proj")
+    train(config, display)
+    again = adapting(f"model.path={last(config)}", "model.lora.targets=q_proj", run_dir="again")
+    with pytest.raises(ConfigError, match=r"model.lora.targets: the adapter in .* has q_proj, v_proj"):
+        train(again, display)
+    train(adapting(f"model.path={last(config)}", "model.lora.targets=v_proj,q_proj", "steps=1", run_dir="same"), display)  # fmt: skip
 
 
 @pytest.mark.parametrize("harm", ["config", "weights", "other model"])

@@ -51,6 +51,17 @@ def base_of(path: str) -> str | None:
     return base
 
 
+def trained_beside(path: str) -> str:
+    """The `model.quantize` of the run that a folder's adapter is of; empty if the weights beside it were whole."""
+    file = Path(path).expanduser() / "trainer.json"
+    if base_of(path) is None or not file.is_file():
+        return ""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["settings"].get("model.quantize", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"model.path: {file}: cannot be read; the checkpoint is not whole") from None
+
+
 def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     """Put fresh adapters into the model `base`; A is drawn by the seed, on the CPU, so that every device begins alike."""
     _check_peft()
@@ -67,8 +78,8 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     _settle_precision(model)
 
 
-def attach_saved(model: Any, folder: Path) -> tuple[int, float]:
-    """Put a saved adapter into its model, ready to be trained further; its rank and alpha."""
+def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
+    """Put a saved adapter into its model, ready to be trained further; its rank, alpha and kinds of layer."""
     _check_peft()
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
@@ -87,7 +98,8 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float]:
     with torch.no_grad():
         for key, weight in weights.items():
             weight.copy_(saved[key])
-    return settings.r, settings.lora_alpha
+    kinds = settings.target_modules or ()
+    return settings.r, settings.lora_alpha, {kinds} if isinstance(kinds, str) else set(kinds)
 
 
 def save(model: Any, folder: Path) -> None:
@@ -144,6 +156,9 @@ def targets(model: Any, config: LoraConfig) -> list[str]:
     chosen = sorted(set(config.targets) or possible)
     if not chosen:
         raise ConfigError(f"model.lora.rank: {type(model).__name__} has no linear layers that adapters could be put into; set it to 0")  # fmt: skip
+    widest = max(min(m.in_features, m.out_features) for path, m in linear_layers(model) if path.rpartition(".")[2] in chosen)  # fmt: skip
+    if config.rank > widest:
+        raise ConfigError(f"model.lora.rank: {config.rank} is more than any of the layers has ({widest}), so the adapters would be larger than what they adapt; 8 to 64 is usual")  # fmt: skip
     return chosen
 
 

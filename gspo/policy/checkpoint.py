@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class TrainerState:
     """Lengths of metrics and timings when this was saved."""
     problems: str = ""
     """Fingerprint of the problems; a resume on other problems would not be the same run."""
+    model: str = ""
+    """Fingerprint of the given model, where a resume reads it again: for the same reason."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings by dotted key, for the same reason."""
     pending: Mapping[str, Any] | None = None
@@ -81,8 +84,8 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
 
 
 def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerState) -> None:
+    save_model(policy, partial)
     with _disk_errors():
-        save_model(policy, partial)
         save_file(optimizer.state(), partial / TRAINER)
     _write_json(partial / "trainer.json", dataclasses.asdict(state))
     with _disk_errors():
@@ -156,11 +159,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def save_model(policy: Policy, folder: Path) -> None:
     """Weights, config and tokenizer in Hugging Face layout; of an adapted model the adapter alone, in peft's."""
-    if adapter.adapted(policy.model):
-        adapter.save(policy.model, folder)
-    else:
-        policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+    with _disk_errors():
+        if adapter.adapted(policy.model):
+            adapter.save(policy.model, folder)
+        else:
+            policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
 
 
 def size_of(model: Any) -> int:
@@ -185,6 +189,14 @@ def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda st
         complaints.append(f"{path.name}: {complaint}")
     found = "; ".join(complaints) or "the folder is empty"
     raise CheckpointError(f"{folder}: no whole checkpoint to resume from: {found}; start a new run")
+
+
+def newest_of(run: Path) -> Path:
+    """The newest whole checkpoint of a run, with a warning for each newer one."""
+    path, complaints = newest(run / "checkpoints")
+    for complaint in complaints:
+        warnings.warn(f"passed over a damaged checkpoint: {complaint}; {path.name} is used", stacklevel=2)
+    return path
 
 
 def damage(path: Path) -> str | None:

@@ -7,6 +7,7 @@ probabilities are the sampler's; no code from the model's repository unless it w
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from gspo.policy.routing import Routers, check_balance, check_replay, find_route
 
 TINY_PARAMETERS = 5_000_000
 """Below this, threads cost more than they give."""
+_BLOCK, _BLOCKS = 1 << 20, 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +145,11 @@ def device_of(name: str) -> torch.device:
 
 
 def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
+    beside = adapter.trained_beside(config.path)
+    if beside and config.lora.rank and config.quantize != beside:
+        raise ConfigError(f'model.quantize: the adapter in {config.path} was trained beside weights in 4 bits; set model.quantize = "{beside}", or merge it first: gspo merge')  # fmt: skip
     model = _load_plain(config)
-    if config.quantize:
+    if config.quantize or beside:
         quantize(model, device)
     return _with_adapters(model, config, seed)
 
@@ -168,27 +173,34 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
     base = adapter.base_of(config.path)
     if base is not None:
         with load_errors(config):
-            rank, alpha = adapter.attach_saved(model, Path(config.path).expanduser())
+            rank, alpha, targets = adapter.attach_saved(model, Path(config.path).expanduser())
+        if config.lora.targets and set(config.lora.targets) != targets:
+            raise ConfigError(f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and goes on with them; leave it out")  # fmt: skip
         if not config.lora.rank:
             adapter.merge(model)
         for key, given, saved in (("rank", config.lora.rank, rank), ("alpha", config.lora.alpha, alpha)):
             if given and given != saved:
                 raise ConfigError(f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and goes on with it; give that")  # fmt: skip
     elif config.lora.rank:
-        adapter.attach(model, config.lora, base=config.path, seed=seed)
+        place = Path(config.path).expanduser()
+        # The adapter must find its model wherever it is loaded from.
+        adapter.attach(model, config.lora, base=str(place.absolute()) if place.exists() else config.path, seed=seed)
     return model
 
 
 def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Where transformers finds the model (of an adapter: the one it belongs to), and the option that names a .gguf file there."""
-    path = os.path.expanduser(adapter.base_of(config.path) or config.path)
+    base = adapter.base_of(config.path)
+    path = os.path.expanduser(base or config.path)
+    if base and not Path(path).exists() and _looks_local(path):
+        raise ConfigError(f"model.path: {base}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
     if not path.endswith(".gguf"):
         _check_local(path)
         return path, {}
     if not Path(path).is_file():
-        raise ConfigError(f"model.path: {config.path}: no such file")
+        raise ConfigError(f"model.path: {path}: no such file")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"model.path: {config.path}: reading it needs the gguf package; run: pip install gguf")
+        raise ConfigError(f"model.path: {path}: reading it needs the gguf package; run: pip install gguf")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
 
 
@@ -203,19 +215,43 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
-        local = "" if Path(config.path).exists() else " (and there is no such file or directory here)"
-        raise ConfigError(f"model.path: cannot load {config.path!r}{local}: {reason}") from error
+        path = adapter.base_of(config.path) or config.path
+        local = "" if Path(path).expanduser().exists() else " (and there is no such file or directory here)"
+        of = f", the model of the adapter in {config.path}" if path != config.path else ""
+        raise ConfigError(f"model.path: cannot load {path!r}{of}{local}: {reason}") from error
 
 
 def _check_local(path: str) -> None:
     """A path that looks local must exist: the hub's error for it would mislead."""
     local = Path(path)
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not local.is_dir():
+    if _looks_local(path) and not local.is_dir():
         raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
     if local.is_dir() and not (local / "config.json").is_file():
         hint = "; a run keeps its models in checkpoints/" if (local / "checkpoints").is_dir() else ""
         raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".gguf")
+
+
+def fingerprint_of(config: ModelConfig) -> str:
+    """Of the files that hold the given model's weights; empty if they are not here, but on the hub. Of a large file, blocks
+    at even distances are read."""
+    if config.build:
+        return ""
+    place, options = location(config)
+    folder = Path(place)
+    files = [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))  # fmt: skip
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_BLOCK, size // _BLOCKS)):
+                file.seek(start)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest() if files else ""
 
 
 def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:

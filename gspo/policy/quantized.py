@@ -26,7 +26,8 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     not what a mixture of experts routes by."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head and path.rpartition(".")[2] not in ("gate", "router"):
+        routes = any(part in ("gate", "router") or part.endswith("_gate") for part in path.split("."))
+        if isinstance(module, nn.Linear) and module is not head and not routes:
             yield path, module
 
 
