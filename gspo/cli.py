@@ -207,8 +207,11 @@ def _report(outcome: object) -> int:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
         print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
     else:
-        print(f"Finished {outcome.step} steps in {outcome.seconds / 60:.1f} minutes.")
-    if outcome.before and outcome.after and outcome.step:
+        steps = "1 step" if outcome.step == 1 else f"{outcome.step} steps"
+        print(f"Finished {steps} in {outcome.seconds / 60:.1f} minutes.")
+    if outcome.before and not outcome.evaluated_at:
+        print(f"Held-out accuracy, sampled, with its 95 % interval, before the first step: {outcome.before}")
+    elif outcome.before and outcome.after:
         gain = 100 * (outcome.after.value - outcome.before.value)
         print(f"Held-out accuracy, sampled, with 95 % intervals, before and after {outcome.evaluated_at} steps:")
         print(f"  before  {outcome.before}")

@@ -88,7 +88,7 @@ class DataConfig:
     split: str = "train"
     """Split of the hub data set."""
     task: str = ""
-    """Or a generated task: `addition`, `sorting`, `countdown`, or `reasoning_gym:NAME`."""
+    """Or a generated task: `addition`, `sorting`, `countdown`, `word_problems`, or `reasoning_gym:NAME`."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the generated task, for example `digits = 3`."""
     task_size: int = 20000

@@ -135,6 +135,7 @@ def evaluate_model(
 
 def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
     """Settings of the recipe (or of the run that the model comes from), with model and data put in."""
+    from gspo.policy.adapter import base_of
     from gspo.policy.checkpoint import newest_of
 
     run = Path(model)
@@ -149,6 +150,8 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
         raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
     tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
     tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path")} | {"path": model}
+    if base_of(model) is None:  # a whole model, whatever the run was that the recipe is of
+        tree["model"] = {k: v for k, v in tree["model"].items() if k not in ("lora", "quantize")}
     tree["cold_start"] = {}
     if data:
         _put_data(tree, data)

@@ -30,9 +30,9 @@ def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], 
     size, trained = (
         sum(numbers_in(p) for p in parts.policy.model.parameters() if p.requires_grad >= only) for only in (False, True)
     )
-    share = f" ({trained / 1e6:.2f}M in adapters are trained)" if trained < size else ""
+    share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
     display.message(
-        f"{type(parts.policy.model).__name__}, {size / 1e6:.2f}M parameters{share} on {parts.policy.device}; "
+        f"{type(parts.policy.model).__name__}, {_human(size)} parameters{share} on {parts.policy.device}; "
         f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; objective {parts.objective.name}; "
         f"run directory {run}"
     )
@@ -42,6 +42,10 @@ def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], 
         display.message(f"left out {problems.skipped} bad rows (data.on_bad_row = skip)")
     if config.rollout.top_p < 1 or config.rollout.top_k:
         warn("sampling with top_p or top_k draws from a truncated distribution that the learner's probabilities are not: mismatch/k3 will show it; 1 and 0 are safe")  # fmt: skip
+
+
+def _human(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
 
 
 def supervised_start(parts: Parts, display: Display) -> ColdStart:

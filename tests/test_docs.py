@@ -65,6 +65,7 @@ def keys(rows: list[dict[str, Any]]) -> set[str]:
         (r"^reward/part/.*", "reward/part/NAME"),
         (r"^reward/note/.*", "reward/note/FUNCTION/WORD"),
         (r"^samples/unscored/.*", "samples/unscored/KIND"),
+        (r"^samples/left_out/.*", "samples/left_out/KIND"),
         (r"^(routing/load_\w+)/\d+$", r"\1/L"),
     )
     found = {key for row in rows for key in row}

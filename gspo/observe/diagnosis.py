@@ -381,7 +381,7 @@ def _time(look: Look) -> Finding | None:
     }  # fmt: skip
     for key, (limit, doing, remedy) in remedies.items():
         if share[key] >= limit:
-            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({total / len(rows):.2g} s per step).", remedy=remedy)  # fmt: skip
+            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({total / len(rows):.3g} s per step).", remedy=remedy)  # fmt: skip
     return None
 
 

@@ -36,7 +36,27 @@ LONG = 16
 
 def step_metrics(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, Any]:
     """Everything about a step but its times and evaluation."""
-    return _sampled(collected) | (_learned(objective, learned) if learned else {"tokens/trained": 0})
+    learning = _learned(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
+    return _sampled(collected) | _left_out(objective, collected, learned) | learning
+
+
+def _left_out(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, int]:
+    """How many replies are not learned from, for each kind of reason."""
+    kinds = Counter(why for *_, why in _replies(objective, collected, learned) if why)
+    return {f"samples/left_out/{kind.replace(' ', '_')}": kinds[kind] for kind in sorted(kinds)}
+
+
+def _replies(
+    objective: Objective, collected: Collected, learned: Learned | None
+) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
+    """Every reply, where it stands among those that were learned from (None: it was not), and why it was not."""
+    found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
+    kept = len(collected.gathered.groups)
+    for number, group in enumerate(collected.gathered.sampled):
+        for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
+            at = found.get((number, sample))
+            why = left_out(c, s, objective) or ("alone" if number < kept else "not mixed")
+            yield group, c, s, at, why if at is None else ""
 
 
 def _sampled(collected: Collected) -> dict[str, Any]:
@@ -130,6 +150,7 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
         "entropy/mean": float(learned.entropy_M.mean()),
         "advantage/std": float(learned.advantage_B.std(correction=0)),
         "tokens/trained": len(learned.ratio_N),
+        "samples/trained": len(learned.counted),
         "padding/learner": learned.positions.empty / learned.positions.computed,
         "padding/saved": 1 - learned.positions.computed / learned.positions.padded,
     }
@@ -203,19 +224,14 @@ def rollout_records(
 ) -> Iterator[dict[str, Any]]:
     """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies;
     `routes`: and the sampler's experts, where learning used them."""
-    found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
     numbers = _by_sequence(learned) if learned else []
-    kept = collected.gathered.groups
-    for number, group in enumerate(collected.gathered.sampled):
-        for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
-            record = _reply(group, c, s) | (_sampler_experts(c) if routes else {})
-            at = found.get((number, sample))
-            if at is None or learned is None:
-                reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "not mixed")
-                yield record | {"trained": False, "left_out": reason}
-            else:
-                reward, advantage = float(learned.reward_B[at]), float(learned.advantage_B[at])
-                yield record | {"trained": True, **_learning(reward, advantage, numbers[at])}
+    for group, c, s, at, why in _replies(objective, collected, learned):
+        record = _reply(group, c, s) | (_sampler_experts(c) if routes else {})
+        if at is None or learned is None:
+            yield record | {"trained": False, "left_out": why}
+        else:
+            reward, advantage = float(learned.reward_B[at]), float(learned.advantage_B[at])
+            yield record | {"trained": True, **_learning(reward, advantage, numbers[at])}
 
 
 def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]:

@@ -64,20 +64,19 @@ PANELS = (
         curves=(Curve(key="entropy/mean", label="entropy"),),
     ),
     Panel(
-        id="length", title="How long are the replies?", what="Tokens per reply.", form="count",
-        curves=(
-            Curve(key="length/mean", label="mean"), Curve(key="length/max", label="longest"),
-            Curve(key="length/p10", label="a tenth are shorter"), Curve(key="length/p90", label="a tenth are longer"),
-        ),
+        id="length", title="How long are the replies?", form="count",
+        what="Tokens per reply; a reply is cut at rollout.max_tokens. A longest far above the rest means that sampling waits for a few.",
+        curves=(Curve(key="length/mean", label="mean"), Curve(key="length/p90", label="90 % have at most"), Curve(key="length/max", label="longest")),
     ),
     Panel(
-        id="padding", title="What do uneven lengths cost?", form="share",
-        what="Share of the computed rows or positions that held no token; and what is saved against rows padded to the longest, by packing replies and reading a prompt once for its group.",
-        curves=(
-            Curve(key="padding/sampler", label="idle rows when sampling"),
-            Curve(key="padding/learner", label="padding when learning"),
-            Curve(key="padding/saved", label="saved against padded rows"),
-        ),
+        id="padding", title="How much is computed for nothing?", form="share", hide_zero=True,
+        what="Share of the work that is for no token of any reply: idle rows while sampling, padding while learning.",
+        curves=(Curve(key="padding/sampler", label="idle rows, sampling"), Curve(key="padding/learner", label="padding, learning")),
+    ),
+    Panel(
+        id="shaping", title="What becomes of long replies?", form="share", hide_zero=True,
+        what="Share of the replies that are cut at the limit, and of those learned from that lose reward for nearing it (objective.shape = \"soft_overlong\").",
+        curves=(Curve(key="length/truncated_fraction", label="cut"), Curve(key="length/punished_fraction", label="punished"), Curve(key="reward/length_penalty", label="mean loss of reward")),
     ),
     Panel(
         id="ratio", title="How far does a step move the policy?", log=True,

@@ -83,7 +83,7 @@ def _title(name: str, shown: Shown) -> Text:
     of = run.settings.get("steps")
     pace = run.pace()
     said = f"{name}  {run.state}, step {run.step:,}" + (f" of {of:,}" if isinstance(of, int) else "")
-    return Text(plain(said + (f", {pace:.2g} s per step" if pace else "")), style="bold")
+    return Text(plain(said + (f", {pace:.3g} s per step" if pace else "")), style="bold")
 
 
 def _curves(shown: Shown, width: int, most: int | None) -> Table:

@@ -52,7 +52,10 @@ function niceTicks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw) || raw;
+  const widest = [1, 2, 5, 10].find((m) => m * power >= raw) || 1;
+  // Three at least: one number says nothing of a scale.
+  const enough = (s) => Math.floor(high / s + 1e-9) - Math.ceil(low / s - 1e-9) >= 2;
+  const step = [10, 5, 2, 1, 0.5, 0.2].filter((m) => m <= widest).map((m) => m * power).find(enough) || widest * power;
   const first = Math.ceil(low / step);
   return Array.from({ length: 40 }, (_, i) => (first + i) * step).filter((t) => t <= high + step * 1e-9);
 }
