@@ -183,6 +183,20 @@ def test_masters_follow_the_cold_start(tiny: Callable[..., Config], display: Any
     assert all(torch.equal(before[k], after[k]) for k in before)  # a step of size 0 must not undo the cold start
 
 
+def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "kind.py").write_text(
+        "def kind(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    kind = f"reward.functions={tmp_path}/kind.py:kind"
+    config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", kind)
+    train(config, display)
+    (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold start"]
+    assert (event["steps"], event["accuracy"]) == (3, 1.0)
+    assert any("3 supervised steps, reached" in m for m in display.messages)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()
