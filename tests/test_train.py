@@ -197,6 +197,26 @@ def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
     assert any("3 supervised steps, reached" in m for m in display.messages)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["objective.overlong_cache=11"], r"objective\.overlong_cache: .* 11 tokens .* limit of 10 .*10 or less"),
+        (
+            ["objective.overlong_limit=12", "objective.overlong_cache=2"],
+            r"objective\.overlong_limit: .* never act; lower",
+        ),
+        (["objective.overlong_limit=100"], r"objective\.overlong_limit: .* above 80 tokens .*max_tokens = 10"),
+    ],
+)
+def test_a_length_penalty_that_cannot_work_is_refused_before_anything_is_made(
+    overrides: list[str], says: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.shape=soft_overlong", "cold_start.steps=2", *overrides)
+    with pytest.raises(ConfigError, match=says):
+        train(config, display)
+    assert not run_of(config).exists()
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()

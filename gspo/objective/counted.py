@@ -64,6 +64,10 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
     assert score.reward is not None
     if objective.shape != "soft_overlong":
         return score.reward
+    return score.reward + soft_overlong(len(completion.token_ids), *overlong_range(objective, max_tokens=max_tokens))
+
+
+def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:
+    """The limit of the soft length penalty, and the ramp before it."""
     limit = objective.overlong_limit or max_tokens
-    cache = objective.overlong_cache or max(1, limit // 5)
-    return score.reward + soft_overlong(len(completion.token_ids), limit, cache)
+    return limit, objective.overlong_cache or max(1, limit // 5)
