@@ -137,12 +137,6 @@ class Group:
         assert len(self.completions) == len(self.scores)
 
     @property
-    def mixed(self) -> bool:
-        """Whether the judged replies hold both right and wrong ones: 0 < #correct < #scored."""
-        correct = [score.correct for score in self.scores if score.correct is not None]
-        return 0 < sum(correct) < len(correct)
-
-    @property
     def uniform(self) -> bool:
         """Whether all scored replies have the same reward, so that the group teaches nothing."""
         rewards = [score.reward for score in self.scores if score.reward is not None]

@@ -403,6 +403,31 @@ def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(tiny: Callab
             assert 0 < sum(verdicts) < len(verdicts)
 
 
+def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """Cut replies are not learned from under overlong_filter, so a group is not mixed by them."""
+    (tmp_path / "long.py").write_text(
+        "def long(prompts, completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n"
+    )
+    config = tiny(
+        "objective.keep=mixed", "objective.shape=overlong_filter", "rollout.max_tokens=24", "rollout.replies=6",
+        f"reward.functions={tmp_path}/long.py:long",
+    )  # fmt: skip
+    train(config, display)
+    replies = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for r in replies:
+        groups.setdefault((r["version"], r["prompt_id"]), []).append(r)
+    trained = [[r for r in g if r["trained"]] for g in groups.values()]
+    assert any(trained)
+    assert all({r["correct"] for r in g} == {True, False} for g in trained if g)
+    only_with_cut = [
+        g for g in groups.values() if len({r["correct"] for r in g}) == 2 and not any(r["trained"] for r in g)
+    ]
+    assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
+
+
 def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
     train(config, display)

@@ -1,4 +1,4 @@
-"""Which replies are learned from, and their shaped reward.
+"""Which groups and replies are learned from, and their shaped reward.
 
 In: scored groups. Out: the replies that count. Invariant: an unscored reply, a cut reply under `overlong_filter`, an
 empty reply, and one left alone in its group are out of every mean, std and denominator; nothing becomes a 0.
@@ -48,6 +48,18 @@ def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -
         if len(members) > 1 or objective.advantage is batch_whitened:
             kept += members
     return kept
+
+
+def keeps(objective: Objective, group: Group) -> bool:
+    """Whether an objective learns from a group; `keep = "mixed"` wants right and wrong ones among the replies that count."""
+    if objective.keep == "all":
+        return True
+    correct = [
+        s.correct
+        for c, s in zip(group.completions, group.scores, strict=True)
+        if left_out(c, s, objective) is None and s.correct is not None
+    ]
+    return 0 < sum(correct) < len(correct)
 
 
 def left_out(completion: Completion, score: Score, objective: Objective) -> str | None:
