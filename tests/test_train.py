@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -431,8 +432,30 @@ def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
 def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
     train(config, display)
-    assert any("no group to learn from" in m for m in display.messages)
+    assert any("no group to learn from" in m and "all right or all wrong" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+
+
+def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """Replies of one token are cut, all but those that end at once."""
+    config = tiny(
+        "objective.shape=overlong_filter", "rollout.max_tokens=1", "steps=2", "reward.max_unscored_fraction=1"
+    )
+    (tmp_path / "picky.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [None] + [float(i) for i in range(len(completions) - 1)]\n"
+    )
+    config = replace(config, reward=replace(config.reward, functions=(f"{tmp_path}/picky.py:score",)))
+    train(config, display)
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "nothing to learn"]
+    for event in found:
+        replies = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
+        assert event["reasons"] == Counter(r["left_out"] for r in replies)
+        assert {"overlong", "unscored"} <= event["reasons"].keys()
+    said = [m for m in display.messages if "no group to learn from" in m]
+    assert len(said) == len(found) == 2
+    assert all(
+        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in said
+    )
 
 
 def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[..., Config], display: Any) -> None:

@@ -24,6 +24,7 @@ from gspo.objective.noise import noise_of
 from gspo.objective.objective import Objective
 from gspo.objective.ratio import MAX_LOG_RATIO
 from gspo.policy.replay import Routed
+from gspo.rollout.rollout import Gathered
 from gspo.step import Collected, Learned
 from gspo.types import Completion, Group, Score, Status, StopReason
 
@@ -198,6 +199,18 @@ def _share(counts: Tensor, of: int) -> float:
     return float(counts.double().mean() / of) if len(counts) else NAN
 
 
+def reasons_left_out(objective: Objective, gathered: Gathered) -> dict[str, int]:
+    """Why the replies of a step without a trained one were left out, and how many for each reason."""
+    members = [(g, True) for g in gathered.groups] + [(g, False) for g in gathered.discarded]
+    pairs = [(c, s, kept) for g, kept in members for c, s in zip(g.completions, g.scores, strict=True)]
+    return dict(Counter(_reason(objective, c, s, kept=kept) for c, s, kept in pairs).most_common())
+
+
+def _reason(objective: Objective, completion: Completion, score: Score, *, kept: bool) -> str:
+    """Why a reply was not learned from; `kept`: its group was."""
+    return left_out(completion, score, objective) or ("alone" if kept else "not mixed")
+
+
 def rollout_records(
     objective: Objective, collected: Collected, learned: Learned | None, *, routes: bool
 ) -> Iterator[dict[str, Any]]:
@@ -211,8 +224,7 @@ def rollout_records(
             record = _reply(group, c, s) | (_sampler_experts(c) if routes else {})
             at = found.get((number, sample))
             if at is None or learned is None:
-                reason = left_out(c, s, objective) or ("alone" if number < len(kept) else "not mixed")
-                yield record | {"trained": False, "left_out": reason}
+                yield record | {"trained": False, "left_out": _reason(objective, c, s, kept=number < len(kept))}
             else:
                 reward, advantage = float(learned.reward_B[at]), float(learned.advantage_B[at])
                 yield record | {"trained": True, **_learning(reward, advantage, numbers[at])}
