@@ -138,6 +138,6 @@ class Group:
 
     @property
     def uniform(self) -> bool:
-        """Whether all scored replies have the same reward, so that the group teaches nothing."""
+        """Whether all scored replies have the same reward, so that the group teaches nothing, or a penalty beside it alone."""
         rewards = [score.reward for score in self.scores if score.reward is not None]
         return not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))
