@@ -34,7 +34,7 @@ from gspo.evaluate import Evaluation, evaluate
 from gspo.objective.auto_clip import at_limit
 from gspo.observe.alarms import HISTORY, holding
 from gspo.observe.clock import Clock
-from gspo.observe.metrics import rollout_records, step_metrics
+from gspo.observe.metrics import reasons_left_out, rollout_records, step_metrics
 from gspo.observe.progress import Display
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
@@ -54,6 +54,15 @@ MAY_CHANGE = (
 )  # fmt: skip
 """Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned, but for
 `learner.old_logp`, without which a run whose engine has drifted too far could never go on."""
+
+LEFT_OUT = {
+    "unscored": "could not be scored",
+    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter leaves them out)",
+    "empty": "were empty",
+    "alone": "had no other left in their group to be compared with",
+    "not mixed": "were in groups that are all right or all wrong (objective.keep = mixed)",
+}
+"""What became of replies that were not learned from, in words."""
 
 
 class Loop:
@@ -202,7 +211,7 @@ class Loop:
             self._check_scores(collected, state)
             with clock.measure("learn"):
                 learned = learn(parts, collected.gathered.groups, step=step)
-        skipped = self._check_updates(step, learned, state.skipped_in_row)
+        skipped = self._check_updates(step, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         pending = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned)}
         self._write_rollouts(parts, step, collected, learned)
@@ -308,12 +317,14 @@ class Loop:
                 f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}. Mend the reward, then: gspo train --resume {self.run.path}"
             )
 
-    def _check_updates(self, step: int, learned: Learned | None, in_row: int) -> int:
+    def _check_updates(self, step: int, collected: Collected, learned: Learned | None, in_row: int) -> int:
         """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
         if learned is None:
-            self.run.event("nothing to learn", step=step)
+            reasons = reasons_left_out(self.parts.objective, collected, None)
+            told = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+            self.run.event("nothing to learn", step=step, reasons=reasons)
             self.display.message(
-                f"step {step}: no group to learn from (all uniform or unscored); the policy stays as it is"
+                f"step {step}: no group to learn from (of its replies {told}); the policy stays as it is"
             )
             return in_row
         for index, update in enumerate(learned.updates):

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from gspo.config import Config
 from gspo.data.problems import Problems, PromptOrder
 from gspo.objective.advantage import apply_rule, batch_whitened, whitened_returns
 from gspo.objective.auto_clip import AutoClip
-from gspo.objective.counted import Counted, counted
+from gspo.objective.counted import Counted, counted, keeps
 from gspo.objective.loss import Loss
 from gspo.objective.objective import Objective
 from gspo.objective.penalty import KL_ESTIMATORS
@@ -128,8 +129,8 @@ def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
         position += count
         return _groups(prompts, replies_P, scores_P)
 
-    rollout = parts.config.rollout
-    gathered = gather(draw, want=rollout.prompts, keep=parts.objective.keep, budget=rollout.refill_budget)
+    rollout, keep = parts.config.rollout, partial(keeps, parts.objective)
+    gathered = gather(draw, want=rollout.prompts, keep=keep, budget=rollout.refill_budget)
     after = parts.engine.decoded
     return Collected(gathered=gathered, cursor=position, decoded=after - before if after and before else None)
 

@@ -24,6 +24,7 @@ from gspo.evaluate import Estimate
 from gspo.loop import Loop
 from gspo.objective.advantage import batch_whitened, external
 from gspo.objective.auto_clip import AutoClip, take_auto
+from gspo.objective.counted import overlong_range
 from gspo.objective.loss import build as build_objective
 from gspo.objective.objective import Objective, settings_of
 from gspo.objective.table import TABLE
@@ -131,6 +132,7 @@ def run_objective(config: Config) -> Objective:
         raise ConfigError(
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
         )
+    _check_overlong(config, objective)
     if config.model.lora.rank and config.cold_start.steps and objective.kl:
         raise ConfigError("cold_start.steps: with model.lora the reference of objective.kl is the model without its adapters, which a cold start would have left; set objective.kl = 0, or do without one of the others")  # fmt: skip
     if config.model.lora.rank and objective.kl and base_of(config.model.path):
@@ -138,6 +140,18 @@ def run_objective(config: Config) -> Objective:
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
+
+
+def _check_overlong(config: Config, objective: Objective) -> None:
+    """A length penalty needs a ramp that fits below its limit and begins below the length at which replies are cut."""
+    if objective.shape != "soft_overlong":
+        return
+    longest = config.rollout.max_tokens
+    limit, cache = overlong_range(objective, max_tokens=longest)
+    if cache > limit:
+        raise ConfigError(f"objective.overlong_cache: the ramp of {cache} tokens is longer than the limit of {limit} (objective.overlong_limit, or rollout.max_tokens without it); set it to {limit} or less, or raise the limit")  # fmt: skip
+    if limit - cache >= longest:
+        raise ConfigError(f"objective.overlong_limit: the length penalty begins above {limit - cache} tokens (overlong_limit {limit} less overlong_cache {cache}), and replies are cut at rollout.max_tokens = {longest}, so it can never act; lower overlong_limit, or raise overlong_cache or rollout.max_tokens")  # fmt: skip
 
 
 def run_auto_clip(config: Config) -> tuple[AutoClip | None, dict[str, Any]]:

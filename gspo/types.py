@@ -137,13 +137,7 @@ class Group:
         assert len(self.completions) == len(self.scores)
 
     @property
-    def mixed(self) -> bool:
-        """Whether the judged replies hold both right and wrong ones: 0 < #correct < #scored."""
-        correct = [score.correct for score in self.scores if score.correct is not None]
-        return 0 < sum(correct) < len(correct)
-
-    @property
     def uniform(self) -> bool:
-        """Whether all scored replies have the same reward, so that the group teaches nothing."""
+        """Whether all scored replies have the same reward, so that the group teaches nothing, or a penalty beside it alone."""
         rewards = [score.reward for score in self.scores if score.reward is not None]
         return not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,40 @@ def test_masters_follow_the_cold_start(tiny: Callable[..., Config], display: Any
     checkpoints = [run_of(config) / f"checkpoints/{step:06d}/model.safetensors" for step in (0, 1)]
     before, after = map(load_file, checkpoints)
     assert all(torch.equal(before[k], after[k]) for k in before)  # a step of size 0 must not undo the cold start
+
+
+def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "kind.py").write_text(
+        "def kind(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    kind = f"reward.functions={tmp_path}/kind.py:kind"
+    config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", kind)
+    train(config, display)
+    (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold start"]
+    assert (event["steps"], event["accuracy"]) == (3, 1.0)
+    assert any("3 supervised steps, reached" in m for m in display.messages)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["objective.overlong_cache=11"], r"objective\.overlong_cache: .* 11 tokens .* limit of 10 .*10 or less"),
+        (
+            ["objective.overlong_limit=12", "objective.overlong_cache=2"],
+            r"objective\.overlong_limit: .* never act; lower",
+        ),
+        (["objective.overlong_limit=100"], r"objective\.overlong_limit: .* above 80 tokens .*max_tokens = 10"),
+    ],
+)
+def test_a_length_penalty_that_cannot_work_is_refused_before_anything_is_made(
+    overrides: list[str], says: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.shape=soft_overlong", "cold_start.steps=2", *overrides)
+    with pytest.raises(ConfigError, match=says):
+        train(config, display)
+    assert not run_of(config).exists()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
@@ -369,11 +404,58 @@ def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(tiny: Callab
             assert 0 < sum(verdicts) < len(verdicts)
 
 
+def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """Cut replies are not learned from under overlong_filter, so a group is not mixed by them."""
+    (tmp_path / "long.py").write_text(
+        "def long(prompts, completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n"
+    )
+    config = tiny(
+        "objective.keep=mixed", "objective.shape=overlong_filter", "rollout.max_tokens=24", "rollout.replies=6",
+        f"reward.functions={tmp_path}/long.py:long",
+    )  # fmt: skip
+    train(config, display)
+    replies = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for r in replies:
+        groups.setdefault((r["version"], r["prompt_id"]), []).append(r)
+    trained = [[r for r in g if r["trained"]] for g in groups.values()]
+    assert any(trained)
+    assert all({r["correct"] for r in g} == {True, False} for g in trained if g)
+    only_with_cut = [
+        g for g in groups.values() if len({r["correct"] for r in g}) == 2 and not any(r["trained"] for r in g)
+    ]
+    assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
+
+
 def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
     train(config, display)
-    assert any("no group to learn from" in m for m in display.messages)
+    assert any("no group to learn from" in m and "all right or all wrong" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+
+
+def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """Replies of one token are cut, all but those that end at once."""
+    config = tiny(
+        "objective.shape=overlong_filter", "rollout.max_tokens=1", "steps=2", "reward.max_unscored_fraction=1"
+    )
+    (tmp_path / "picky.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [None] + [float(i) for i in range(len(completions) - 1)]\n"
+    )
+    config = replace(config, reward=replace(config.reward, functions=(f"{tmp_path}/picky.py:score",)))
+    train(config, display)
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "nothing to learn"]
+    for event in found:
+        replies = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
+        assert event["reasons"] == Counter(r["left_out"] for r in replies)
+        assert {"overlong", "unscored"} <= event["reasons"].keys()
+    said = [m for m in display.messages if "no group to learn from" in m]
+    assert len(said) == len(found) == 2
+    assert all(
+        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in said
+    )
 
 
 def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[..., Config], display: Any) -> None:

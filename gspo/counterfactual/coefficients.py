@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.objective.counted import Counted, counted
+from gspo.objective.counted import Counted, counted, keeps
 from gspo.objective.loss import loss_of, select
 from gspo.objective.objective import Objective
 from gspo.objective.sequences import Sequences, Tokens
@@ -111,7 +111,7 @@ def _counts(objective: Objective, view: View) -> list[tuple[int, Counted]]:
     for i, reply in enumerate(view.replies):
         members.setdefault(reply.group, []).append(i)
     groups = [(m, _group([view.replies[i] for i in m])) for m in members.values()]
-    kept = [(m, g) for m, g in groups if objective.keep == "all" or g.mixed]
+    kept = [(m, g) for m, g in groups if keeps(objective, g)]
     found = counted([g for _, g in kept], objective, max_tokens=view.max_tokens)
     return [(kept[reply.group][0][reply.sample], reply) for reply in found]
 

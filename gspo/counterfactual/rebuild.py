@@ -83,7 +83,7 @@ def _recorded(source: Source, step: int, learner: Learner) -> Recorded:
         file,
         learner.policy.tokenizer,
         chat=config.data.chat,
-        keep=learner.objective.keep,
+        objective=learner.objective,
         routes=config.routing.replay == "sampler",
     )
     known = learner.policy.model.get_input_embeddings().weight.shape[0]

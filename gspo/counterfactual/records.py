@@ -17,6 +17,8 @@ from typing import Any
 
 from gspo.data.chat import Chat, token_ids_of
 from gspo.errors import DataError
+from gspo.objective.counted import keeps
+from gspo.objective.objective import Objective
 from gspo.observe.replies import grouped
 from gspo.rollout.rollout import Gathered
 from gspo.types import Completion, Group, Prompt, Routes, Score, Status, StopReason
@@ -39,8 +41,8 @@ class Recorded:
     """By (group, place in it); replies that were not learned from are not there."""
 
 
-def read_step(file: Path, tokenizer: Any, *, chat: Chat, keep: str, routes: bool) -> Recorded:
-    """Read a step; `keep` is the objective's rule for groups, `routes`: learning needs the sampler's experts."""
+def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, routes: bool) -> Recorded:
+    """Read a step; `objective` is the run's, which kept groups or did not, `routes`: learning needs the sampler's experts."""
     groups = grouped(_lines(file))
     try:
         ids = token_ids_of([members[0]["prompt"] for members in groups], tokenizer, chat=chat)
@@ -48,8 +50,8 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, keep: str, routes: bool
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         raise error if isinstance(error, DataError) else DataError(f"{file}: holds what no run writes ({type(error).__name__}: {error}); the file is damaged, replay another step") from None  # fmt: skip
     gathered = Gathered(
-        groups=tuple(g for g in made if keep == "all" or g.mixed),
-        discarded=tuple(g for g in made if not (keep == "all" or g.mixed)),
+        groups=tuple(g for g in made if keeps(objective, g)),
+        discarded=tuple(g for g in made if not keeps(objective, g)),
     )
     learnt = {
         (number, place): Learnt(logp_old=line["logp_old"], logp_new=line["logp_new"])

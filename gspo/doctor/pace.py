@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from gspo.doctor.case import Case, Pace
 from gspo.doctor.findings import Finding, note, ok
+from gspo.objective.counted import keeps
 
 
 def check_time(case: Case) -> Iterator[Finding]:
@@ -52,7 +53,7 @@ def _draws(case: Case) -> float:
     """How often a batch of prompts is drawn per step: more than once where uniform groups are replaced."""
     if case.objective is None or case.objective.keep != "mixed" or not case.groups:
         return 1.0
-    mixed = sum(g.mixed for g in case.groups) / len(case.groups)
+    mixed = sum(keeps(case.objective, g) for g in case.groups) / len(case.groups)
     return min(float(case.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
 
 

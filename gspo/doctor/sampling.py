@@ -19,6 +19,8 @@ from gspo.doctor.findings import Finding, fail, note, ok, warning
 from gspo.doctor.machine import free_memory, human
 from gspo.doctor.memory import estimate
 from gspo.evaluate import interval
+from gspo.objective.counted import keeps
+from gspo.objective.objective import Objective
 from gspo.rollout.rollout import distinct
 from gspo.types import Group, Prompt, StopReason
 
@@ -109,7 +111,7 @@ def check_uniform(case: Case) -> Iterator[Finding]:
     else:
         yield ok(f"{what}.", **numbers)
     if mixed and not case.cold:
-        yield from _refill(case)
+        yield from _refill(case, case.groups, case.objective)
 
 
 def _kinds(groups: Sequence[Group]) -> str:
@@ -134,9 +136,8 @@ def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding
     )  # fmt: skip
 
 
-def _refill(case: Case) -> Iterator[Finding]:
-    groups, budget = case.groups or [], case.config.rollout.refill_budget
-    mixed = interval([float(g.mixed) for g in groups])
+def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
+    budget, mixed = case.config.rollout.refill_budget, interval([float(keeps(objective, g)) for g in groups])
     if mixed.value * budget < 1:
         yield warning(
             f'keep = "mixed" needs one batch in {1 / mixed.value if mixed.value else math.inf:.3g}, but rollout.refill_budget = {budget}: steps would learn from fewer than {case.config.rollout.prompts} groups.',

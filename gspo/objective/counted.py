@@ -1,4 +1,4 @@
-"""Which replies are learned from, and their shaped reward.
+"""Which groups and replies are learned from, and their shaped reward.
 
 In: scored groups. Out: the replies that count. Invariant: an unscored reply, a cut reply under `overlong_filter`, an
 empty reply, and one left alone in its group are out of every mean, std and denominator; nothing becomes a 0.
@@ -50,6 +50,18 @@ def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -
     return kept
 
 
+def keeps(objective: Objective, group: Group) -> bool:
+    """Whether an objective learns from a group; `keep = "mixed"` wants right and wrong ones among the replies that count."""
+    if objective.keep == "all":
+        return True
+    correct = [
+        s.correct
+        for c, s in zip(group.completions, group.scores, strict=True)
+        if left_out(c, s, objective) is None and s.correct is not None
+    ]
+    return 0 < sum(correct) < len(correct)
+
+
 def left_out(completion: Completion, score: Score, objective: Objective) -> str | None:
     """Why a reply does not count, or None if it does."""
     if score.status is Status.UNSCORED:
@@ -64,6 +76,10 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
     assert score.reward is not None
     if objective.shape != "soft_overlong":
         return score.reward
+    return score.reward + soft_overlong(len(completion.token_ids), *overlong_range(objective, max_tokens=max_tokens))
+
+
+def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:
+    """The limit of the soft length penalty, and the ramp before it."""
     limit = objective.overlong_limit or max_tokens
-    cache = objective.overlong_cache or max(1, limit // 5)
-    return score.reward + soft_overlong(len(completion.token_ids), limit, cache)
+    return limit, objective.overlong_cache or max(1, limit // 5)

@@ -25,6 +25,8 @@ ROUNDING = 1e-4
 """A mean difference of log-probabilities that is harmless, however many times smaller it was before."""
 NOISY = 0.32
 """Of the ratios beyond the clip range by rounding alone: a standard deviation of the noise is then as wide as the range."""
+FLAT = 1e-6
+"""A spread of advantages, or of rewards, that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def _tricks(row: Row) -> float:
 ALARMS = (
     Alarm(
         name="uniform rewards",
-        holds=lasting(lambda row: _at(row, "groups/uniform_fraction") >= 1),
+        holds=lasting(lambda row: _at(row, "groups/uniform_fraction") >= 1 and _at(row, "advantage/std") < FLAT),
         what="every group's replies have the same reward, so nothing can be learned; use problems that are sometimes solved, more replies per prompt, or look at the reward",
     ),
     Alarm(
@@ -104,7 +106,7 @@ ALARMS = (
     Alarm(
         name="length pinned",
         holds=lasting(lambda row: _at(row, "length/truncated_fraction") >= 0.9),
-        what="nearly all replies are cut at rollout.max_tokens, so their answers are missing; raise it, check that the chat template's end token is among the stop tokens, or set objective.shape",
+        what="nearly all replies are cut at rollout.max_tokens, so their answers are missing; raise it, check that the chat template's end token is among the stop tokens, or ask for shorter replies (data.instruction)",
     ),
     Alarm(
         name="repetition",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gspo.observe.alarms import NOISY
+from gspo.observe.alarms import FLAT, NOISY
 
 WINDOW = 20
 """Steps that a rule looks back over."""
@@ -22,6 +22,12 @@ SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
 """Objectives that clip whole replies."""
 TOKEN_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "minirl")
 """Objectives that compare each token's ratio with 1 - clip_low and 1 + clip_high."""
+SHAPED_ROWS = {"dapo": "soft_overlong"}
+"""Objectives that shape the reward by length unless they are told otherwise."""
+WHITENED_ROWS = ("reinforce_pp",)
+"""Objectives that compare a reply with the whole batch; their KL penalty is in the reward unless they are told otherwise."""
+NEARLY_ALL = 0.95
+"""Of the groups uniform: what is learned is not the reward."""
 
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -67,6 +73,18 @@ class Look:
     def clips_sequences(self) -> bool:
         """Whether the objective clips whole replies."""
         return self.setting("objective", "name", "gspo") in SEQUENCE_ROWS
+
+    @property
+    def shape(self) -> str:
+        """How the objective treats long replies."""
+        return str(
+            self.setting("objective", "shape", SHAPED_ROWS.get(self.setting("objective", "name", "gspo"), "none"))
+        )
+
+    @property
+    def whitens(self) -> bool:
+        """Whether the objective compares replies across groups."""
+        return self.setting("objective", "name", "gspo") in WHITENED_ROWS
 
     def mean(self, key: str, rows: Sequence[Row] | None = None) -> float:
         """Mean of a metric over the recent steps that have it; NaN if none has."""
@@ -184,17 +202,38 @@ def _plateau(look: Look) -> Finding | None:
 
 
 def _uniform(look: Look) -> Finding | None:
-    share = look.mean("groups/uniform_fraction")
-    if len(look.recent) < FEWEST or not share >= 0.5:
+    """Groups without a difference in reward. They can still teach a penalty that is added to it."""
+    share, penalty = look.mean("groups/uniform_fraction"), _penalty(look)
+    if len(look.recent) < FEWEST or not share >= 0.5 or (look.whitens and look.mean("reward/std") >= FLAT):
         return None
+    if penalty and share >= NEARLY_ALL:
+        return _only_penalty(look, share, penalty)
     correct = look.mean("reward/correct_fraction")
     solved = "" if math.isnan(correct) else f" ({_percent(correct)} of the replies are correct)"
     harder = "problems that are sometimes solved" if math.isnan(correct) else "harder problems" if correct >= 0.5 else "easier problems, or a warm start"  # fmt: skip
     mixed = "" if look.mean("groups/discarded") > 0 else ' turn on dynamic sampling (objective.keep = "mixed"), or'
     return Finding(
         name="uniform groups", level="warn",
-        what=f"{_percent(share)} of the groups are uniform{solved}: all their replies have the same reward, so {_percent(share)} of the sampling teaches nothing.",
+        what=f"{_percent(share)} of the groups are uniform{solved}: all their replies have the same reward, so {_percent(share)} of the sampling teaches nothing{f' but {penalty}' if penalty else ''}.",
         remedy=f"To waste less:{mixed} use {harder}, or more replies per prompt (rollout.replies).",
+    )  # fmt: skip
+
+
+def _penalty(look: Look) -> str:
+    """What is learned from groups that are uniform in reward; empty: nothing, as where they are discarded."""
+    if look.mean("groups/discarded") > 0 or not look.mean("advantage/std") >= FLAT:
+        return ""
+    kl_in = look.setting("objective", "kl_in", "reward" if look.whitens else "loss")
+    length = "the length penalty" if look.mean("reward/length_penalty") > 0 else ""
+    kl = "the KL penalty" if kl_in == "reward" and look.mean("kl/ref") > 0 else ""
+    return " and ".join(filter(None, (length, kl)))
+
+
+def _only_penalty(look: Look, share: float, penalty: str) -> Finding:
+    return Finding(
+        name="only a penalty is learned", level="warn",
+        what=f"Only {penalty} is being learned: in {_percent(share)} of the groups all replies have the same reward (mean {look.mean('reward/mean'):.3g}), and yet their advantages differ (standard deviation {look.mean('advantage/std'):.2g}).",
+        remedy="Nothing rewards being right. Use problems that are sometimes solved, a warm start or more replies per prompt (rollout.replies), look at the reward, or do without the penalty until there is something to learn.",
     )  # fmt: skip
 
 
@@ -214,10 +253,11 @@ def _truncated(look: Look) -> Finding | None:
     share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", 0)
     if len(look.recent) < FEWEST or not share >= 0.1:
         return None
+    shapes = ', or set a shape that makes length cost something (objective.shape = "soft_overlong") or leaves cut replies out ("overlong_filter")'
     return Finding(
         name="length limit", level="warn",
         what=f"{_percent(share)} of the replies are cut at the limit of {limit} tokens.",
-        remedy="Raise rollout.max_tokens, or set a shape that makes length cost something (objective.shape = \"soft_overlong\") or leaves cut replies out (\"overlong_filter\").",
+        remedy=f"Raise rollout.max_tokens, or ask for shorter replies (data.instruction){shapes if look.shape == 'none' else ''}.",
     )  # fmt: skip
 
 

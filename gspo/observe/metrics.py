@@ -37,13 +37,14 @@ LONG = 16
 def step_metrics(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, Any]:
     """Everything about a step but its times and evaluation."""
     learning = _learned(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
-    return _sampled(collected) | _left_out(objective, collected, learned) | learning
+    reasons = reasons_left_out(objective, collected, learned)
+    kinds = {f"samples/left_out/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
+    return _sampled(collected) | kinds | learning
 
 
-def _left_out(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, int]:
-    """How many replies are not learned from, for each kind of reason."""
-    kinds = Counter(why for *_, why in _replies(objective, collected, learned) if why)
-    return {f"samples/left_out/{kind.replace(' ', '_')}": kinds[kind] for kind in sorted(kinds)}
+def reasons_left_out(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, int]:
+    """How many replies are not learned from, for each kind of reason; the most frequent one first."""
+    return dict(Counter(why for *_, why in _replies(objective, collected, learned) if why).most_common())
 
 
 def _replies(

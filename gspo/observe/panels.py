@@ -52,7 +52,7 @@ PANELS = (
     ),
     Panel(
         id="signal", title="Is there something to learn from?", form="share",
-        what="Uniform groups (every reply the same reward) teach nothing; discarded ones were sampled in vain.",
+        what="Uniform groups (every reply the same reward) teach nothing, or a penalty for length or KL alone; discarded ones were sampled in vain.",
         curves=(
             Curve(key="groups/uniform_fraction", label="uniform groups"),
             Curve(key="reward/correct_fraction", label="correct replies"),

@@ -37,14 +37,14 @@ def cold_start(
 ) -> ColdStart:
     """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
-    `report(step, loss, accuracy)` is called at every check."""
+    `report(step, loss, accuracy)` is called at every check; the last step always has one."""
     settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
     optimizer = Optimizer(policy.model, settings, config.steps)
     reached = 0.0
     step = 0
     for step in range(1, config.steps + 1):
         loss = _step(policy, optimizer, list(islice(demonstrations, config.batch)))
-        if step % config.check_every == 0:
+        if step % config.check_every == 0 or step == config.steps:
             reached = accuracy(step)
             report(step, loss, reached)
             if reached >= config.stop_accuracy:

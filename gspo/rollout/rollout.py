@@ -27,10 +27,10 @@ class Gathered:
         return self.groups + self.discarded
 
 
-def gather(draw: Callable[[int], Sequence[Group]], *, want: int, keep: str, budget: int) -> Gathered:
-    """`want` groups; with keep = "mixed" uniform ones are replaced, drawing at most `budget` times `want` prompts."""
-    if keep == "all":
-        return Gathered(groups=tuple(draw(want)), discarded=())
+def gather(
+    draw: Callable[[int], Sequence[Group]], *, want: int, keep: Callable[[Group], bool], budget: int
+) -> Gathered:
+    """`want` groups; those that are not to be kept are replaced, drawing at most `budget` times `want` prompts."""
     kept: list[Group] = []
     discarded: list[Group] = []
     drawn = 0
@@ -38,7 +38,7 @@ def gather(draw: Callable[[int], Sequence[Group]], *, want: int, keep: str, budg
         count = min(want - len(kept), budget * want - drawn)
         drawn += count
         for group in draw(count):
-            (kept if group.mixed else discarded).append(group)
+            (kept if keep(group) else discarded).append(group)
     return Gathered(groups=tuple(kept), discarded=tuple(discarded))
 
 

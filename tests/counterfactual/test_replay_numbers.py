@@ -27,6 +27,7 @@ from gspo.objective.advantage import batch_whitened
 from gspo.objective.objective import Objective, ObjectiveWarning
 from gspo.policy.update import Batch
 from gspo.step import Learner, selection_seed
+from gspo.types import Group
 
 STEP, INDEX = 2, 2
 SWEEPS = ["clip_high=1e-6..1:9", "clip_low=1e-6..1:9", "kl=1e-4..100:5", "entropy=1e-4..100:5"]
@@ -89,10 +90,14 @@ def folded(learner: Learner, batch: Batch, directions: list[Direction]) -> Gram:
 # ------------------------------------------------------------------------------------------------- an independent way
 
 
+def mixed_group(group: Group) -> bool:
+    return len({score.correct for score in group.scores}) == 2
+
+
 def independent(at: At, objective: Objective) -> tuple[Tensor, float, dict[str, float]]:
     """(gradient, loss, statistics) by padded tensors, the public functions and one backward through the whole model."""
     model, rows = at.learner.policy.model, sorted(r for micro in at.batch.plan.steps[INDEX] for r in micro.rows)
-    replies, mixed = at.view.replies, {r.group for r in at.view.replies if at.groups[r.group].mixed}
+    replies, mixed = at.view.replies, {r.group for r in at.view.replies if mixed_group(at.groups[r.group])}
     counts = [i for i, r in enumerate(replies) if objective.keep == "all" or r.group in mixed]
     mine = [i for i in counts if i in rows]
     ids = [list(r.prompt.token_ids) + list(r.completion.token_ids) for r in replies]
@@ -238,7 +243,7 @@ def test_effective_replies() -> None:
 
 def test_a_row_that_keeps_mixed_groups_sees_fewer_replies(at: At) -> None:
     by_label = {r.label: r for r in at.numbers.rows}
-    mixed = sum(at.groups[r.group].mixed for i, r in enumerate(at.view.replies) if i in at.view.rows)
+    mixed = sum(mixed_group(at.groups[r.group]) for i, r in enumerate(at.view.replies) if i in at.view.rows)
     assert by_label["dapo"].replies == mixed < by_label["gspo"].replies == len(at.view.rows)
     assert by_label["dapo"].weights.count(None) == len(at.view.rows) - mixed
 

@@ -366,6 +366,22 @@ def test_f18_uniform_rewards_are_an_event_once_with_a_remedy(
     assert "problems that are sometimes solved" in found[0]["what"]
 
 
+def test_f18_uniform_rewards_that_a_length_penalty_sets_apart_are_no_alarm(
+    constant: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("steps=4", "alarms.steps=2", "eval.every=0", "objective.shape=soft_overlong", "objective.overlong_cache=10", constant)  # fmt: skip
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert all(row["groups/uniform_fraction"] == 1 and row["advantage/std"] > 0.1 for row in rows)
+    assert "uniform rewards" not in [e["name"] for e in events(config, "alarm")]
+
+
+def test_f18_cut_replies_are_not_mended_by_a_shape_that_may_be_set() -> None:
+    what = next(alarm.what for alarm in ALARMS if alarm.name == "length pinned")
+    assert "rollout.max_tokens" in what
+    assert "objective.shape" not in what
+
+
 def test_f18_an_alarm_can_stop_the_run_with_a_checkpoint(
     constant: str, tiny: Callable[..., Config], display: Any
 ) -> None:

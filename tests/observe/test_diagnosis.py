@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from shown_runs import metrics, timings
 
+from gspo.objective.advantage import batch_whitened
 from gspo.objective.table import TABLE
 from gspo.objective.trust_region import Clip, MaskedWeight
-from gspo.observe.diagnosis import RULES, SEQUENCE_ROWS, TOKEN_ROWS, WINDOW, Look, diagnose
+from gspo.observe.diagnosis import RULES, SEQUENCE_ROWS, SHAPED_ROWS, TOKEN_ROWS, WHITENED_ROWS, WINDOW, Look, diagnose
 
 
 def look(
@@ -33,6 +34,12 @@ def evaluation(step: int, accuracy: float, reward: float = 0.5, half: float = 0.
     return {"step": step, "eval/accuracy": accuracy, "eval/accuracy_low": accuracy - half, "eval/accuracy_high": accuracy + half, "reward/mean": reward}  # fmt: skip
 
 
+def punished(step: int, **changed: Any) -> dict[str, Any]:
+    """No reply is ever right, but short ones lose less."""
+    row = {"groups__uniform_fraction": 1.0, "reward__mean": 0.0, "reward__length_penalty": 0.3, "advantage__std": 0.5}
+    return metrics(step, **row | changed)
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -52,6 +59,9 @@ CASES = [
     Case("forgetting", "bad", look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.4, 0.4)]), look(evaluations=[evaluation(0, 0.3), evaluation(40, 0.3, 0.4)]), "below its best of 60 % at step 20"),
     Case("plateau", "note", look(lambda s: metrics(s, reward__mean=0.5 + 0.01 * (s % 3))), look(lambda s: metrics(s, reward__mean=0.3 + 0.01 * s)), "has not moved"),
     Case("uniform groups", "warn", look(lambda s: metrics(s, groups__uniform_fraction=0.71)), look(lambda s: metrics(s, groups__uniform_fraction=0.4)), "71 % of the sampling"),
+    Case("only a penalty is learned", "warn", look(lambda s: punished(s)), look(lambda s: punished(s, groups__uniform_fraction=0.9)), "Only the length penalty is being learned: in 100 % of the groups"),
+    Case("only a penalty is learned", "warn", look(lambda s: punished(s, reward__length_penalty=0.0, kl__ref=0.1), objective__kl_in="reward"), look(lambda s: punished(s, reward__length_penalty=0.0, kl__ref=0.1)), "Only the KL penalty is being learned"),
+    Case("only a penalty is learned", "warn", look(lambda s: punished(s, kl__ref=0.1, reward__std=0.0), objective__name="reinforce_pp"), look(lambda s: punished(s, kl__ref=0.1, reward__std=0.3), objective__name="reinforce_pp"), "Only the length penalty and the KL penalty"),
     Case("unscored", "warn", look(lambda s: metrics(s, samples__unscored=int(s == 39) * 3)), look(lambda s: metrics(s, samples__unscored=int(s == 2) * 3)), "3 replies"),
     Case("length limit", "warn", look(lambda s: metrics(s, length__truncated_fraction=0.3)), look(lambda s: metrics(s, length__truncated_fraction=0.05)), "30 % of the replies are cut at the limit of 64"),
     Case("length drift", "note", look(lambda s: metrics(s, length__mean=10.0 * s - 150)), look(lambda s: metrics(s, length__mean=100.0 + s)), "doubled"),
@@ -115,6 +125,39 @@ def test_the_gravest_comes_first() -> None:
 def test_dynamic_sampling_is_not_advised_where_it_is_on() -> None:
     found = {f.name: f for f in diagnose(look(lambda s: metrics(s, groups__uniform_fraction=0.7, groups__discarded=9)))}
     assert "dynamic sampling" not in found["uniform groups"].remedy
+
+
+def test_uniform_groups_teach_nothing_only_where_nothing_is_added_to_the_reward() -> None:
+    """Where advantages are 0, or the groups are discarded, a penalty changes nothing."""
+    some, all_cut, discarded = (
+        next(f.what for f in diagnose(look(lambda s, c=c: punished(s, **c))) if f.name == "uniform groups")
+        for c in ({"groups__uniform_fraction": 0.7}, {"advantage__std": 0.0}, {"groups__discarded": 9})
+    )
+    assert "teaches nothing but the length penalty." in some
+    assert "100 % of the sampling teaches nothing." in all_cut
+    assert "100 % of the sampling teaches nothing." in discarded
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ({}, True),
+        ({"objective__shape": "none", "objective__name": "dapo"}, True),
+        ({"objective__shape": "overlong_filter"}, False),
+        ({"objective__name": "dapo"}, False),
+    ],
+)
+def test_a_shape_is_not_advised_where_one_is_set(settings: dict[str, str], advised: bool) -> None:
+    found = diagnose(look(lambda s: metrics(s, length__truncated_fraction=1.0), **settings))
+    remedy = next(f.remedy for f in found if f.name == "length limit")
+    assert "rollout.max_tokens" in remedy
+    assert ("objective.shape" in remedy) == advised
+
+
+def test_rows_that_shape_or_whiten_are_those_of_the_table() -> None:
+    assert {name: row.shape for name, row in TABLE.items() if row.shape != "none"} == SHAPED_ROWS
+    assert {name for name, row in TABLE.items() if row.advantage is batch_whitened} == set(WHITENED_ROWS)
+    assert {name for name, row in TABLE.items() if row.kl_in == "reward"} == set(WHITENED_ROWS)
 
 
 def test_rows_that_clip_whole_replies_are_those_of_the_table() -> None:
