@@ -60,6 +60,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "gspo needs Python 3.11 to 3.13; try: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) .
 	touch $(READY)
