@@ -139,9 +139,8 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     from gspo.policy.checkpoint import newest_of
 
     run = Path(model)
-    if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
-        recipe = recipe or str(run / "config.toml")
-        model = str(newest_of(run))
+    if (newest := newest_of(run)) is not None:
+        recipe, model = recipe or str(run / "config.toml"), str(newest)
     if not recipe and not data and not run.exists():
         raise ConfigError(
             f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"
@@ -149,9 +148,8 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     if not recipe and not data:
         raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
     tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
-    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path")} | {"path": model}
-    if base_of(model) is None:  # a whole model, whatever the run was that the recipe is of
-        tree["model"] = {k: v for k, v in tree["model"].items() if k not in ("lora", "quantize")}
+    whole = ("lora", "quantize") if base_of(model) is None else ()  # whatever the run was that the recipe is of
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path", *whole)} | {"path": model}  # fmt: skip
     tree["cold_start"] = {}
     if data:
         _put_data(tree, data)

@@ -35,20 +35,19 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
         partial.replace(target)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ConfigError(f"{out}: cannot be written: {error}") from error
+        raise ConfigError(f"{out}: cannot be written: {error}; make room, or name another directory") from error
     return folder, target
 
 
 def _adapter_folder(source: Path) -> Path:
-    folder = source
-    if (source / "config.toml").is_file() and (source / "checkpoints").is_dir():
-        folder = checkpoint.newest_of(source)
+    newest = checkpoint.newest_of(source)
+    folder = newest or source
     if not folder.is_dir():
         raise ConfigError(f"{source}: no such directory; name a run, a checkpoint or the folder of an adapter")
     if adapter.base_of(str(folder)) is None:
         whole = "it is a whole model already" if (folder / "config.json").is_file() else "it has no adapter_config.json"
         raise ConfigError(f"{folder}: there is nothing to merge, {whole}")
-    if (folder / "manifest.json").is_file() and (complaint := checkpoint.damage(folder)):
+    if newest is None and (folder / "manifest.json").is_file() and (complaint := checkpoint.damage(folder)):
         raise ConfigError(f"{folder}: is damaged: {complaint}; merge another checkpoint")
     return folder
 

@@ -191,8 +191,10 @@ def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda st
     raise CheckpointError(f"{folder}: no whole checkpoint to resume from: {found}; start a new run")
 
 
-def newest_of(run: Path) -> Path:
-    """The newest whole checkpoint of a run, with a warning for each newer one."""
+def newest_of(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run, with a warning for each newer one; None: the folder is no run."""
+    if not (run / "config.toml").is_file() or not (run / "checkpoints").is_dir():
+        return None
     path, complaints = newest(run / "checkpoints")
     for complaint in complaints:
         warnings.warn(f"passed over a damaged checkpoint: {complaint}; {path.name} is used", stacklevel=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def trained(model: Any, amount: float = 0.1) -> None:
     for name, p in model.named_parameters():
         if "lora_" in name:
             p.add_(amount * torch.randn(p.shape, generator=generator))
+
+
+def followed(engine: Any, *, versions: int) -> list[list[tuple[int, ...]]]:
+    """Each version's replies are the model's, which is then trained on; the tokens of each version."""
+    tokens, model, prompts = [], engine.context.model, some_prompts()
+    for version in range(versions):
+        replies = drawn(engine, prompts, version=version)
+        difference = apart(model, prompts, replies).max()
+        print(f"version {version}: max |difference| {difference:.1e}")
+        assert difference < NEAR
+        assert {r.version for r in replies} == {version}
+        tokens.append([r.token_ids for r in replies])
+        trained(model)
+    return tokens
 
 
 class Sent:
@@ -100,18 +115,10 @@ def engine() -> Iterator[Any]:
 def test_the_models_own_weights_travel_once_and_then_the_adapter_alone(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts, sent = engine.context.model, some_prompts(), Sent(engine, monkeypatch)
+    model, sent = engine.context.model, Sent(engine, monkeypatch)
     assert engine.about.startswith("the low-rank adapter is sent as an adapter")
-    before: list[Any] = []
-    for version in range(4):
-        replies = drawn(engine, prompts, version=version)
-        difference = apart(model, prompts, replies).max()
-        print(f"version {version}: max |difference| {difference:.1e}; {sent.adapters[-1]} bytes")
-        assert difference < NEAR
-        assert {r.version for r in replies} == {version}
-        assert [r.token_ids for r in replies] != before
-        before = [r.token_ids for r in replies]
-        trained(model)
+    tokens = followed(engine, versions=4)
+    assert all(before != after for before, after in pairwise(tokens))
     whole = sum(p.numel() * 4 for name, p in model.named_parameters())
     own = sum(p.numel() * 4 for name, p in model.named_parameters() if "lora_" in name)
     assert len(sent.weights) == 1

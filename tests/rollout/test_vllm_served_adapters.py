@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from needs import needs_vllm
-from test_vllm_adapters import NEAR, adapted, small_dense, trained
+from test_vllm_adapters import NEAR, adapted, followed, small_dense, trained
 from vllm_cases import apart, assert_told_apart, context_of, drawn, some_prompts, stirred
 
 from gspo.errors import WeightSyncError
@@ -42,15 +42,8 @@ def weights_sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_models_own_weights_travel_once_and_then_the_adapter_alone(engine: Any, weights_sent: list[str]) -> None:
-    model, prompts = engine.context.model, some_prompts()
     assert engine.about.startswith("the low-rank adapter is sent as an adapter")
-    for version in range(4):
-        replies = drawn(engine, prompts, version=version)
-        difference = apart(model, prompts, replies).max()
-        print(f"version {version}: max |difference| {difference:.1e}")
-        assert difference < NEAR
-        assert {r.version for r in replies} == {version}
-        trained(model)
+    followed(engine, versions=4)
     assert len(weights_sent) == 1
 
 
@@ -86,9 +79,7 @@ def test_a_server_that_an_earlier_run_has_used(
     later = build_engine("vllm", context_of(model), {"servers": [server.client.address]})
     try:
         assert later.about.startswith("the low-rank adapter is sent as an adapter")
-        for version in range(2):
-            assert apart(model, some_prompts(), drawn(later, some_prompts(), version=version)).max() < NEAR
-            trained(model)
+        followed(later, versions=2)
         assert len(weights_sent) == 1
     finally:
         later.close()
@@ -102,9 +93,7 @@ def test_a_server_without_room_gets_whole_weights(
     later = build_engine("vllm", context_of(model), {"servers": [server.client.address]})
     try:
         assert "not all servers have room" in later.about
-        for version in range(2):
-            assert apart(model, some_prompts(), drawn(later, some_prompts(), version=version)).max() < NEAR
-            trained(model)
+        followed(later, versions=2)
         assert len(weights_sent) == 2
     finally:
         later.close()

@@ -243,7 +243,8 @@ class _Batch:
         """Columns that the next step reads: one more than the furthest position of a live row."""
         self.drawn = 0
         """The most tokens that a live row has drawn."""
-        self.decoded = Decoded()
+        self.steps = self.computed = 0
+        """Steps so far, and their rows."""
 
     def run(self) -> Replies:
         while self.live or self.admitted < len(self.queue.place_B):
@@ -295,7 +296,8 @@ class _Batch:
         self.state[2:4, : self.live] += 1
         self.columns += 1
         self.drawn += 1
-        self.decoded += Decoded(steps=1, rows=self.live)
+        self.steps += 1
+        self.computed += self.live
         ended_R = (token_R[:, None] == self.stop_ids).any(1)
         over_R = ended_R | (drawn_R >= self.sampling.max_tokens)
         if over_R.any():
@@ -338,5 +340,5 @@ class _Batch:
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ended=self.ended_B.tolist(),
             routes=self.routes.packed(length_B) if self.routes else [None] * len(length_B),
-            decoded=self.decoded,
+            decoded=Decoded(steps=self.steps, rows=self.computed),
         )

@@ -22,11 +22,11 @@ _own: dict[tuple[Path, int], Path] = {}
 
 def memory_folder(size: int) -> str:
     """A new folder with room for so many bytes: in shared memory if they fit, else in the temporary directory."""
-    shared = SHARED.is_dir() and os.access(SHARED, os.W_OK)
-    if shared:
-        _sweep(SHARED)
+    disk, shared = Path(tempfile.gettempdir()), SHARED.is_dir() and os.access(SHARED, os.W_OK)
+    for place in (SHARED, disk):
+        _sweep(place)
     fits = shared and shutil.disk_usage(SHARED).free > 1.2 * size
-    return tempfile.mkdtemp(dir=_held(SHARED if fits else Path(tempfile.gettempdir())))
+    return tempfile.mkdtemp(dir=_held(SHARED if fits else disk))
 
 
 def _held(place: Path) -> Path:
@@ -35,7 +35,6 @@ def _held(place: Path) -> Path:
     known = _own.get((place, process))
     if known is not None and (known / LOCK).exists():
         return known
-    _sweep(place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
