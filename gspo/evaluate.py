@@ -202,6 +202,8 @@ def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate
     )
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")
+    if samples > 1:
+        print(f"  avg@k: of the first k replies of a problem; pass@k: estimated from all {samples}")
     if done.unscored:
         print(f"  {done.unscored} replies have no verdict (unscored) and are left out")
 

@@ -41,7 +41,7 @@ from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
 from gspo.policy.adapter import adapted
 from gspo.policy.checkpoint import TrainerState
-from gspo.policy.model import fingerprint_of
+from gspo.policy.location import fingerprint_of
 from gspo.start import describe, supervised_start
 from gspo.step import Collected, Learned, Parts, collect, learn
 from gspo.stop import Interrupted, StopRequest

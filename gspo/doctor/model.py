@@ -19,7 +19,8 @@ from gspo.doctor.machine import free_memory, human
 from gspo.doctor.memory import weight_bytes
 from gspo.errors import ConfigError, GspoError
 from gspo.policy import adapter
-from gspo.policy.model import build_model, device_of, load_errors, load_policy, location
+from gspo.policy.location import load_errors, location
+from gspo.policy.model import build_model, device_of, load_policy
 from gspo.policy.routing import check_replay, says_it_routes
 from gspo.rollout.engine import EngineContext, build_engine
 

@@ -7,30 +7,25 @@ probabilities are the sampler's; no code from the model's repository unless it w
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.policy import adapter
 from gspo.policy.head import head_of
 from gspo.policy.kernels.norm import replace_norms
+from gspo.policy.location import load_errors, location
 from gspo.policy.packing import reads_packed
 from gspo.policy.quantized import quantize
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
 """Below this, threads cost more than they give."""
-_BLOCK, _BLOCKS = 1 << 20, 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,72 +181,6 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
         # The adapter must find its model wherever it is loaded from.
         adapter.attach(model, config.lora, base=str(place.absolute()) if place.exists() else config.path, seed=seed)
     return model
-
-
-def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds the model (of an adapter: the one it belongs to), and the option that names a .gguf file there."""
-    base = adapter.base_of(config.path)
-    path = os.path.expanduser(base or config.path)
-    if base and not Path(path).exists() and _looks_local(path):
-        raise ConfigError(f"model.path: {base}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
-    if not path.endswith(".gguf"):
-        _check_local(path)
-        return path, {}
-    if not Path(path).is_file():
-        raise ConfigError(f"model.path: {path}: no such file")
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"model.path: {path}: reading it needs the gguf package; run: pip install gguf")
-    return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
-
-
-@contextmanager
-def load_errors(config: ModelConfig) -> Iterator[None]:
-    """What transformers says of a model it cannot load, as one line."""
-    try:
-        yield
-    except Exception as error:
-        pickled = type(error).__name__ == "UnpicklingError"
-        if not pickled and not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
-            raise
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
-        path = adapter.base_of(config.path) or config.path
-        local = "" if Path(path).expanduser().exists() else " (and there is no such file or directory here)"
-        of = f", the model of the adapter in {config.path}" if path != config.path else ""
-        raise ConfigError(f"model.path: cannot load {path!r}{of}{local}: {reason}") from error
-
-
-def _check_local(path: str) -> None:
-    """A path that looks local must exist: the hub's error for it would mislead."""
-    local = Path(path)
-    if _looks_local(path) and not local.is_dir():
-        raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
-    if local.is_dir() and not (local / "config.json").is_file():
-        hint = "; a run keeps its models in checkpoints/" if (local / "checkpoints").is_dir() else ""
-        raise ConfigError(f"model.path: {path}: has no config.json, so it is not a model directory{hint}")
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".gguf")
-
-
-def fingerprint_of(config: ModelConfig) -> str:
-    """Of the files that hold the given model's weights; empty if they are not here, but on the hub. Of a large file, blocks
-    at even distances are read."""
-    if config.build:
-        return ""
-    place, options = location(config)
-    folder = Path(place)
-    files = [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))  # fmt: skip
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(_BLOCK, size // _BLOCKS)):
-                file.seek(start)
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest() if files else ""
 
 
 def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:

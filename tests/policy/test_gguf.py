@@ -116,6 +116,6 @@ def test_it_is_trained_and_saved_as_a_plain_model_or_an_adapter(lora: int, file:
 def test_a_missing_file_and_a_missing_package_are_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"model.path: .*none.gguf: no such file"):
         load_tokenizer(ModelConfig(path=str(file.with_name("none.gguf"))))
-    monkeypatch.setattr("gspo.policy.model.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gspo.policy.location.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"reading it needs the gguf package; run: pip install gguf"):
         load_tokenizer(ModelConfig(path=str(file)))
