@@ -98,7 +98,8 @@ def check_uniform(case: Case) -> Iterator[Finding]:
     assert case.objective is not None
     share = interval([float(g.uniform) for g in case.groups])
     mixed = case.objective.keep == "mixed"
-    what = f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards throughout and teach nothing{_kinds(case.groups)}"
+    penalty = " but the length penalty" if case.objective.shape == "soft_overlong" and not mixed else ""
+    what = f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards throughout and teach nothing{penalty}{_kinds(case.groups)}"
     numbers: dict[str, Any] = {"share": share.value, "low": share.low, "high": share.high, "groups": len(case.groups)}
     if case.cold:
         yield _after_cold_start(case, what, numbers)

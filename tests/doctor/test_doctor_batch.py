@@ -145,6 +145,15 @@ def test_uniform_groups(
     assert words in finding.do
 
 
+@pytest.mark.parametrize(("name", "told"), [("gspo", True), ("dapo", False)])
+def test_uniform_groups_teach_a_length_penalty_unless_they_are_discarded(
+    tiny: Callable[..., Config], examined: Any, name: str, told: bool
+) -> None:
+    config = tiny(f"objective.name={name}", "objective.shape=soft_overlong")
+    found = examined(config, *SAMPLED, "objective", "uniform groups", value=uniform_half, prompts=4)
+    assert ("teach nothing but the length penalty" in found["uniform groups"][0].what) is told
+
+
 def test_a_refill_budget_that_is_too_small(tiny: Callable[..., Config], examined: Any) -> None:
     names = (*SAMPLED, "objective", "uniform groups")
     right = examined(tiny("objective.name=dapo"), *names, value=varied, prompts=4)
