@@ -23,6 +23,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v")
 MOST_SEED_LINES = 5
+MOST_BANDS = 6
+"""With more arms than this only means are drawn: ranges and single seeds would hide each other."""
 MOST_DECADES = 1e4
 """How far below its highest value a logarithmic axis reaches: what collapsed to nothing would squeeze the rest."""
 FLIPS = {
@@ -147,13 +149,13 @@ def _figure(series: Sequence[Series], panels: int, **options: Any) -> tuple[Figu
 
 
 def _draw(axis: Any, series: Sequence[Series], key: str, label: str, *, window: int, marked: bool = False, log: bool = True) -> None:  # fmt: skip
-    """A metric of every arm: the mean over seeds, the range between them, and single seeds if they are few. `log`: on a
-    logarithmic axis if its values span orders of magnitude."""
+    """A metric of every arm: the mean over seeds, the range between them, and single seeds if they are few; of many
+    arms the means alone. `log`: on a logarithmic axis if its values span orders of magnitude."""
     drawn: list[Curve] = []
     for number, s in enumerate(series):
         curves = [curve(run, key, window) for run in s.runs]
         drawn += curves
-        _arm(axis, band(curves), curves, style(number), "o" if marked else None)
+        _arm(axis, band(curves), curves if len(series) <= MOST_BANDS else (), style(number), "o" if marked else None)
     axis.set(xlabel="sampled tokens", ylabel=label)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if log and wide(drawn):
@@ -186,7 +188,8 @@ def _bars(axis: Any, numbers: Sequence[ArmNumbers]) -> None:
             axis.bar(number + offset, mean.value, 0.38, color=COLOURS[number % len(COLOURS)], alpha=fill)
             if len(mine) > 1 and min(mine) > 0:
                 axis.plot([number + offset] * 2, [min(mine), max(mine)], color="0.15", linewidth=1)
-            axis.annotate(f"{mean.value:.2g}", (number + offset, max([mean.value, *mine])), ha="center", va="bottom", fontsize=7, xytext=(0, 2), textcoords="offset points")  # fmt: skip
+            if len(numbers) <= MOST_BANDS:
+                axis.annotate(f"{mean.value:.2g}", (number + offset, max([mean.value, *mine])), ha="center", va="bottom", fontsize=7, xytext=(0, 2), textcoords="offset points")  # fmt: skip
     turned = {"rotation": 20 if len(numbers) < 6 else 60, "ha": "right", "rotation_mode": "anchor"} if len(numbers) > 2 else {}  # fmt: skip
     axis.set_xticks(range(len(numbers)), [shown(a.label, 14) for a in numbers], fontsize=8, **turned)
     axis.set_ylabel("mean share clipped\n(dark: tokens, light: replies)")

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from by_hand import rows_of, step_row
 
-from gspo.compare import record
+from gspo.compare import figures, record
 from gspo.compare.comparison import report
+from gspo.compare.curves import Run, Series
 from gspo.compare.intervals import Number
 from gspo.compare.record import Record
 from gspo.compare.report import write_report
@@ -219,3 +220,15 @@ def test_no_arm_is_called_better_unless_the_intervals_say_so(
     text = verdict(arm("gspo", after, difference), arm("grpo", (0.5, 0.4, 0.6), None))
     assert words in text
     assert ("better by" in text or "worse by" in text) == words.endswith("than chance")
+
+
+@pytest.mark.parametrize(("arms", "bands", "lines"), [(6, 6, 18), (7, 0, 7)])
+def test_many_arms_are_drawn_by_their_means(arms: int, bands: int, lines: int) -> None:
+    def run(seed: int) -> Run:
+        rows = rows_of(0.3, 0.5 + 0.1 * seed)
+        return Run(path=Path(), settings={"seed": seed}, rows=rows, minutes=1.0, finished=True, problem=None)
+
+    figure = figures.accuracy([Series(label=f"arm {i}", runs=[run(0), run(1)]) for i in range(arms)])
+    assert figure is not None
+    sampled = figure.axes[0]
+    assert (len(sampled.collections), len(sampled.lines)) == (bands, lines)
