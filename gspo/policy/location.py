@@ -28,15 +28,15 @@ _BLOCK, _BLOCKS = 1 << 20, 1 << 10
 
 def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Where transformers finds the model (of an adapter: the one it belongs to), and the option that names a .gguf file there."""
-    base = adapter.base_of(config.path)
-    path = os.path.expanduser(base or config.path)
-    if base and not Path(path).exists() and _looks_local(path):
-        raise ConfigError(f"model.path: {base}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
+    named = _named(config)
+    path = os.path.expanduser(named)
+    if named != config.path and not Path(path).exists() and _looks_local(path):
+        raise ConfigError(f"model.path: {named}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
     if not path.endswith(".gguf"):
         _check_local(path)
         return (path if Path(path).is_dir() else _from_hub(path)), {}
     if not Path(path).is_file():
-        raise ConfigError(f"model.path: {path}: no such file")
+        raise ConfigError(f"model.path: {path}: no such file; give a directory, a hub name or a .gguf file")
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"model.path: {path}: reading it needs the gguf package; run: pip install gguf")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
@@ -53,10 +53,15 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
-        path = adapter.base_of(config.path) or config.path
+        path = _named(config)
         local = "" if Path(path).expanduser().exists() else " (and there is no such file or directory here)"
         of = f", the model of the adapter in {config.path}" if path != config.path else ""
         raise ConfigError(f"model.path: cannot load {path!r}{of}{local}: {reason}") from error
+
+
+def _named(config: ModelConfig) -> str:
+    """What the setting names; of an adapter, the model it belongs to."""
+    return adapter.base_of(config.path) or config.path
 
 
 def _check_local(path: str) -> None:
@@ -100,8 +105,7 @@ def _resolves(host: str) -> bool:
 def fingerprint_of(config: ModelConfig) -> str:
     """Of the files that hold the given model's weights; empty if they are not here, but on the hub. Of a large file, blocks
     at even distances are read."""
-    given = os.path.expanduser(adapter.base_of(config.path) or config.path)
-    if config.build or not Path(given).exists():
+    if config.build or not Path(_named(config)).expanduser().exists():
         return ""
     place, options = location(config)
     folder = Path(place)
