@@ -3,7 +3,7 @@
 In: nothing but a CUDA device. Out: one table per part: milliseconds (median of `--repeats`, those of all ways interleaved,
 after warm-ups), peak memory beyond what was allocated before, and the error of the gradients against float64.
 
-    python benchmarks/gpu.py [head] [decode] [learn] [step] [--repeats 5]
+    python benchmarks/gpu.py [head] [decode] [large] [learn] [step] [--repeats 5]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, built
+from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, bench_large, built
 from gpu_peers import peer_heads
 from gpu_step import bench_step
 from torch import Tensor
@@ -276,7 +276,7 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
         )
 
 
-PARTS = {"head": bench_head, "decode": bench_decode, "learn": bench_learn, "step": bench_step}
+PARTS = {"head": bench_head, "decode": bench_decode, "large": bench_large, "learn": bench_learn, "step": bench_step}
 
 
 def main() -> int:

@@ -15,6 +15,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from gspo.config import LoraConfig
+from gspo.policy.adapter import attach
 from gspo.policy.batch import Row, make_plan
 from gspo.policy.logprobs import planned_logprobs
 from gspo.policy.packing import reads_packed
@@ -31,6 +33,18 @@ DENSE = {
 }  # fmt: skip
 EXPERTS = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True}  # fmt: skip
 SHAPES = {"dense, Qwen3-0.6B shape": ("qwen3", DENSE), "MoE, 16 layers, 64 experts, top 8": ("qwen3_moe", {**DENSE, **EXPERTS})}  # fmt: skip
+LARGE = {
+    "dense, Qwen3-8B shape": ("qwen3", {
+        "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    }),
+    "MoE, Qwen3-30B-A3B shape": ("qwen3_moe", {
+        "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    }),
+}  # fmt: skip
+"""Models that do not fit a second time in float32."""
 
 
 class Silent:
@@ -161,6 +175,33 @@ def bench_decode(repeats: int) -> None:
         del model
 
 
-def line(name: str, speed: Speed, note: str) -> None:
-    step = 1e3 * SEQUENCES / speed.rate
+def bench_large(repeats: int) -> None:
+    """The same call for models of real size, and with adapters on every linear layer of attention and MLP."""
+    print(f"\nDecoding large models: {PROMPT}-token prompts in groups of 8, bf16")
+    print(f"{'way':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    for name, (kind, fields) in LARGE.items():
+        model = built(kind, fields)
+        base = _large_lines(name, model, repeats)
+        attach(model, LoraConfig(rank=16), base="", seed=0)
+        model.to(CUDA)
+        adapted = _large_lines(f"{name}, LoRA rank 16", model, repeats)
+        print(f"  with adapters {adapted / base:.0%} of the base model's rate", flush=True)
+        del model
+
+
+def _large_lines(name: str, model: Any, repeats: int) -> float:
+    engine = engine_of(model)
+    timed(engine, prompts_of(SEQUENCES // 8), 8, 8)
+    rate = 0.0
+    for completions, new in ((SEQUENCES, NEW), (SEQUENCES // 2, 4 * NEW)):
+        best = max(
+            (timed(engine, prompts_of(completions // 8), 8, new)[0] for _ in range(repeats)), key=lambda s: s.rate
+        )
+        line(f"{name}: {completions} x {new} tokens", best, "paged" if engine.paged else "NOT paged", rows=completions)
+        rate = rate or best.rate
+    return rate
+
+
+def line(name: str, speed: Speed, note: str, rows: int = SEQUENCES) -> None:
+    step = 1e3 * rows / speed.rate
     print(f"{name:<66} {step:>8.2f} {speed.rate:>8.0f} {speed.extra / 2**30:>10.2f}  {note}", flush=True)

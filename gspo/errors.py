@@ -45,3 +45,7 @@ class WeightSyncError(EngineError):
 
 class MismatchError(GspoError, RuntimeError):
     """The sampling engine's probabilities are too far from the learner's for what was asked."""
+
+
+class KernelWarning(RuntimeWarning):
+    """A kernel of this package failed where it should work: a bug here, not a limit of the model. Tests raise it."""

@@ -8,6 +8,8 @@ tries before `CachedRows` is used. Shape suffixes as in `engines/local.py`.
 from __future__ import annotations
 
 import inspect
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,8 +18,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from gspo.errors import KernelWarning
 from gspo.policy.attention_kinds import attention_kinds
 from gspo.policy.kernels.packed import NAME
+from gspo.policy.memory import out_of_memory
 from gspo.policy.routing import Routers
 
 BLOCK = 64
@@ -285,11 +289,21 @@ def difference_in_trial(model: Any, opened: Opened) -> str | None:
     try:
         error = _trial(model, opened)
     except Exception as problem:  # any failure inside foreign model code means the same: do not use it
+        if _inside_kernels(problem):
+            warnings.warn(
+                f"a kernel of engine 'local' fails for {name}; please report this bug", KernelWarning, stacklevel=2
+            )
         return f"{name} cannot use the engine's cache ({type(problem).__name__}: {problem})".splitlines()[0]
     precise = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     if not error <= (1e-3 if precise else 0.1):
         return f"{name} gives other logits with the engine's cache (off by {error:.2g} of their spread)"
     return None
+
+
+def _inside_kernels(problem: Exception) -> bool:
+    """Whether one of our own kernels raised it: then the model is not to blame, and the slow path hides a bug."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(problem.__traceback__))
+    return not out_of_memory(problem) and any(name.startswith("gspo.rollout.paged.kernels") for name in modules)
 
 
 @torch.no_grad()

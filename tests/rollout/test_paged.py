@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from interpreted import CUDA, INTERPRETED, run_interpreted
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gspo.errors import NumericalError
+from gspo.errors import KernelWarning, NumericalError
 from gspo.policy.routing import find_routers
 from gspo.rollout.draw import draw, uniform
 from gspo.rollout.engine import Decoded, EngineContext
@@ -300,6 +301,16 @@ def test_replies_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert captured[0] == 24
 
 
+def test_a_failing_kernel_is_a_bug_and_not_an_unsupported_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        raise ValueError("num_warps must be a power of 2")
+
+    broken = FunctionType(broken.__code__, {"__name__": kernels.kernels_for(DEVICE).__name__, "ValueError": ValueError})
+    monkeypatch.setattr(kernels.kernels_for(DEVICE), "normed", broken)
+    with pytest.warns(KernelWarning, match="Qwen3MoeForCausalLM; please report"):
+        assert "num_warps" in (obstacle_to_pages(model) or "")
+
+
 # --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
 
 
@@ -342,6 +353,16 @@ def test_norm_and_gate_on_triton(size: int) -> None:
     x, weight = random(7, 1, size), random(size, seed=1)
     torch.testing.assert_close(fused.normed(x, weight, 1e-6), plain.normed(x, weight, 1e-6))
     torch.testing.assert_close(fused.gated(x, x.flip(0)), plain.gated(x, x.flip(0)))
+
+
+@on_triton
+@pytest.mark.parametrize("size", [1, 48, 300, 768, 1408, 5000])
+def test_every_expert_width_can_be_launched_on_triton(size: int) -> None:
+    """The interpreter ignores the number of warps; a compiled launch takes powers of two only."""
+    plain, fused = twins()
+    assert fused._warps(size) in (1, 2, 4, 8)
+    x = random(3, 2 * size)
+    torch.testing.assert_close(fused.halves_gated(x), plain.halves_gated(x))
 
 
 @on_triton

@@ -32,7 +32,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(size)
-    _normed[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(block))
+    _normed[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
     return out
 
 
@@ -152,8 +152,9 @@ def advanced(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, ma
     )  # fmt: skip
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
+def _warps(size: int) -> int:
+    """Triton accepts powers of two only, and sizes such as Qwen3-30B-A3B's expert width (768) are not."""
+    return max(1, min(8, triton.next_power_of_2(size) // 256))
 
 
 @triton.jit
