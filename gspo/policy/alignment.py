@@ -5,7 +5,7 @@ memory of its own, aligned to 64 bytes. Invariant: two names of one tensor stay 
 
 A weight that is read from a file lies wherever the file's header ends, and a fresh one at a multiple of 64 bytes. MKL chooses
 instructions by the alignment of its operands, so without this a resumed run would differ from an uninterrupted one in the last
-bit. Intel promises repeatable results for operands that are aligned to 64 bytes.
+bit.
 """
 
 from __future__ import annotations

@@ -252,7 +252,6 @@ def _settle(model: Any, config: ModelConfig) -> None:
 
 
 def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    elif device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS:
-        torch.set_num_threads(1)
+    tiny = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS
+    # A number that was set is one that MKL does not change as it runs, which would change how sums are split and rounded.
+    torch.set_num_threads(config.threads or (1 if tiny else torch.get_num_threads()))
