@@ -11,27 +11,30 @@ DEV := $(VENV)/.ready-dev
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
+# Tests and benchmarks use one thread each, unless told otherwise: OMP_NUM_THREADS=2 make test
+test test-slow test-faults test-browser test-vllm bench-rollout bench-dashboard: export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo test test-slow test-faults test-browser test-vllm lint docs bench-rollout bench-dashboard bench-cpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not browser and not vllm" $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not browser and not vllm" $(ARGS)
 
 test-slow: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not browser and not vllm" --ignore=tests/faults $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not browser and not vllm" --ignore=tests/faults $(ARGS)
 
 test-faults: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/faults $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/faults $(ARGS)
 
 # Needs Chromium (apt-get install chromium).
 test-browser: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(ARGS)
+	$(BIN)/python -m pytest -m browser $(ARGS)
 
 # vLLM, its CPU build, in an environment of its own; a test that cannot use it fails.
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/rollout $(ARGS)
+	HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/rollout $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -42,10 +45,10 @@ docs: $(DEV)
 	$(BIN)/python docs/generate.py
 
 bench-rollout: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollout_cpu.py
+	$(BIN)/python benchmarks/rollout_cpu.py
 
 bench-dashboard: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dashboard.py $(ARGS)
+	$(BIN)/python benchmarks/dashboard.py $(ARGS)
 
 # TRL, the peer, in an environment of its own.
 bench-cpu: $(READY)

@@ -53,7 +53,7 @@ class ModelConfig:
     device: str = "auto"
     """`auto` takes the GPU if there is one."""
     threads: int = 0
-    """CPU threads; 0 chooses (one for tiny models, which run many times faster that way)."""
+    """CPU threads; 0 chooses: one for tiny models, which run many times faster that way, else `OMP_NUM_THREADS` or all cores."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False

@@ -1,7 +1,11 @@
-"""Tiny runs for tests: a model of a few thousand weights, a generated task, a directory of its own."""
+"""Tiny runs for tests: a model of a few thousand weights, a generated task, a directory of its own.
+
+Tests use `OMP_NUM_THREADS` threads (default 1). `GSPO_TESTS_OFFSET=8` has all loaded tensors begin 8 bytes after a multiple of 64.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,14 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from misaligned import misalign_loading
 
+import gspo.policy.model
 from gspo import config as settings
 from gspo.config import Config
 from gspo.observe.run_dir import RunDir
 from gspo.step import Parts
 from gspo.train import _build_parts, run_objective
 
-torch.set_num_threads(1)
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
+gspo.policy.model.TINY_PARAMETERS = 0  # tiny models too use as many threads as the tests were asked to use
+
+if "GSPO_TESTS_OFFSET" in os.environ:
+    misalign_loading(int(os.environ["GSPO_TESTS_OFFSET"]))
 
 
 class SilentDisplay:

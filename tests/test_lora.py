@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from gspo.loop import Loop
 from gspo.observe.run_dir import read_jsonl
 from gspo.policy import adapter
 from gspo.policy.model import build_model, char_tokenizer, load_policy, load_tokenizer
-from gspo.policy.quantized import linear_layers, numbers_in
+from gspo.policy.quantized import linear_layers, numbers_in, plain
 from gspo.train import resume, run_objective, train
 
 IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
@@ -241,6 +242,43 @@ def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callabl
     full = tiny("model.build=", f"model.path={folder}", "steps=1", run_dir="full")
     train(full, display)
     assert (last(full) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", [True, False], ids=["with bfloat16 instructions", "without"])
+def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
+    instructions: bool, dtype: str, base: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling comes first, without gradients; learning then must have them, and the merged model must be the same one."""
+    import bitsandbytes.functional
+    import bitsandbytes.nn.modules
+
+    for module in (bitsandbytes.functional, bitsandbytes.nn.modules):
+        monkeypatch.setattr(module, "has_avx512bf16", lambda: instructions)
+    config = ModelConfig(path=base(attention_bias=True), device="cpu", quantize="nf4", dtype=dtype, lora=LoraConfig(rank=2))  # type: ignore[arg-type]  # fmt: skip
+    tokenizer = load_tokenizer(config)
+    small, whole = (load_policy(config, tokenizer, seed=0).model for _ in range(2))
+    for layer in adapter.layers(whole).values():
+        layer.base_layer = plain(layer.base_layer, whole.dtype).requires_grad_(False)
+    for model in (small, whole):
+        torch.manual_seed(0)
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampled = logits(small)
+        for model in (small, whole):
+            model(input_ids=IDS).logits.float().square().sum().backward()
+    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 5e-2, "atol": 5e-2}
+    torch.testing.assert_close(sampled, logits(whole), **exact)
+    for ours, theirs in zip(small.parameters(), whole.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            scale = theirs.grad.abs().max()
+            torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, **exact)
+    adapter.merge(small)
+    torch.testing.assert_close(logits(small), sampled, rtol=1e-2, atol=5e-2 if dtype == "bfloat16" else 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- where the model is

@@ -1,7 +1,8 @@
 """The model and its tokenizer: loaded, or built small from a config.
 
 In: `ModelConfig`. Out: a `Policy`. Invariant: no dropout and no other noise in any forward, so that the learner's
-probabilities are the sampler's; no code from the model's repository unless it was asked for.
+probabilities are the sampler's; weights are aligned in memory wherever they came from, so that a resumed run rounds as an
+uninterrupted one does; no code from the model's repository unless it was asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.policy import adapter
+from gspo.policy.alignment import align
 from gspo.policy.head import head_of
 from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.location import load_errors, location
@@ -92,6 +94,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and graphs go to the current card
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
+    align(model)
     _settle(model, config)
     _choose_threads(model, config, device)
     if device.type == "cpu":
@@ -249,7 +252,6 @@ def _settle(model: Any, config: ModelConfig) -> None:
 
 
 def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    elif device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS:
-        torch.set_num_threads(1)
+    tiny = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS
+    # A number that was set is one that MKL does not change as it runs, which would change how sums are split and rounded.
+    torch.set_num_threads(config.threads or (1 if tiny else torch.get_num_threads()))

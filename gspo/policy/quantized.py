@@ -2,12 +2,14 @@
 weights stay as they are.
 
 In: a loaded model. Out: the same model with its linear layers replaced, all but the output layer and routers. Invariant: the
-layers compute with the weights that `restore` gives back, so what was trained beside them can be added to just these.
+layers compute with the weights that `restore` gives back, so what was trained beside them can be added to just these; they do so
+on every CPU, with gradients.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,9 @@ import torch
 from torch import nn
 
 from gspo.errors import ConfigError
+
+# It complains at import that a kernel of the hub is missing on a CPU with bfloat16 instructions. That kernel is never used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 BITS = 4.127
 """Per weight: 4, and the scales of blocks of 64, themselves in 8 bits with a float32 scale per 256 of them."""
@@ -44,6 +49,9 @@ def quantize(model: Any, device: torch.device) -> None:
         )  # fmt: skip
         small.weight = Params4bit(layer.weight.data.contiguous(), requires_grad=False, quant_type="nf4", compress_statistics=True)  # fmt: skip
         small.bias = layer.bias
+        # On a CPU with bfloat16 instructions the layer would repack its weights at the first forward without gradient, for good.
+        # The kernel for that layout rounds inputs to bfloat16 and has no gradient, and `dequantize_4bit` cannot read the layout.
+        small.support_avx512bf16_for_cpu = False
         _put(model, path, small.to(device))
 
 

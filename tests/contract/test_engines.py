@@ -26,7 +26,6 @@ SAMPLING = Sampling(max_tokens=12)
 
 @pytest.fixture(scope="module")
 def context() -> EngineContext:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     inner = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")

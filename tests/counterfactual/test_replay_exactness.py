@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from made_runs import copy_of, make_run, rebuilt
+from misaligned import misalign_loading
 from safetensors.torch import load_file, save_file
 
 from gspo.counterfactual.source import open_run
@@ -48,6 +49,17 @@ def test_rolling_forward_gives_the_weights_of_the_checkpoint_it_passes(run: Path
     assert rolled.start == 0
     assert all(a.exact for a in rolled.agreements)
     assert rolled.learned.tokens.logp_N.tolist() == direct.learned.tokens.logp_N.tolist()
+
+
+@pytest.mark.parametrize("offset", [8, 16, 32, 48])
+def test_weights_that_lie_elsewhere_in_memory_give_the_same_step(
+    offset: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of(run, tmp_path, without=(1, 2))
+    misalign_loading(offset, monkeypatch.setattr)
+    agreements = rebuilt(copy, 3).agreements
+    assert len(agreements) == 3
+    assert all(a.exact for a in agreements)
 
 
 def test_a_changed_weight_is_noticed(run: Path, tmp_path: Path) -> None:

@@ -32,6 +32,6 @@ def test_any_text_has_a_last_number_or_none(text):
 
 def test_long_texts_are_read_in_no_time():
     for text in ("1" * 10**6, "1," * 10**6, "-" * 10**6, "1,111" * 10**5):
-        start = time.perf_counter()
+        start = time.process_time()
         last_number(text)
-        assert time.perf_counter() - start < 3
+        assert time.process_time() - start < 3

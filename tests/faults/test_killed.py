@@ -98,14 +98,14 @@ def test_f8_nothing_outlives_a_killed_trainer(tiny: Callable[..., Config], tmp_p
         go(tiny("steps=500", "eval.every=0"))
 
     child = forked(work)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and len(read_jsonl(tmp_path / "run/metrics.jsonl")) < 2:
         time.sleep(0.05)
     mine = marked(mark) - {child}
     assert mine, "the reward workers were not found, so their end would prove nothing"
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60  # on a busy machine; they do not last 5 s on an idle one
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not marked(mark)

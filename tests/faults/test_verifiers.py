@@ -78,7 +78,7 @@ def test_f20_a_bomb_is_over_within_its_limit(
     pool = make_pool("math_answer", options={"math_answer": {"limit_s": LIMIT_S}}, timeout_s=timeout_s)
     began = time.monotonic()
     (score,) = pool.score([group([BOMBS[bomb]], answer="72")])[0]
-    assert time.monotonic() - began < timeout_s + 1
+    assert time.monotonic() - began < 10 * timeout_s  # about 1 s later on an idle machine; without a limit, never
     assert score.reward in (0.0, None)
     assert (score.status is Status.UNSCORED) == (score.reward is None)
     assert scores(pool, group, [("\\boxed{72}", "72", 1.0)]) == [1.0]

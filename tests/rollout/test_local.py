@@ -77,7 +77,6 @@ class Digits:
 
 
 def model_of(name: str, fields: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).eval()
 

@@ -55,7 +55,6 @@ OTHER = {
 
 
 def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=dtype).eval()
     return model.to(DEVICE)

@@ -66,9 +66,9 @@ def test_hostile_text_never_raises(text):
     ],
 )  # fmt: skip
 def test_malformed_too_long_or_too_deep_has_no_value(text):
-    start = time.perf_counter()
+    start = time.process_time()
     assert evaluate(text) is None
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_nesting_up_to_the_limit_is_read():
