@@ -448,6 +448,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
+    """A `Config` from settings by dotted key, as `flat` gives them; those that are missing have their defaults."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        _set(tree, key, value)
+    return from_tree(tree, where=where)
+
+
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys that are not the same in all of them; a missing key is not the same as any value."""
     keys = sorted({key for values in settings for key in values})

@@ -159,7 +159,7 @@ class Loop:
         """Restore a checkpoint and forget everything after it."""
         state = checkpoint.read_state(path)
         if state.problems != self._fingerprint:
-            raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
+            raise ConfigError("data: the problems are not those the run began with (rows, order, template, tokenizer or the version of gspo changed); put them back, or start a new run")  # fmt: skip
         if state.model != self._given and state.model:
             raise ConfigError(f"model.path: the weights in {self.config.model.path} are not those the run began with; put them back, or start a new run")  # fmt: skip
         self._check_settings(state.settings)

@@ -52,6 +52,8 @@ class Prompt:
     text: str
     """What the model sees, after the chat template."""
     token_ids: tuple[int, ...]
+    key: str = ""
+    """Equal for problems that ask the same; no key is both trained on and held out."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
 
