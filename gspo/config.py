@@ -233,7 +233,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: int = 5
-    """An alarm (uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations, "engine apart" in one step after this many."""
+    """An alarm (nothing trained, uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations, "engine apart" in one step after this many."""
     stop: tuple[str, ...] = ()
     """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
 

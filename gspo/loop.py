@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ LEFT_OUT = {
     "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter leaves them out)",
     "empty": "were empty",
     "alone": "had no other left in their group to be compared with",
-    "not mixed": "were in groups that are all right or all wrong (objective.keep = mixed)",
+    "not mixed": "were in groups whose replies all have the same reward (objective.keep = mixed)",
 }
 """What became of replies that were not learned from, in words."""
 
@@ -72,6 +73,10 @@ class Loop:
         self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
         self.config = parts.config
         self.unscored = 0
+        self.idle = 0
+        """Steps of this process that trained on nothing."""
+        self.began = 0
+        """The step that this process went on from."""
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
         read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
@@ -131,6 +136,14 @@ class Loop:
             return state.step >= self.config.steps
         return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
 
+    def planned_steps(self, state: TrainerState) -> int:
+        """After how many steps the run will end; where sampled tokens decide, at the pace so far."""
+        steps, tokens = self.config.steps, self.config.tokens
+        if not tokens:
+            return steps
+        expected = math.ceil(state.step * tokens / state.tokens) if state.tokens else steps
+        return state.step if self.over(state) else min(max(expected, state.step + 1), 2 * steps)
+
     def _reached(self, state: TrainerState) -> TrainerState:
         self._last = state
         return state
@@ -173,7 +186,7 @@ class Loop:
         self._alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
         for row in rows:
             self.display.evaluated(row)
-        self._saved = state.step
+        self._saved = self.began = state.step
         state = self._reached(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
 
@@ -234,7 +247,7 @@ class Loop:
         if state.step:
             self.run.timings(timings)
             self.sinks.log(state.step, metrics | timings)
-            self.display.step(state.step, self.config.steps, metrics, timings)
+            self.display.step(state.step, self.planned_steps(state), metrics, timings)
         else:
             self.display.evaluated(metrics)
         state = self._reached(replace(state, pending=None, offsets=self.run.offsets()))
@@ -322,6 +335,7 @@ class Loop:
         if learned is None:
             reasons = reasons_left_out(self.parts.objective, collected, None)
             told = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+            self.idle += 1
             self.run.event("nothing to learn", step=step, reasons=reasons)
             self.display.message(
                 f"step {step}: no group to learn from (of its replies {told}); the policy stays as it is"

@@ -49,7 +49,12 @@ class Outcome:
 
     run: Path
     step: int
+    began: int
+    """The step that this process went on from; 0: it began the run."""
     steps: int
+    """Steps after which the run ends; where sampled tokens decide, at the pace so far."""
+    idle: int
+    """Steps of this process that trained on nothing."""
     stopped_by: int | None
     """Signal that stopped it early."""
     before: Estimate | None
@@ -186,7 +191,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
-        run=run.path, step=state.step, steps=config.steps, stopped_by=None if loop.over(state) else stop.signal,
+        run=run.path, step=state.step, began=loop.began, steps=loop.planned_steps(state), idle=loop.idle, stopped_by=None if loop.over(state) else stop.signal,
         before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
     )  # fmt: skip
 

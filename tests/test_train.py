@@ -40,7 +40,7 @@ def same_checkpoint(a: Path, b: Path) -> bool:
 VARIANTS = {
     "gspo": (),
     "kl against a kept reference": ("objective.name=grpo",),
-    "dynamic sampling": ("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=2"),
+    "dynamic sampling": ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2"),
     "mixture of experts": ("model.build=tiny_moe",),
     "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
     "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
@@ -390,18 +390,34 @@ def test_some_unscored_replies_do_not_stop_a_run(tiny: Callable[..., Config], di
     assert rows[1]["reward/mean"] == pytest.approx(sum(scored) / len(scored))
 
 
-def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(tiny: Callable[..., Config], display: Any) -> None:
-    config = tiny("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=3")
+def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rare.py").write_text(
+        "def rare(prompts, completions, **columns):\n    return [float(c.count(' ') > 1) for c in completions]\n"
+    )
+    config = tiny("objective.keep=mixed", f"reward.functions={tmp_path}/rare.py:rare", "rollout.refill_budget=3")
     train(config, display)
-    for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert any(row["groups/discarded"] for row in rows)
+    for row in rows:
         replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
         trained = {r["prompt_id"] for r in replies if r["trained"]}
         assert row["groups/sampled"] - row["groups/discarded"] == len(trained) <= 4
         assert row["groups/sampled"] <= 12
         assert len(trained) == 4 or row["groups/sampled"] == 12
         for prompt in trained:
-            verdicts = [r["correct"] for r in replies if r["prompt_id"] == prompt]
-            assert 0 < sum(verdicts) < len(verdicts)
+            assert {r["reward"] for r in replies if r["prompt_id"] == prompt} == {0.0, 1.0}
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_although_none_counts_as_correct(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.name=dapo", "reward.correct_above=1000")
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert [row["reward/correct_fraction"] for row in rows] == [0, 0, 0]
+    assert all(row["samples/trained"] == 16 for row in rows)
 
 
 def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
@@ -429,11 +445,17 @@ def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
     assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
 
 
-def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
-    config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
-    train(config, display)
-    assert any("no group to learn from" in m and "all right or all wrong" in m for m in display.messages)
+def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """A length penalty sets equal replies apart, and dapo has one; that is no reason to train on them."""
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n"
+    )
+    config = tiny("objective.name=dapo", f"reward.functions={tmp_path}/same.py:same", "steps=3", "alarms.steps=2")
+    outcome = train(config, display)
+    assert any("no group to learn from" in m and "all have the same reward" in m for m in display.messages)
+    assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+    assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
 
 
 def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
