@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value")
     warnings.showwarning = _show_warning
     try:
+        if options.run in (train, demo, evaluate, compare, replay, doctor):
+            config.check_single_process()
         return int(options.run(options, overrides))
     except GspoError as error:
         print(f"gspo: {error}", file=sys.stderr)

@@ -77,6 +77,8 @@ class Loop:
         """Steps of this process that trained on nothing."""
         self.began = 0
         """The step that this process went on from."""
+        self._few = False
+        """Whether a step was told of that had fewer updates than mini-batches."""
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
         read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
@@ -341,6 +343,8 @@ class Loop:
                 f"step {step}: no group to learn from (of its replies {told}); the policy stays as it is"
             )
             return in_row
+        if len(learned.updates) < self.config.learner.mini_batches:
+            self._warn_of_few(step, len(learned.updates))
         for index, update in enumerate(learned.updates):
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:
@@ -353,6 +357,16 @@ class Loop:
                     f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
                 )
         return in_row
+
+    def _warn_of_few(self, step: int, updates: int) -> None:
+        """Fewer replies than mini-batches are left to train on. An event at every such step, a message at the first."""
+        self.run.event("fewer updates", step=step, updates=updates)
+        if not self._few:
+            self._few = True
+            self.display.message(
+                f"warning: step {step}: only {updates} replies were left to train on, so there were {updates} optimizer steps "
+                f"instead of {self.config.learner.mini_batches} (learner.mini_batches)"
+            )
 
     def _save(self, state: TrainerState, *, must: bool = True) -> None:
         """Write a checkpoint. One that cannot be written (a full disk) leaves the last one; training goes on unless it must."""

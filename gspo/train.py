@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, ModelConfig, RolloutConfig, check
+from gspo.config import Config, ModelConfig, RolloutConfig, anchored, check, check_single_process
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
@@ -72,7 +72,9 @@ class Outcome:
 
 def train(config: Config, display: Display) -> Outcome:
     """Start a new run."""
+    check_single_process()
     check(config)
+    config = anchored(config)
     objective = run_objective(config)
     for path in filter(None, (config.data.path, config.data.held_out_path)):
         check_file(path)
@@ -85,6 +87,7 @@ def train(config: Config, display: Display) -> Outcome:
 
 def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint; `steps` moves its end."""
+    check_single_process()
     run, config = RunDir.open(path)
     try:
         begin = _where_to_resume(run, display)

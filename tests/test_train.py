@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gspo import config as settings
+from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.observe.run_dir import read_jsonl
@@ -456,6 +457,74 @@ def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config],
     assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
     assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
+
+
+def test_fewer_replies_than_mini_batches_is_said_once(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, **columns):\n"
+        "    return [float(i % 4) if i % 4 < 2 else None for i in range(len(completions))]\n"
+    )
+    half = f"reward.functions={tmp_path}/half.py:half"
+    config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
+    train(config, display)
+    told = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer updates"]
+    assert (len(told), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
+
+
+def test_a_run_that_ends_by_tokens_never_shows_a_step_beyond_its_last(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    class Recording(type(display)):  # type: ignore[misc]
+        def step(self, step: int, steps: int, *rest: Any) -> None:
+            self.steps.append((step, steps))
+
+    shown = Recording()
+    outcome = train(tiny("steps=2", "tokens=420", "eval.every=0"), shown)
+    assert outcome.step > 2  # a step samples at most 160 tokens
+    assert all(step < steps for step, steps in shown.steps[:-1])
+    assert shown.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
+
+
+def test_one_of_several_processes_is_refused(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 processes .* not supported yet"):
+        train(config, display)
+    assert not run_of(config).exists()
+    assert main(["eval", "model", "--data", "addition"]) == 1
+
+
+def test_a_run_with_relative_paths_resumes_from_another_directory(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(home)
+    for name, rows in (("train", range(20)), ("test", range(30, 34))):
+        lines = [json.dumps({"prompt": f"sort {i}", "answer": str(i)}) + "\n" for i in rows]
+        (home / f"{name}.jsonl").write_text("".join(lines))
+    (home / "mine.py").write_text(
+        "def mine(prompts, completions, *, most=1.0, **columns):\n    return [min(most, len(c) % 3) for c in completions]\n"
+    )
+    task = tiny("steps=2")
+    tree = settings.flat(task) | {"data.path": "train.jsonl", "data.held_out_path": "test.jsonl", "data.held_out": 4}
+    tree |= {"reward.functions": ["mine.py:mine"], "data.task": ""}
+    tree = {k: v for k, v in tree.items() if not k.startswith(("data.task_", "data.split"))}
+    config = settings.from_flat(tree, where="test")
+    options = {"mine.py:mine": {"most": 2.0}}
+    config = replace(config, reward=replace(config.reward, options=options), steps=1)
+    train(config, display)
+    monkeypatch.chdir(elsewhere)
+    assert resume(run_of(config), display, steps=2).step == 2
+    saved = settings.load(run_of(config) / "config.toml")
+    assert saved.data.path == str(home / "train.jsonl")
+    assert saved.reward.options == {f"{home}/mine.py:mine": {"most": 2.0}}
 
 
 def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
