@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value")
     warnings.showwarning = _show_warning
     try:
+        if options.run in (train, demo, evaluate, compare, replay, doctor):
+            config.check_single_process()
         return int(options.run(options, overrides))
     except GspoError as error:
         print(f"gspo: {error}", file=sys.stderr)
@@ -207,8 +209,9 @@ def _report(outcome: object) -> int:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
         print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
     else:
-        steps = "1 step" if outcome.step == 1 else f"{outcome.step} steps"
-        print(f"Finished {steps} in {outcome.seconds / 60:.1f} minutes.")
+        taken = outcome.step - outcome.began
+        total = f" ({outcome.step} in all)" if outcome.began else ""
+        print(f"Finished {taken} step{'s' * (taken != 1)}{total} in {outcome.seconds / 60:.1f} minutes.")
     if outcome.before and not outcome.evaluated_at:
         print(f"Held-out accuracy, sampled, with its 95 % interval, before the first step: {outcome.before}")
     elif outcome.before and outcome.after:
@@ -218,6 +221,11 @@ def _report(outcome: object) -> int:
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.idle:
+        taken = outcome.step - outcome.began
+        print(
+            f"{outcome.idle} of {taken} steps trained on nothing and left the policy as it was; events.jsonl says why."
+        )
     if outcome.unscored:
         print(f"{outcome.unscored} replies could not be scored and were left out; rollouts/ says why.")
     if outcome.picture:

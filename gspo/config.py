@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import tomllib
 import types
@@ -233,7 +234,7 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: int = 5
-    """An alarm (uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations, "engine apart" in one step after this many."""
+    """An alarm (nothing trained, uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations, "engine apart" in one step after this many."""
     stop: tuple[str, ...] = ()
     """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
 
@@ -342,6 +343,12 @@ def check(config: Config) -> None:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
     if config.learner.old_logp == "sampler" and config.learner.mini_batches == 1:
         raise ConfigError('learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always compared; set more, or "recompute"')  # fmt: skip
+    completions = config.rollout.prompts * config.rollout.replies
+    if config.learner.mini_batches > completions:
+        raise ConfigError(
+            f"learner.mini_batches: {config.learner.mini_batches} optimizer steps cannot share the {completions} completions of a "
+            f"step (rollout.prompts x rollout.replies); set it to {completions} or less"
+        )
     if config.tokens and not config.steps:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
     if bool(config.model.path) == bool(config.model.build):
@@ -371,6 +378,60 @@ def check(config: Config) -> None:
     for sink in config.log.sinks:
         if sink not in known:
             raise ConfigError(f"log.sinks: unknown sink {sink!r}; known: {', '.join(sorted(known))}")
+
+
+def anchored(config: Config) -> Config:
+    """The same settings with absolute paths, so that a run can be resumed and evaluated from another directory.
+
+    Files that must be there are taken to be relative to the current directory. `model.path` and options of rewards and of the
+    engine may be something else than a path (a hub name, a URL): they are, unless there is such a file or directory."""
+    data, reward = config.data, config.reward
+    specs = {spec: _anchored_function(spec) for spec in reward.functions}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=_absolute_if_there(config.model.path)),
+        data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
+        rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
+        reward=dataclasses.replace(
+            reward,
+            functions=tuple(specs.values()),
+            options={
+                specs.get(spec, spec): _anchored_options(options) if isinstance(options, Mapping) else options
+                for spec, options in reward.options.items()
+            },
+        ),
+    )
+
+
+def _anchored_function(spec: str) -> str:
+    file, colon, function = spec.rpartition(":")
+    return f"{_absolute(file)}:{function}" if colon else spec
+
+
+def _anchored_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    paths = {k: v for k, v in options.items() if isinstance(v, str) and os.sep in v}
+    return {**options, **{k: _absolute_if_there(v) for k, v in paths.items()}}
+
+
+def _absolute_if_there(path: str) -> str:
+    try:
+        return _absolute(path) if path and Path(path).expanduser().exists() else path
+    except (OSError, RuntimeError):  # too long for a name, no such user
+        return path
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def check_single_process() -> None:
+    """Refuse to be one of several processes: each would train the whole run by itself, and all alike."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE = {world}: started as one of {world} processes (torchrun, accelerate or mpirun), but training across "
+            "processes is not supported yet, and each would do the same; start gspo by itself, or unset WORLD_SIZE"
+        )
 
 
 def _check_effects(config: Config) -> None:
@@ -446,6 +507,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         values |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return values
+
+
+def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
+    """A `Config` from settings by dotted key, as `flat` gives them; those that are missing have their defaults."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        _set(tree, key, value)
+    return from_tree(tree, where=where)
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

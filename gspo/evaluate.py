@@ -1,7 +1,8 @@
 """Held-out problems to pass@k and avg@k with intervals, by the same rollout and reward code as training.
 
-In: prompts and an engine. Out: an `Evaluation`. Invariant: a reply that could not be scored is neither right nor wrong;
-it is left out, and a problem without any scored reply is left out and counted.
+In: prompts and an engine. Out: an `Evaluation`. Invariants: a reply that could not be scored is neither right nor wrong;
+it is left out, and a problem without any scored reply is left out and counted. A run is never measured on problems that it
+has trained on, nor on any that ask the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +19,13 @@ from typing import Any
 
 from gspo import config as settings
 from gspo.config import Config
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine, EngineContext, build_engine
 from gspo.types import Completion, Prompt, Sampling, Score
+
+FRESH = 1000
+"""Problems of a generated task that `gspo eval` makes unless `--limit` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,24 +181,49 @@ def _put_data(tree: dict[str, Any], data: str) -> None:
 def _eval_parts(
     config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
 ) -> tuple[Sequence[Prompt], Engine, RewardPool]:
-    from gspo.data.problems import load_problems
     from gspo.policy.model import load_policy, load_tokenizer
 
     task = (config.data.task, config.data.task_options) if config.data.task else None
     rewards = RewardPool(config.reward, task)
     stack.callback(rewards.close)
-    tokenizer, data = load_tokenizer(config.model), config.data
-    if not held_out and data.task:
-        data = dataclasses.replace(data, task_size=limit or 1000)
-    problems = load_problems(data, tokenizer, config.seed)
+    tokenizer = load_tokenizer(config.model)
+    prompts = _unseen_problems(config, tokenizer, held_out=held_out, limit=limit)
     policy = load_policy(config.model, tokenizer, seed=config.seed)
-    prompts = problems.held_out if held_out else problems.train
-    if not prompts:
-        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
     context = EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids)
     engine = build_engine(config.rollout.engine, context, config.rollout.engine_options)
     stack.callback(engine.close)
-    return prompts[:limit], engine, rewards
+    return prompts, engine, rewards
+
+
+def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: int | None) -> Sequence[Prompt]:
+    """The problems to evaluate on, without those that the model was trained on and those that ask the same."""
+    from gspo.data.problems import fresh_problems, load_problems
+    from gspo.trained_on import trained_on
+
+    try:
+        seen = trained_on(config.model.path, tokenizer)
+    except GspoError as error:
+        told = "the problems it was trained on cannot be read, so they are not kept out of this evaluation"
+        warnings.warn(f"{config.model.path}: {told}: {error}", stacklevel=2)
+        seen = frozenset()
+    if config.data.task and not held_out:
+        return fresh_problems(config.data, tokenizer, config.seed, count=limit or FRESH, exclude=seen)
+    problems = load_problems(config.data, tokenizer, config.seed)
+    found = problems.held_out if held_out else problems.train
+    if not found:
+        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
+    unseen = [p for p in found if p.key not in seen]
+    if not unseen:
+        raise ConfigError(
+            f"eval: {config.model.path} was trained on every one of these {len(found)} problems, or on others that ask "
+            "the same; name problems that it has not seen with --data"
+        )
+    if len(unseen) < len(found):
+        less = len(found) - len(unseen)
+        print(
+            f"left out {less} of {len(found)} problems: the model was trained on them, or on others that ask the same"
+        )
+    return unseen[:limit]
 
 
 def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ LEFT_OUT = {
     "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter leaves them out)",
     "empty": "were empty",
     "alone": "had no other left in their group to be compared with",
-    "not mixed": "were in groups that are all right or all wrong (objective.keep = mixed)",
+    "not mixed": "were in groups whose replies all have the same reward (objective.keep = mixed)",
 }
 """What became of replies that were not learned from, in words."""
 
@@ -72,6 +73,12 @@ class Loop:
         self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
         self.config = parts.config
         self.unscored = 0
+        self.idle = 0
+        """Steps of this process that trained on nothing."""
+        self.began = 0
+        """The step that this process went on from."""
+        self._few = False
+        """Whether a step was told of that had fewer updates than mini-batches."""
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
         read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
@@ -131,6 +138,14 @@ class Loop:
             return state.step >= self.config.steps
         return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
 
+    def planned_steps(self, state: TrainerState) -> int:
+        """After how many steps the run will end; where sampled tokens decide, at the pace so far."""
+        steps, tokens = self.config.steps, self.config.tokens
+        if not tokens:
+            return steps
+        expected = math.ceil(state.step * tokens / state.tokens) if state.tokens else steps
+        return state.step if self.over(state) else min(max(expected, state.step + 1), 2 * steps)
+
     def _reached(self, state: TrainerState) -> TrainerState:
         self._last = state
         return state
@@ -159,7 +174,7 @@ class Loop:
         """Restore a checkpoint and forget everything after it."""
         state = checkpoint.read_state(path)
         if state.problems != self._fingerprint:
-            raise ConfigError("data: the problems are not those the run began with (rows, order, template or tokenizer changed); put them back, or start a new run")  # fmt: skip
+            raise ConfigError("data: the problems are not those the run began with (rows, order, template, tokenizer or the version of gspo changed); put them back, or start a new run")  # fmt: skip
         if state.model != self._given and state.model:
             raise ConfigError(f"model.path: the weights in {self.config.model.path} are not those the run began with; put them back, or start a new run")  # fmt: skip
         self._check_settings(state.settings)
@@ -173,7 +188,7 @@ class Loop:
         self._alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
         for row in rows:
             self.display.evaluated(row)
-        self._saved = state.step
+        self._saved = self.began = state.step
         state = self._reached(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
 
@@ -234,7 +249,7 @@ class Loop:
         if state.step:
             self.run.timings(timings)
             self.sinks.log(state.step, metrics | timings)
-            self.display.step(state.step, self.config.steps, metrics, timings)
+            self.display.step(state.step, self.planned_steps(state), metrics, timings)
         else:
             self.display.evaluated(metrics)
         state = self._reached(replace(state, pending=None, offsets=self.run.offsets()))
@@ -322,11 +337,14 @@ class Loop:
         if learned is None:
             reasons = reasons_left_out(self.parts.objective, collected, None)
             told = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+            self.idle += 1
             self.run.event("nothing to learn", step=step, reasons=reasons)
             self.display.message(
                 f"step {step}: no group to learn from (of its replies {told}); the policy stays as it is"
             )
             return in_row
+        if len(learned.updates) < self.config.learner.mini_batches:
+            self._warn_of_few(step, len(learned.updates))
         for index, update in enumerate(learned.updates):
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:
@@ -339,6 +357,16 @@ class Loop:
                     f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
                 )
         return in_row
+
+    def _warn_of_few(self, step: int, updates: int) -> None:
+        """Fewer replies than mini-batches are left to train on. An event at every such step, a message at the first."""
+        self.run.event("fewer updates", step=step, updates=updates)
+        if not self._few:
+            self._few = True
+            self.display.message(
+                f"warning: step {step}: only {updates} replies were left to train on, so there were {updates} optimizer steps "
+                f"instead of {self.config.learner.mini_batches} (learner.mini_batches)"
+            )
 
     def _save(self, state: TrainerState, *, must: bool = True) -> None:
         """Write a checkpoint. One that cannot be written (a full disk) leaves the last one; training goes on unless it must."""

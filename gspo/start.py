@@ -36,8 +36,10 @@ def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], 
         f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; objective {parts.objective.name}; "
         f"run directory {run}"
     )
-    if problems.overlapping:
-        display.message(f"left out {problems.overlapping} training problems that are also held out")
+    if problems.crowded:
+        warn(problems.crowded)
+    elif problems.overlapping:
+        display.message(f"left out {problems.overlapping} training problems that ask the same as a held-out one")
     if problems.skipped:
         display.message(f"left out {problems.skipped} bad rows (data.on_bad_row = skip)")
     if config.rollout.top_p < 1 or config.rollout.top_k:
@@ -73,9 +75,9 @@ def supervised_start(parts: Parts, display: Display) -> ColdStart:
 
 
 def _fresh_problems(parts: Parts) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
-    """Endless (prompt, demonstration ids) that are not held out."""
+    """Endless (prompt, demonstration ids), none of which asks the same as a held-out problem."""
     tokenizer, data = parts.policy.tokenizer, parts.config.data
-    held_out = {p.content for p in parts.problems.held_out if isinstance(p.content, str)}
+    held_out = {p.key for p in parts.problems.held_out}
     for number, problem in zip(count(), demonstrations(data, parts.config.seed, exclude=held_out), strict=False):
         text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
         columns = {"answer": problem.answer, **problem.columns}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, ModelConfig, RolloutConfig, check
+from gspo.config import Config, ModelConfig, RolloutConfig, anchored, check, check_single_process
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
@@ -49,7 +49,12 @@ class Outcome:
 
     run: Path
     step: int
+    began: int
+    """The step that this process went on from; 0: it began the run."""
     steps: int
+    """Steps after which the run ends; where sampled tokens decide, at the pace so far."""
+    idle: int
+    """Steps of this process that trained on nothing."""
     stopped_by: int | None
     """Signal that stopped it early."""
     before: Estimate | None
@@ -67,7 +72,9 @@ class Outcome:
 
 def train(config: Config, display: Display) -> Outcome:
     """Start a new run."""
+    check_single_process()
     check(config)
+    config = anchored(config)
     objective = run_objective(config)
     for path in filter(None, (config.data.path, config.data.held_out_path)):
         check_file(path)
@@ -80,6 +87,7 @@ def train(config: Config, display: Display) -> Outcome:
 
 def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint; `steps` moves its end."""
+    check_single_process()
     run, config = RunDir.open(path)
     try:
         begin = _where_to_resume(run, display)
@@ -186,7 +194,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
-        run=run.path, step=state.step, steps=config.steps, stopped_by=None if loop.over(state) else stop.signal,
+        run=run.path, step=state.step, began=loop.began, steps=loop.planned_steps(state), idle=loop.idle, stopped_by=None if loop.over(state) else stop.signal,
         before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
     )  # fmt: skip
 

@@ -52,6 +52,8 @@ class Prompt:
     text: str
     """What the model sees, after the chat template."""
     token_ids: tuple[int, ...]
+    key: str = ""
+    """Equal for problems that ask the same; no key is both trained on and held out."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
 
@@ -115,7 +117,7 @@ class Score:
     reward: float | None = None
     """Weighted sum of the parts, before shaping. None when unscored."""
     correct: bool | None = None
-    """Decides mixed groups and accuracy. None when unscored, or when the first reward function abstained."""
+    """Decides accuracy. None when unscored, or when the first reward function abstained."""
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward function's own value; None where it abstained or failed."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -139,5 +141,9 @@ class Group:
     @property
     def uniform(self) -> bool:
         """Whether all scored replies have the same reward, so that the group teaches nothing, or a penalty beside it alone."""
-        rewards = [score.reward for score in self.scores if score.reward is not None]
-        return not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))
+        return equal_rewards([score.reward for score in self.scores if score.reward is not None])
+
+
+def equal_rewards(rewards: Sequence[float]) -> bool:
+    """Whether rewards are the same up to rounding; also of none."""
+    return not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+
+from gspo.config import load
+from gspo.data.problems import demonstrations, load_problems
 
 SMALL = [
     "--steps=2", "--cold_start.steps=4", "--cold_start.check_every=4", "--rollout.prompts=4", "--rollout.replies=4",
@@ -61,6 +66,37 @@ def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> 
     done = gspo("eval", model, "--data", "addition", "--limit", "5", "--rollout.max_tokens=12")
     assert done.returncode == 0, done.stderr
     assert "5 problems" in done.stdout
+
+
+def test_eval_on_the_task_of_a_run_takes_no_problem_that_it_has_learned(demo_run: Path, tmp_path: Path) -> None:
+    replies = tmp_path / "r.jsonl"
+    options = ["--data", "addition", "--seed=3", "--limit=200", "--rollout.max_tokens=1", f"--replies={replies}"]
+    done = gspo("eval", str(demo_run), *options)
+    assert done.returncode == 0, done.stderr
+    asked = {tuple(sorted(json.loads(line)["prompt"].split("+"))) for line in replies.read_text().splitlines()}
+    config = load(demo_run / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(demo_run / "tokenizer")
+    problems = load_problems(config.data, tokenizer, 3)
+    shown = islice(demonstrations(config.data, 3, exclude={p.key for p in problems.held_out}), 4 * 64)
+    learned = [p.content for p in problems.train] + [p.prompt for p in shown]
+    assert len(asked) == 200
+    assert not asked & {tuple(sorted(text.split("+"))) for text in learned}
+
+
+def test_eval_on_what_a_run_was_trained_on_is_refused(demo_run: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_run / "tokenizer")
+    problems = load_problems(load(demo_run / "config.toml").data, tokenizer, 3)
+    rows = [json.dumps({"prompt": f" {p.key}", "answer": "1"}) + "\n" for p in problems.train]
+    known, new = tmp_path / "known.jsonl", tmp_path / "new.jsonl"
+    known.write_text("".join(rows))
+    new.write_text("".join([*rows, '{"prompt": "1+1", "answer": "2"}\n']))
+    options = ["--reward.functions=exact_answer", "--rollout.max_tokens=1"]
+    done = gspo("eval", str(demo_run), "--data", str(known), *options)
+    assert (done.returncode, "was trained on every one of these 50 problems" in done.stderr) == (1, True)
+    done = gspo("eval", str(demo_run), "--data", str(new), *options)
+    assert done.returncode == 0, done.stderr
+    assert "left out 50 of 51 problems" in done.stdout
+    assert ": 1 problems" in done.stdout
 
 
 def test_eval_on_a_file_of_ones_own(demo_run: Path, tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ ERRORS: list[tuple[str, tuple[str, ...], str]] = [
     (GOOD, ("--reward.correct_above=inf",), "reward.correct_above: must be a finite number"),
     (GOOD, ("--rollout.top_p=1.5",), "rollout.top_p: must be between 0 and 1"),
     (GOOD, ("--learner.schedule=step",), "learner.schedule must be one of 'constant', 'linear', 'cosine'"),
+    (
+        GOOD,
+        ("--learner.mini_batches=257",),
+        "learner.mini_batches: 257 optimizer steps cannot share the 256 completions",
+    ),
     (GOOD, ("--learner=3",), "learner is a section"),
     (GOOD, ("--steps",), "is not an override; write --section.key=value"),
     (GOOD, ("--steps.x=1",), "steps"),
@@ -127,3 +132,23 @@ def test_what_is_written_is_read_back_the_same(
     }  # fmt: skip
     made = settings.from_tree(tree, where="test")
     assert settings.from_tree(tomllib.loads(settings.to_toml(made)), where="again") == made
+
+
+def test_anchored_paths_are_absolute_and_what_is_no_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    tree = {
+        "model": {"path": "models/mine"},
+        "data": {"path": "p.jsonl"},
+        "reward": {"functions": ["r.py:f", "exact_answer"], "options": {"exact_answer": {"marker": "a/b"}}},
+        "rollout": {"engine_options": {"dir": "models/mine", "url": "http://x/y", "slots": 4}},
+    }
+    made = settings.anchored(settings.from_tree(tree, where="test"))
+    assert made.model.path == f"{tmp_path}/models/mine"
+    assert made.data.path == f"{tmp_path}/p.jsonl"
+    assert made.reward.functions == (f"{tmp_path}/r.py:f", "exact_answer")
+    assert made.reward.options == {"exact_answer": {"marker": "a/b"}}
+    assert made.rollout.engine_options == {"dir": f"{tmp_path}/models/mine", "url": "http://x/y", "slots": 4}
+    assert settings.anchored(made) == made
+    hub = settings.from_tree({"model": {"path": "org/name"}}, where="test")
+    assert settings.anchored(hub) == hub

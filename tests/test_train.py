@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gspo import config as settings
+from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.observe.run_dir import read_jsonl
@@ -40,7 +41,7 @@ def same_checkpoint(a: Path, b: Path) -> bool:
 VARIANTS = {
     "gspo": (),
     "kl against a kept reference": ("objective.name=grpo",),
-    "dynamic sampling": ("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=2"),
+    "dynamic sampling": ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2"),
     "mixture of experts": ("model.build=tiny_moe",),
     "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
     "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
@@ -390,18 +391,34 @@ def test_some_unscored_replies_do_not_stop_a_run(tiny: Callable[..., Config], di
     assert rows[1]["reward/mean"] == pytest.approx(sum(scored) / len(scored))
 
 
-def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(tiny: Callable[..., Config], display: Any) -> None:
-    config = tiny("objective.keep=mixed", "reward.correct_above=1.2", "rollout.refill_budget=3")
+def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rare.py").write_text(
+        "def rare(prompts, completions, **columns):\n    return [float(c.count(' ') > 1) for c in completions]\n"
+    )
+    config = tiny("objective.keep=mixed", f"reward.functions={tmp_path}/rare.py:rare", "rollout.refill_budget=3")
     train(config, display)
-    for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert any(row["groups/discarded"] for row in rows)
+    for row in rows:
         replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
         trained = {r["prompt_id"] for r in replies if r["trained"]}
         assert row["groups/sampled"] - row["groups/discarded"] == len(trained) <= 4
         assert row["groups/sampled"] <= 12
         assert len(trained) == 4 or row["groups/sampled"] == 12
         for prompt in trained:
-            verdicts = [r["correct"] for r in replies if r["prompt_id"] == prompt]
-            assert 0 < sum(verdicts) < len(verdicts)
+            assert {r["reward"] for r in replies if r["prompt_id"] == prompt} == {0.0, 1.0}
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_although_none_counts_as_correct(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.name=dapo", "reward.correct_above=1000")
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert [row["reward/correct_fraction"] for row in rows] == [0, 0, 0]
+    assert all(row["samples/trained"] == 16 for row in rows)
 
 
 def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
@@ -429,11 +446,85 @@ def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
     assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
 
 
-def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any) -> None:
-    config = tiny("objective.keep=mixed", "reward.correct_above=1000", "steps=2")
-    train(config, display)
-    assert any("no group to learn from" in m and "all right or all wrong" in m for m in display.messages)
+def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """A length penalty sets equal replies apart, and dapo has one; that is no reason to train on them."""
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n"
+    )
+    config = tiny("objective.name=dapo", f"reward.functions={tmp_path}/same.py:same", "steps=3", "alarms.steps=2")
+    outcome = train(config, display)
+    assert any("no group to learn from" in m and "all have the same reward" in m for m in display.messages)
+    assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+    assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
+
+
+def test_fewer_replies_than_mini_batches_is_said_once(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, **columns):\n"
+        "    return [float(i % 4) if i % 4 < 2 else None for i in range(len(completions))]\n"
+    )
+    half = f"reward.functions={tmp_path}/half.py:half"
+    config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
+    train(config, display)
+    told = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer updates"]
+    assert (len(told), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
+
+
+def test_a_run_that_ends_by_tokens_never_shows_a_step_beyond_its_last(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    class Recording(type(display)):  # type: ignore[misc]
+        def step(self, step: int, steps: int, *rest: Any) -> None:
+            self.steps.append((step, steps))
+
+    shown = Recording()
+    outcome = train(tiny("steps=2", "tokens=420", "eval.every=0"), shown)
+    assert outcome.step > 2  # a step samples at most 160 tokens
+    assert all(step < steps for step, steps in shown.steps[:-1])
+    assert shown.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
+
+
+def test_one_of_several_processes_is_refused(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 processes .* not supported yet"):
+        train(config, display)
+    assert not run_of(config).exists()
+    assert main(["eval", "model", "--data", "addition"]) == 1
+
+
+def test_a_run_with_relative_paths_resumes_from_another_directory(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(home)
+    for name, rows in (("train", range(20)), ("test", range(30, 34))):
+        lines = [json.dumps({"prompt": f"sort {i}", "answer": str(i)}) + "\n" for i in rows]
+        (home / f"{name}.jsonl").write_text("".join(lines))
+    (home / "mine.py").write_text(
+        "def mine(prompts, completions, *, most=1.0, **columns):\n    return [min(most, len(c) % 3) for c in completions]\n"
+    )
+    task = tiny("steps=2")
+    tree = settings.flat(task) | {"data.path": "train.jsonl", "data.held_out_path": "test.jsonl", "data.held_out": 4}
+    tree |= {"reward.functions": ["mine.py:mine"], "data.task": ""}
+    tree = {k: v for k, v in tree.items() if not k.startswith(("data.task_", "data.split"))}
+    config = settings.from_flat(tree, where="test")
+    options = {"mine.py:mine": {"most": 2.0}}
+    config = replace(config, reward=replace(config.reward, options=options), steps=1)
+    train(config, display)
+    monkeypatch.chdir(elsewhere)
+    assert resume(run_of(config), display, steps=2).step == 2
+    saved = settings.load(run_of(config) / "config.toml")
+    assert saved.data.path == str(home / "train.jsonl")
+    assert saved.reward.options == {f"{home}/mine.py:mine": {"most": 2.0}}
 
 
 def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ class Run:
         """Reply tokens it has sampled."""
         return sampled_tokens(self.rows)[-1] if self.rows else 0
 
+    @property
+    def idle(self) -> int:
+        """Steps that trained on nothing."""
+        return sum(row.get("samples/trained") == 0 for row in self.rows)
+
     def until(self, tokens: int) -> Run:
         """The run as it stood when it had sampled at most this many tokens."""
         kept = [row for row, at in zip(self.rows, sampled_tokens(self.rows), strict=True) if at <= tokens]

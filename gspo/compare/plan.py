@@ -67,7 +67,7 @@ def shared_config(recipe: Path, overrides: Sequence[str]) -> Config:
         if key in OWN:
             raise ConfigError(f"--{key}: a comparison sets it itself; use {OWN[key]}")
     shared = [o for o in overrides if not o.removeprefix("--").startswith("objective.")]
-    config = settings.load(recipe, shared)
+    config = settings.anchored(settings.load(recipe, shared))
     if not config.steps:
         raise ConfigError("steps: there is nothing to compare with steps = 0; set how many training steps to take")
     return config
@@ -96,6 +96,7 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
     try:
         config = settings.override(tree, [*overrides, *arm.overrides], where="recipe")
         settings.check(config)
+        config = settings.anchored(config)
         run_objective(config)
         if config.rollout.engine not in engine_names():
             raise ConfigError(f"rollout.engine: no engine {config.rollout.engine!r}; there are: {', '.join(engine_names())}")  # fmt: skip
@@ -167,7 +168,7 @@ def check_same(job: Job) -> None:
     if not job.begun:
         return
     file = job.path / "config.toml"
-    there = flat(settings.from_tree(settings.read_toml(file), where=str(file)))
+    there = flat(settings.anchored(settings.from_tree(settings.read_toml(file), where=str(file))))
     wanted = flat(job.config)
     keys = [k for k in differing([there, wanted]) if k != "run_dir" and not _moved(k, there, wanted)]
     if keys:

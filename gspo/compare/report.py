@@ -88,7 +88,7 @@ def gather(out: Path, record: Record) -> Gathered:
         Series(label=label, runs=[run if limit is None else run.until(limit) for seed in record.seeds if (run := found[label, seed])])
         for label in record.arms
     ]  # fmt: skip
-    return Gathered(series=series, notes=notes, missing=missing)
+    return Gathered(series=series, notes=[*notes, *filter(None, map(_idle, series))], missing=missing)
 
 
 def _why_not(out: Path, label: str, seed: int, run: Run | None) -> str:
@@ -100,6 +100,17 @@ def _why_not(out: Path, label: str, seed: int, run: Run | None) -> str:
         return f"{name}: {where}; it failed: {run.problem}"
     last = tail(log_path(out, run_path(out, label, seed)), 1)
     return f"{name}: {where}" + (f"; its log ends: {last[0][:400]}" if last else "")
+
+
+def _idle(series: Series) -> str:
+    """Says that an arm's runs have trained on nothing at times; empty: they have not."""
+    idle, steps = sum(run.idle for run in series.runs), sum(run.step for run in series.runs)
+    if not idle:
+        return ""
+    return (
+        f"{series.label} trained on nothing in {idle} of {steps} steps, because no reply of them counted (events.jsonl of "
+        "its runs says why): what it reached says that much less about the objective."
+    )
 
 
 def _limit(record: Record, runs: Sequence[Run]) -> tuple[int | None, list[str]]:

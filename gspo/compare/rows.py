@@ -23,6 +23,7 @@ def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[s
         ("lowest held-out accuracy seen", lambda a: number(a.lowest, share)),
         ("seeds that ended below their start", lambda a: str(a.worse_than_start) if a.after else NONE),
         ("reward, last tenth", lambda a: number(a.reward, plain)),
+        ("steps that trained on nothing", lambda a: number(a.idle, share) if a.idle and a.idle.value else NONE),
         ("tokens clipped", lambda a: number(a.clip_tokens, share)),
         (f"tokens clipped, times {first}", lambda a: number(a.clip_ratio, plain)),
         ("replies clipped", lambda a: number(a.clip_sequences, share)),

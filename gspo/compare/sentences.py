@@ -42,13 +42,26 @@ def verdict(arm: ArmNumbers, first: ArmNumbers) -> str:
     if difference.seeds < 2:
         return f"{size}, on one seed: too few to say whether that is more than chance."
     if difference.low is None or difference.high is None:
-        return f"{size}, alike on all {difference.seeds} seeds, which gives no interval: no difference is shown."
+        return _same_on_all_seeds(arm, first, difference)
     size += f" (seed by seed, 95 % interval {points(difference.low)} to {points(difference.high)})"
     if difference.low <= 0 <= difference.high:
-        return f"{size}: no difference is shown."
+        return f"{size}: the interval includes 0, so these {difference.seeds} seeds do not tell the two apart."
     if not _apart(arm.after, first.after):
         return f"{size}: a hint that more seeds would have to confirm, since the intervals of the two overlap."
     return f"{size}: {'better' if difference.value > 0 else 'worse'} by more than chance between seeds explains."
+
+
+def _same_on_all_seeds(arm: ArmNumbers, first: ArmNumbers, difference: Number) -> str:
+    """Seeds that agree to the last digit give no interval, so that the problems of each seed have to tell."""
+    if not difference.value:
+        return f"{arm.label} ended as {first.label} did on all {difference.seeds} seeds: no difference is shown."
+    size = f"{arm.label} ended {points(difference.value)} points from {first.label}, the same on all {difference.seeds} seeds"
+    others = {run.seed: run.after_interval for run in first.finished}
+    pairs = [(run.after_interval, others.get(run.seed)) for run in arm.finished if run.seed in others]
+    if pairs and all(a and b and (a[1] < b[0] or b[1] < a[0]) for a, b in pairs):
+        way = "better" if difference.value > 0 else "worse"
+        return f"{size}: {way} on each by more than chance between held-out problems explains."
+    return f"{size}, which gives no interval over seeds: a hint that more problems or seeds would have to confirm."
 
 
 def _apart(one: Number | None, other: Number | None) -> bool:

@@ -36,6 +36,8 @@ class SeedNumbers:
     """Lowest held-out accuracy of any evaluation."""
     reward: float | None
     """Mean reward over the last tenth of the tokens."""
+    idle: float | None
+    """Share of the steps that trained on nothing."""
     clip_tokens: float | None
     clip_sequences: float | None
     flips: float | None
@@ -65,6 +67,7 @@ class ArmNumbers:
     """Seeds whose last held-out accuracy is below their first."""
     lowest: float | None
     reward: Number | None
+    idle: Number | None
     clip_tokens: Number | None
     clip_sequences: Number | None
     clip_ratio: float | None
@@ -107,6 +110,7 @@ def seed_numbers(run: Run) -> SeedNumbers:
         greedy_after=_at(greedy, -1),
         lowest=min(accuracy, default=None),
         reward=_late_reward(run),
+        idle=run.idle / run.step if run.step else None,
         clip_tokens=_mean(run.values("clip/fraction_tokens")),
         clip_sequences=_mean(run.values("clip/fraction_sequences")),
         flips=_mean(run.values("routing/flip_fraction")),
@@ -146,6 +150,7 @@ def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] |
         ),
         lowest=min((run.lowest for run in done if run.lowest is not None), default=None),
         reward=over("reward"),
+        idle=over("idle", **share),
         clip_tokens=over("clip_tokens", **share),
         clip_sequences=over("clip_sequences", **share),
         clip_ratio=_clip_ratio(done, first),

@@ -1,8 +1,9 @@
 """Problems to train on and problems held out, from files, the hub or a generated task, ready to sample from.
 
 In: the data settings, a tokenizer and the run's seed. Out: `Problems`, and `PromptOrder`, the order to visit them in.
-Invariants: the same settings, data and seed give the same problems; no prompt is both trained on and held out; a bad row
-is named by file and line before anything expensive starts; the position in the order is one integer.
+Invariants: the same settings, data and seed give the same problems; of problems that ask the same (that have one key), none is
+held out while another is trained on; a bad row is named by file and line before anything expensive starts; the position in the
+order is one integer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from gspo.config import DataConfig
 from gspo.data.chat import render_all, uses_template
 from gspo.data.sources import Row, read_file, read_hub
-from gspo.data.task import Problem, Task, build_task
+from gspo.data.task import Problem, Task, build_task, same_text
 from gspo.errors import ConfigError, DataError
 from gspo.types import Messages, Prompt
 
@@ -31,7 +32,18 @@ class Problems:
     skipped: int = 0
     """Bad rows left out."""
     overlapping: int = 0
-    """Training rows dropped because the same prompt is held out."""
+    """Training problems left out because they ask the same as a held-out one."""
+
+    @property
+    def crowded(self) -> str:
+        """Warns where the held-out problems take so much of the space that training sees another mix; empty: they do not."""
+        found = self.overlapping + len(self.train)
+        if self.overlapping <= found / 2:
+            return ""
+        return (
+            f"{self.overlapping} of {found} training problems ask the same as a held-out one and are left out, so what is "
+            "trained on is not the mix that is evaluated; lower data.held_out, or use a task or file with more problems"
+        )
 
 
 class PromptOrder:
@@ -82,9 +94,24 @@ def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
     return _apart(train, _shuffled(train, seed)[: config.held_out], skipped, name=name)
 
 
+def fresh_problems(
+    config: DataConfig, tokenizer: Any, seed: int, *, count: int, exclude: Collection[str] = ()
+) -> list[Prompt]:
+    """Problems of a generated task from a stream that no training reads, none with a key in `exclude`."""
+    task = build_task(config.task, config.task_options)
+    drawn = _distinct(task, random.Random(f"{seed}/task/fresh"), count, frozenset(exclude))
+    if drawn.too_few:
+        besides = " besides those that the model was trained on and those that ask the same" if exclude else ""
+        raise DataError(
+            f"{_name(config)} has hardly more than {len(drawn.problems)} different problems{besides}, fewer than {count}; "
+            "ask for fewer (--limit), or evaluate on other problems (--data)"
+        )
+    return _from_task(drawn.problems, config, tokenizer, "fresh")[0]
+
+
 def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
-    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the `content` of the
-    held-out prompts. Show a problem to the model as `render(shown(problem.prompt, config), ...)`, as in training."""
+    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the keys of the held-out
+    prompts. Show a problem to the model as `render(shown(problem.prompt, config), ...)`, as in training."""
     task = build_task(config.task, config.task_options)
     if not task.has_demonstrations:
         raise ConfigError(f"cold_start.steps: data.task={config.task} has no demonstrations; set cold_start.steps=0")
@@ -151,6 +178,7 @@ class _Candidate:
     where: str
     content: str | Messages = ""
     shown: str | Messages = ""
+    key: str = ""
     columns: Mapping[str, Any]
     fault: str = ""
 
@@ -172,19 +200,24 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
         columns = {k: v for k, v in row.fields.items() if k not in used}
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
-        return _candidate(row.index, row.where, content, columns, config)
+        return _candidate(row.index, row.where, content, columns, config, key=_text_key(content))
     except _BadRow as error:
         return _Candidate(index=row.index, where=row.where, columns={}, fault=str(error))
 
 
 def _candidate(
-    index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: DataConfig
+    index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: DataConfig, *, key: str
 ) -> _Candidate:
     try:
         seen = shown(content, config)
     except DataError as error:
         raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
-    return _Candidate(index=index, where=where, content=content, shown=seen, columns=columns)
+    return _Candidate(index=index, where=where, content=content, shown=seen, key=key, columns=columns)
+
+
+def _text_key(content: str | Messages) -> str:
+    """A file's problems ask the same if their words are the same."""
+    return same_text(content if isinstance(content, str) else "\n".join(m["content"] for m in content))
 
 
 def _content(fields: Mapping[str, Any], name: str) -> str | Messages:
@@ -287,7 +320,7 @@ def _prompt(
             "raise that or shorten the prompt"
         )
     id_ = f"{prefix}/{c.index}"
-    return Prompt(id=id_, content=c.content, text=text, token_ids=token_ids, columns=c.columns)
+    return Prompt(id=id_, content=c.content, text=text, token_ids=token_ids, key=c.key, columns=c.columns)
 
 
 def _bad_rows(faults: list[str]) -> str:
@@ -309,10 +342,10 @@ def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
 
 
 def _apart(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: str) -> Problems:
-    """Take the held-out prompts, and every other row with the same prompt, out of the training rows."""
-    ids, texts = {p.id for p in held_out}, {p.text for p in held_out}
+    """Take the held-out prompts, and every other row that asks the same, out of the training rows."""
+    ids, keys = {p.id for p in held_out}, {p.key for p in held_out}
     remaining = [p for p in train if p.id not in ids]
-    kept = [p for p in remaining if p.text not in texts]
+    kept = [p for p in remaining if p.key not in keys]
     if not kept:
         raise DataError(f"{name}: every training prompt is also held out; lower data.held_out or use other files")
     return Problems(train=kept, held_out=held_out, skipped=skipped, overlapping=len(remaining) - len(kept))
@@ -321,52 +354,65 @@ def _apart(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: s
 # ------------------------------------------------------------------------------------------------- generated
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """Problems from a random stream."""
+
+    problems: list[Problem]
+    excluded: int
+    """Problems passed over because their keys were excluded."""
+    too_few: bool
+    """The task has hardly any others."""
+
+
 def _generated(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
     task = build_task(config.task, config.task_options)
-    _check_enough(task, config)
-    # Held-out problems come first and from their own stream, so that they do not change with data.task_size.
-    seen: set[str] = set()
-    sizes = {"held_out": config.held_out, "train": config.task_size}
-    prompts: dict[str, list[Prompt]] = {"held_out": []}
-    skipped = 0
-    for prefix, size in sizes.items():
-        if size:
-            rng = random.Random(f"{seed}/task/{prefix}")
-            problems = _distinct(task, rng, size, seen, config)
-            prompts[prefix], bad = _from_task(problems, config, tokenizer, prefix)
-            skipped += bad
-    return Problems(train=prompts["train"], held_out=prompts["held_out"], skipped=skipped)
-
-
-def _check_enough(task: Task, config: DataConfig) -> None:
     if task.unique_problems is not None and config.task_size + config.held_out > task.unique_problems:
-        raise DataError(_too_few(config, f"at most {task.unique_problems}"))
+        raise DataError(_too_few(config, f"at most {task.unique_problems} different problems"))
+    # Held-out problems come first and from their own stream, so that they do not change with data.task_size.
+    held_out = _distinct(task, random.Random(f"{seed}/task/held_out"), config.held_out, frozenset())
+    if held_out.too_few:
+        raise DataError(_too_few(config, f"hardly more than {len(held_out.problems)} different problems"))
+    keys = frozenset(problem.key for problem in held_out.problems)
+    train = _distinct(task, random.Random(f"{seed}/task/train"), config.task_size, keys)
+    if train.too_few:
+        besides = " besides those that ask the same as a held-out one" if keys else ""
+        raise DataError(_too_few(config, f"hardly more than {len(train.problems)} different problems{besides}"))
+    evaluated, bad = _from_task(held_out.problems, config, tokenizer, "held_out") if keys else ([], 0)
+    trained, more = _from_task(train.problems, config, tokenizer, "train")
+    return Problems(train=trained, held_out=evaluated, skipped=bad + more, overlapping=train.excluded)
 
 
-def _distinct(task: Task, rng: random.Random, size: int, seen: set[str], config: DataConfig) -> list[Problem]:
-    """`size` problems with prompts not in `seen`, which grows by them."""
+def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]) -> _Drawn:
+    """`size` different problems, none with a key in `exclude`."""
     problems: list[Problem] = []
-    misses = 0
+    seen: set[str] = set()
+    excluded = misses = 0
     while len(problems) < size:
         problem = task.generate(rng)
-        if problem.prompt not in seen:
-            seen.add(problem.prompt)
+        new = problem.prompt not in seen
+        seen.add(problem.prompt)
+        if new and problem.key not in exclude:
             problems.append(problem)
             misses = 0
-        else:
-            misses += 1
+            continue
+        excluded += new
+        misses += 1
         # Even the very last unseen problem of an evenly drawn task turns up within this many draws (all but e^-20).
         if misses > 1000 + 20 * len(seen):
-            raise DataError(_too_few(config, f"hardly more than {len(seen)}"))
-    return problems
+            return _Drawn(problems=problems, excluded=excluded, too_few=True)
+    return _Drawn(problems=problems, excluded=excluded, too_few=False)
+
+
+def _name(config: DataConfig) -> str:
+    options = ", ".join(f"{k}={v}" for k, v in config.task_options.items())
+    return f"data.task={config.task}{f' with {options}' if options else ''}"
 
 
 def _too_few(config: DataConfig, limit: str) -> str:
-    options = ", ".join(f"{k}={v}" for k, v in config.task_options.items())
     return (
-        f"data.task={config.task}{f' with {options}' if options else ''} has {limit} different problems, but "
-        f"data.task_size={config.task_size} and data.held_out={config.held_out} ask for more; lower them, "
-        "or change data.task_options"
+        f"{_name(config)} has {limit}, but data.task_size={config.task_size} and data.held_out={config.held_out} "
+        "ask for more; lower them, or change data.task_options"
     )
 
 
@@ -374,7 +420,7 @@ def _from_task(
     problems: Sequence[Problem], config: DataConfig, tokenizer: Any, prefix: str
 ) -> tuple[list[Prompt], int]:
     candidates = [
-        _candidate(i, f"{config.task}: row {i + 1}", p.prompt, {**p.columns, "answer": p.answer}, config)
+        _candidate(i, f"{config.task}: row {i + 1}", p.prompt, {**p.columns, "answer": p.answer}, config, key=p.key)
         for i, p in enumerate(problems)
     ]
     return _prompts(candidates, config, tokenizer, name=f"data.task={config.task}", prefix=prefix)
@@ -382,10 +428,12 @@ def _from_task(
 
 def _demonstrations(task: Task, name: str, seed: int, exclude: frozenset[str]) -> Iterator[Problem]:
     rng = random.Random(f"{seed}/task/demonstrations")
+    seen: set[str] = set()
     misses = 0
-    while misses <= 1000 + 20 * len(exclude):
+    while misses <= 1000 + 20 * len(seen):
         problem = task.generate(rng)
-        if problem.prompt in exclude:
+        if problem.key in exclude:
+            seen.add(problem.prompt)
             misses += 1
             continue
         misses = 0

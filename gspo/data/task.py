@@ -1,7 +1,8 @@
 """What a generated task is, and how one is found by its name.
 
 In: a task name and its options. Out: a `Task` that makes problems from a random stream and verifies replies.
-Invariant: a problem depends on the random stream alone; a demonstration, where there is one, scores 1.
+Invariants: a problem depends on the random stream alone; a demonstration, where there is one, scores 1; problems that ask
+the same in another order or in other words have the same key.
 
 A task is one file in `tasks/` with a function `build(**options) -> Task`. A name may carry a variant after a colon
 (`reasoning_gym:leg_counting`): then `build` takes it as its positional parameter `variant`.
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import pkgutil
 import random
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +28,9 @@ class Problem:
 
     prompt: str
     answer: str
+    key: str
+    """Equal for problems that ask the same in another order or in other words (`12+7` and `7+12`): what a model has learned
+    of one it knows of the other, so they are never on both sides of training and evaluation."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What `score` needs besides the answer. JSON values only."""
     demonstration: str = ""
@@ -68,6 +73,11 @@ def task_names() -> list[str]:
     from gspo.data import tasks
 
     return sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
+
+
+def same_text(text: str) -> str:
+    """Text as a key: without differences of case, white space and compatible characters."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def check_whole(option: str, value: Any, *, least: int, most: int) -> None:

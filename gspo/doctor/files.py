@@ -62,9 +62,12 @@ def _left_out(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Findin
             detail=_first_faults(case, tokenizer),
             skipped=problems.skipped,
         )
-    if problems.overlapping:
+    if problems.crowded:
+        what, _, do = problems.crowded.partition("; ")
+        yield warning(f"{what}.", f"{do.capitalize()}.", overlapping=problems.overlapping)
+    elif problems.overlapping:
         yield note(
-            f"{problems.overlapping} training rows have the same prompt as a held-out problem and will be left out.",
+            f"{problems.overlapping} training problems ask the same as a held-out one and will be left out.",
             overlapping=problems.overlapping,
         )
 

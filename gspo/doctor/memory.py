@@ -131,7 +131,7 @@ def largest_micro_batch(case: Case) -> tuple[int, int]:
     """(rows, width) of the worst micro-batch: the longest prompt, replies that reach their limit."""
     learner, rollout = case.config.learner, case.config.rollout
     width = case.longest_prompt + rollout.max_tokens
-    rows = -(-case.replies // min(learner.mini_batches, case.replies))
+    rows = -(-case.replies // learner.mini_batches)
     return min(rows, max(1, learner.micro_batch_tokens // width)), width
 
 

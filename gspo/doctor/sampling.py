@@ -139,8 +139,16 @@ def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding
 
 def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
     budget, mixed = case.config.rollout.refill_budget, interval([float(keeps(objective, g)) for g in groups])
-    if mixed.value * budget < 1:
+    if not mixed.value:
         yield warning(
-            f'keep = "mixed" needs one batch in {1 / mixed.value if mixed.value else math.inf:.3g}, but rollout.refill_budget = {budget}: steps would learn from fewer than {case.config.rollout.prompts} groups.',
-            "Raise rollout.refill_budget, or take problems that are neither too easy nor too hard.",
+            f'keep = "mixed" would discard all of the {len(groups)} sampled groups: steps would train on nothing.',
+            _remedy(groups),
+        )
+    elif mixed.value * budget < 1:
+        needed, prompts = math.ceil(1 / mixed.value), case.config.rollout.prompts
+        yield warning(
+            f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step of {prompts} groups needs about {needed} '
+            f"batches of prompts, and rollout.refill_budget = {budget}: steps would train on fewer groups.",
+            f"Set rollout.refill_budget = {needed} (a step then samples up to {needed} batches), "
+            "or take problems that are neither too easy nor too hard.",
         )

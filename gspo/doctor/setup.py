@@ -23,7 +23,7 @@ def check_objective(case: Case) -> Iterator[Finding]:
     from gspo.train import run_objective
 
     case.objective = objective = run_objective(case.config)
-    steps = min(case.config.learner.mini_batches, case.replies)
+    steps = case.config.learner.mini_batches
     yield ok(
         f"{objective.name} ({objective.paper}){_range(objective)}; {case.replies} replies per step in {steps} optimiser step{'s' * (steps > 1)}.",
         optimiser_steps=steps,

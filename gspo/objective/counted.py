@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gspo.objective.advantage import batch_whitened
 from gspo.objective.objective import Objective
 from gspo.objective.penalty import soft_overlong
-from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
+from gspo.types import Completion, Group, Prompt, Score, Status, StopReason, equal_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -
 
 
 def keeps(objective: Objective, group: Group) -> bool:
-    """Whether an objective learns from a group; `keep = "mixed"` wants right and wrong ones among the replies that count."""
+    """Whether an objective trains on a group. `keep = "mixed"` wants different rewards among the completions that count.
+
+    The reward is the one before length shaping: a soft length penalty sets completions apart that are all wrong, and DAPO's
+    condition is meant to drop those. With a reward of 0 and 1 it is the paper's 0 < #correct < G; with a dense reward a group
+    can teach without a single completion above `reward.correct_above`."""
     if objective.keep == "all":
         return True
-    correct = [
-        s.correct
-        for c, s in zip(group.completions, group.scores, strict=True)
-        if left_out(c, s, objective) is None and s.correct is not None
-    ]
-    return 0 < sum(correct) < len(correct)
+    counting = [s for c, s in zip(group.completions, group.scores, strict=True) if left_out(c, s, objective) is None]
+    return not equal_rewards([s.reward for s in counting if s.reward is not None])
 
 
 def left_out(completion: Completion, score: Score, objective: Objective) -> str | None:

@@ -50,7 +50,7 @@ class Objective:
 
     name: str = ""
     keep: str = "all"
-    """Which groups are trained on: `all`, or `mixed` (0 < #correct < G), refilled by dynamic sampling."""
+    """Which groups are trained on: `all`, or `mixed` (rewards differ before length shaping; of 0 and 1: 0 < #correct < G), refilled by dynamic sampling."""
     shape: str = "none"
     """Length shaping: `soft_overlong` (penalty near the limit) or `overlong_filter` (cut replies are left out)."""
     overlong_limit: int | None = None

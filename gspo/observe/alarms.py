@@ -92,6 +92,11 @@ def _tricks(row: Row) -> float:
 
 ALARMS = (
     Alarm(
+        name="nothing trained",
+        holds=lasting(lambda row: row.get("samples/trained") == 0),
+        what="no reply of these steps was trained on, so the policy has not changed; samples/left_out says why: groups of equal rewards need problems that are sometimes solved, a reward with partial credit or more replies per prompt; cut replies a higher rollout.max_tokens; unscored ones another reward",
+    ),
+    Alarm(
         name="uniform rewards",
         holds=lasting(lambda row: _at(row, "groups/uniform_fraction") >= 1 and _at(row, "advantage/std") < FLAT),
         what="every group's replies have the same reward, so nothing can be learned; use problems that are sometimes solved, more replies per prompt, or look at the reward",

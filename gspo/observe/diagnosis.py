@@ -122,12 +122,15 @@ def _error(look: Look) -> Finding | None:
 
 def _died(look: Look) -> Finding | None:
     """A run that nobody works on, that said nothing at its end and is not at its end."""
-    steps, step = look.settings.get("steps"), look.recent[-1]["step"] if look.recent else 0
-    if look.state != "ended" or not isinstance(steps, int) or step >= steps:
+    steps, last = look.settings.get("steps"), look.recent[-1] if look.recent else {}
+    tokens, step = look.settings.get("tokens"), last.get("step", 0)
+    at_end = (last.get("tokens/sampled") or 0) >= tokens if isinstance(tokens, int) and tokens else step >= (steps or 0)
+    if look.state != "ended" or not isinstance(steps, int) or at_end:
         return None
+    of = "" if tokens else f" of {steps}"
     return Finding(
         name="ended without a word", level="bad",
-        what=f"No trainer works on this run, and it did not say why: it is at step {step:.0f} of {steps}. It was killed, or this is a copy of a run that goes on elsewhere.",
+        what=f"No trainer works on this run, and it did not say why: it is at step {step:.0f}{of}. It was killed, or this is a copy of a run that goes on elsewhere.",
         remedy="gspo train --resume RUN goes on from its last checkpoint.",
     )  # fmt: skip
 
@@ -201,6 +204,51 @@ def _plateau(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- is there a signal?
 
 
+def _nothing_trained(look: Look) -> Finding | None:
+    """Steps that left the policy as it was."""
+    idle = [r for r in look.recent if r.get("samples/trained") == 0]
+    if not idle:
+        return None
+    prefix = "samples/left_out/"
+    counts: dict[str, float] = {}
+    for key, value in ((k, v) for r in idle for k, v in r.items() if k.startswith(prefix)):
+        counts[key.removeprefix(prefix)] = counts.get(key.removeprefix(prefix), 0) + float(value or 0)
+    why, remedy = _WHY_NOTHING.get(max(counts, key=counts.__getitem__, default=""), _WHY_NOTHING[""])
+    return Finding(
+        name="trained on nothing",
+        level="bad" if 2 * len(idle) >= len(look.recent) else "warn",
+        what=f"{len(idle)} of the last {len(look.recent)} steps trained on nothing{why}: the policy did not change.",
+        remedy=remedy,
+    )
+
+
+_WHY_NOTHING = {
+    "": ("", "The events say what became of the replies."),
+    "not_mixed": (
+        ", because in every sampled group all replies had the same reward",
+        "Use problems that are sometimes solved, a reward with partial credit, or more replies per prompt "
+        "(rollout.replies). More sampling of the same (rollout.refill_budget) would cost more and help little.",
+    ),
+    "overlong": (
+        ", because the replies were cut and objective.shape leaves cut ones out",
+        "Raise rollout.max_tokens, or ask for shorter replies (data.instruction).",
+    ),
+    "unscored": (
+        ", because the replies could not be scored",
+        "Open a step and filter by 'unscored' to read why: a reward that raises, hangs or returns nonsense.",
+    ),
+    "alone": (
+        ", because no group had two replies left to compare",
+        "Raise rollout.replies, and look at why the others were left out: samples/left_out counts the reasons.",
+    ),
+    "empty": (
+        ", because the replies were empty",
+        "The model ends at once: check the chat template and the stop tokens (gspo doctor), or start from another model.",
+    ),
+}
+"""By the most frequent reason why replies were left out: why nothing was trained on, and what to do."""
+
+
 def _uniform(look: Look) -> Finding | None:
     """Groups without a difference in reward. They can still teach a penalty that is added to it."""
     share, penalty = look.mean("groups/uniform_fraction"), _penalty(look)
@@ -211,7 +259,10 @@ def _uniform(look: Look) -> Finding | None:
     correct = look.mean("reward/correct_fraction")
     solved = "" if math.isnan(correct) else f" ({_percent(correct)} of the replies are correct)"
     harder = "problems that are sometimes solved" if math.isnan(correct) else "harder problems" if correct >= 0.5 else "easier problems, or a warm start"  # fmt: skip
-    mixed = "" if look.mean("groups/discarded") > 0 else ' turn on dynamic sampling (objective.keep = "mixed"), or'
+    # Dynamic sampling helps only where it can fill a batch; beyond that it samples more and trains on as little.
+    fills = (1 - share) * look.setting("rollout", "refill_budget", 3) >= 1
+    off = not look.mean("groups/discarded") > 0
+    mixed = ' turn on dynamic sampling (objective.keep = "mixed"), or' if off and fills else ""
     return Finding(
         name="uniform groups", level="warn",
         what=f"{_percent(share)} of the groups are uniform{solved}: all their replies have the same reward, so {_percent(share)} of the sampling teaches nothing{f' but {penalty}' if penalty else ''}.",
@@ -435,7 +486,7 @@ def _sampling_remedy(look: Look) -> str:
 
 Rule = Callable[[Look], Finding | None]
 RULES: tuple[Rule, ...] = (
-    _error, _died, _alarm, _held_out, _plateau, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
+    _error, _died, _alarm, _held_out, _plateau, _nothing_trained, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
     _clip_always, _entropy, _moves_far, _mismatch, _noise, _skipped, _flips, _load, _time,
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ def make_display() -> Display:
 
 
 class _Recent:
-    """What the display remembers between steps: the last evaluation and the pace."""
+    """What the display remembers between steps: the last evaluation and the pace. All else is of the last step alone."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -64,7 +64,8 @@ class _Recent:
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         if self._started is None:
             self._started, self._first = time.monotonic() - timings.get("time/step_s", 0.0), step - 1
-        self.values |= {k: v for k, v in metrics.items() if v is not None}
+        kept = {k: v for k, v in self.values.items() if k.startswith("eval/")}
+        self.values = kept | {k: v for k, v in metrics.items() if v is not None}
         self.evaluated(metrics)
         self.values["tokens/s"] = metrics.get("tokens/generated", 0) / max(1e-9, timings.get("time/rollout_s", 0.0))
 
@@ -83,10 +84,13 @@ class _Recent:
         if v.get("eval/accuracy_greedy") is not None:
             held_out += f" (greedy {_share(v['eval/accuracy_greedy'])})"
         unscored = [("unscored", str(v["samples/unscored"]))] if v.get("samples/unscored") else []
+        clipped = ("clipped", _share(v.get("clip/fraction_tokens")))
+        if v.get("samples/trained") == 0:
+            clipped = ("trained on", "nothing")
         return [
             ("reward", _number(v.get("reward/mean"), ".3f")),
             ("held-out", held_out),
-            ("clipped", _share(v.get("clip/fraction_tokens"))),
+            clipped,
             ("length", _number(v.get("length/mean"), ".1f")),
             ("tokens/s", _number(v.get("tokens/s"), ",.0f")),
             *unscored,

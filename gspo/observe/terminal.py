@@ -80,9 +80,9 @@ def plain(text: str) -> str:
 
 def _title(name: str, shown: Shown) -> Text:
     run = shown.run
-    of = run.settings.get("steps")
+    of = run.planned_steps
     pace = run.pace()
-    said = f"{name}  {run.state}, step {run.step:,}" + (f" of {of:,}" if isinstance(of, int) else "")
+    said = f"{name}  {run.state}, step {run.step:,}" + ("" if of is None else f" of {of:,}")
     return Text(plain(said + (f", {pace:.3g} s per step" if pace else "")), style="bold")
 
 
@@ -97,10 +97,16 @@ def _curves(shown: Shown, width: int, most: int | None) -> Table:
             values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
             if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
                 line = sparkline(found[curve.key]["y"], min(values), max(values))
-                table.add_row(
-                    Text(curve.key, style="dim"), line, _shown(shown.run.metrics.latest(curve.key), panel.form)
-                )
+                table.add_row(Text(curve.key, style="dim"), line, _shown(_latest(shown, curve.key), panel.form))
     return table
+
+
+def _latest(shown: Shown, key: str) -> float:
+    """The last number of a metric; NaN for what only training gives if the last step trained on nothing."""
+    last = next(iter(shown.run.metrics.last(1)), {})
+    if last.get("samples/trained") == 0 and not key.startswith("eval/"):
+        return last.get(key, math.nan)
+    return shown.run.metrics.latest(key)
 
 
 def _times(shown: Shown) -> Text:

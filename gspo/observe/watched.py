@@ -108,6 +108,12 @@ class Watched:
         return int(last) if 0 <= last < 1 << 53 else 0
 
     @property
+    def planned_steps(self) -> int | None:
+        """Steps after which the run ends; None if that is not known, as where it ends by sampled tokens."""
+        steps = self.settings.get("steps")
+        return steps if isinstance(steps, int) and not self.settings.get("tokens") else None
+
+    @property
     def state(self) -> str:
         """`running`, `finished`, `stopped` (by a signal), `failed` (with an error), `ended` (without a word), or `gone`."""
         if not self.path.is_dir():

@@ -1,7 +1,7 @@
 """Stage 2 and 3 together: prompts to groups of scored replies, refilled until there is enough to learn from.
 
 In: a function that samples and scores some prompts. Out: the groups to learn from and those thrown away.
-Invariant: a group is kept or discarded on correctness, never on the shaped reward; when the budget runs out, what was
+Invariant: a group is kept or discarded on its rewards, never on the shaped ones; when the budget runs out, what was
 kept is used as it is, and nothing that was filtered comes back.
 """
 

@@ -208,9 +208,10 @@ def arm(label: str, after: tuple[float, float, float], difference: Number | None
         ((0.9, 0.8, 1.0), Number(value=0.4, low=0.3, high=0.5, seeds=3), "better by more than chance"),
         ((0.1, 0.0, 0.2), Number(value=-0.4, low=-0.5, high=-0.3, seeds=3), "worse by more than chance"),
         ((0.6, 0.5, 0.7), Number(value=0.1, low=0.05, high=0.15, seeds=3), "more seeds would have to confirm"),
-        ((0.9, 0.8, 1.0), Number(value=0.4, low=-0.1, high=0.9, seeds=3), "no difference is shown"),
+        ((0.9, 0.8, 1.0), Number(value=0.4, low=-0.1, high=0.9, seeds=3), "do not tell the two apart"),
         ((0.9, 0.8, 1.0), Number(value=0.4), "on one seed"),
-        ((0.9, 0.8, 1.0), Number(value=0.4, seeds=2), "no difference is shown"),
+        ((0.9, 0.8, 1.0), Number(value=0.4, seeds=2), "more problems or seeds would have to confirm"),
+        ((0.5, 0.4, 0.6), Number(value=0.0, seeds=2), "no difference is shown"),
         ((0.9, 0.8, 1.0), None, "cannot be compared"),
     ],
 )
@@ -220,6 +221,35 @@ def test_no_arm_is_called_better_unless_the_intervals_say_so(
     text = verdict(arm("gspo", after, difference), arm("grpo", (0.5, 0.4, 0.6), None))
     assert words in text
     assert ("better by" in text or "worse by" in text) == words.endswith("than chance")
+
+
+def test_seeds_that_agree_exactly_are_judged_by_their_problems(comparison: Make) -> None:
+    sure = (
+        {"eval__accuracy_low": 0.95, "eval__accuracy_high": 1.0},
+        {"eval__accuracy_low": 0.0, "eval__accuracy_high": 0.05},
+    )
+    runs = {
+        (label, seed): {"rows": [*rows_of(0.3, value)[:-1], step_row(4, eval__accuracy=value, **interval)]}
+        for (label, value, interval) in (("grpo", 1.0, sure[0]), ("dapo", 0.0, sure[1]))
+        for seed in (0, 1)
+    }
+    out = comparison(runs)
+    write_report(out)
+    text = Page((out / "report.html").read_text()).text
+    assert "dapo ended −100.0 points from grpo, the same on all 2 seeds: worse on each by more than chance" in text
+    assert "no difference is shown" not in text
+
+
+def test_an_arm_that_trained_on_nothing_is_named(comparison: Make) -> None:
+    idle = rows_of(0.3, 0.3, samples__trained=0)
+    out = comparison({("grpo", 0): {"rows": rows_of(0.3, 0.5, samples__trained=8)}, ("dapo", 0): {"rows": idle}})
+    (note,) = write_report(out).notes
+    assert "dapo trained on nothing in 4 of 4 steps" in note
+    text = Page((out / "report.html").read_text()).text
+    assert "dapo trained on nothing in 4 of 4 steps" in text
+    assert "steps that trained on nothing" in text
+    first, second = json.loads((out / "table.json").read_text())["arms"]
+    assert (first["idle"]["value"], second["idle"]["value"]) == (0, 1)
 
 
 @pytest.mark.parametrize(("arms", "bands", "lines"), [(6, 6, 18), (7, 0, 7)])

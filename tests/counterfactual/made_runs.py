@@ -15,7 +15,7 @@ from gspo.train import train
 
 REWARD = """
 def spaces(prompts, completions, **columns):
-    return [0.4 * (len(c) % 3) + 0.5 * c.count(" ") for c in completions]
+    return [0.5 if "5" in p else 0.4 * (len(c) % 3) + 0.5 * c.count(" ") for p, c in zip(prompts, completions)]
 
 
 def flat(prompts, completions, **columns):
@@ -30,7 +30,7 @@ def tree(folder: Path) -> dict[str, Any]:
         "model": {"build": "tiny_dense", "device": "cpu"},
         "data": {"task": "sorting", "task_options": {"min_items": 2, "max_items": 3}, "task_size": 60, "held_out": 0},
         "rollout": {"prompts": 8, "replies": 4, "max_tokens": 10},
-        "reward": {"functions": [f"{folder}/spaces.py:spaces"], "workers": 1, "correct_above": 0.85},
+        "reward": {"functions": [f"{folder}/spaces.py:spaces"], "workers": 1},
         "objective": {"name": "gspo", "clip_low": 3e-3, "clip_high": 4e-3},
         "learner": {"learning_rate": 1e-3, "mini_batches": 3},
         "eval": {"every": 0},

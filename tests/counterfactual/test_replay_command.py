@@ -205,7 +205,10 @@ def test_a_batch_that_teaches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_that_learned_nothing_is_refused_and_passed_over_on_the_way(tmp_path: Path, capsys: Any) -> None:
-    run = make_run(tmp_path, "steps=1", "objective.name=dapo", "reward.correct_above=100")
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n"
+    )
+    run = make_run(tmp_path, "steps=1", "objective.name=dapo", f"reward.functions={tmp_path}/same.py:same")
     assert main(["replay", str(run)]) == 1
     assert "step 1 had no reply to learn from" in capsys.readouterr().err
 

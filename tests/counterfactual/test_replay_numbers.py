@@ -91,7 +91,7 @@ def folded(learner: Learner, batch: Batch, directions: list[Direction]) -> Gram:
 
 
 def mixed_group(group: Group) -> bool:
-    return len({score.correct for score in group.scores}) == 2
+    return len({score.reward for score in group.scores}) > 1
 
 
 def independent(at: At, objective: Objective) -> tuple[Tensor, float, dict[str, float]]:

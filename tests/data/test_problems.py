@@ -6,6 +6,7 @@ import csv
 import datetime
 import gzip
 import json
+import re
 import time
 from decimal import Decimal
 from itertools import islice
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.config import DataConfig
-from gspo.data.problems import PromptOrder, demonstrations, load_problems, shown
+from gspo.data.problems import PromptOrder, demonstrations, fresh_problems, load_problems, shown
 from gspo.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i} for i in range(20)]
@@ -406,6 +407,15 @@ def test_duplicates_of_held_out_prompts_are_not_trained_on(tmp_path, load):
     assert problems.overlapping >= 5
 
 
+def test_white_space_case_and_wide_characters_make_no_other_problem(tmp_path, load):
+    rows = [{"prompt": f"What is {word}?", "answer": "x"} for word in ("one plus two", "four", "Five")]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    same = ["what IS  one\nplus two? ", "What is four\uff1f"]
+    other = write_jsonl(tmp_path / "test.jsonl", [{"prompt": p, "answer": "x"} for p in same])
+    problems = load(path, held_out=9, held_out_path=other)
+    assert (problems.overlapping, [p.content for p in problems.train]) == (2, ["What is Five?"])
+
+
 def test_held_out_file(tmp_path, load):
     path = write_jsonl(tmp_path / "train.jsonl", ROWS)
     other = write_jsonl(
@@ -449,11 +459,61 @@ def test_generated_problems_are_distinct_and_seeded(load):
 
 def test_every_problem_of_a_small_task_can_be_had(load):
     settings = {"task": "addition", "task_options": {"digits": 1}}
-    problems = load(task_size=90, held_out=10, **settings)
-    assert len({p.content for p in (*problems.train, *problems.held_out)}) == 100
+    assert len({p.content for p in load(task_size=100, held_out=0, **settings).train}) == 100
     message = r"data\.task=addition with digits=1 has at most 100 different problems, .*data\.task_size=91 and data\.held_out=10"
     with pytest.raises(DataError, match=message):
         load(task_size=91, held_out=10, **settings)
+
+
+SMALL_TASKS = {
+    "addition": ({"digits": 2}, lambda p: tuple(sorted(map(int, p.split("+"))))),
+    "countdown": ({}, lambda p: (tuple(sorted(map(int, p.split(" -> ")[0].split()))), p.split(" -> ")[1])),
+    "sorting": ({"min_items": 4, "max_items": 4}, lambda p: tuple(sorted(p))),
+}
+
+
+@pytest.mark.parametrize("task", SMALL_TASKS)
+def test_no_held_out_problem_is_a_training_problem_in_another_order(load, task):
+    options, meaning = SMALL_TASKS[task]
+    problems = load(task=task, task_options=options, task_size=4000, held_out=256)
+    assert (len(problems.train), len(problems.held_out)) == (4000, 256)
+    assert problems.overlapping > 0  # there was something to leave out
+    held_out, train = ({meaning(p.content) for p in prompts} for prompts in (problems.held_out, problems.train))
+    assert not held_out & train
+
+
+def test_no_held_out_word_problem_shares_kind_and_numbers_with_a_training_problem(load):
+    problems = load(task="word_problems", task_size=4000, held_out=256)
+
+    def meaning(p):
+        numbers = tuple(sorted(int(n) for n in re.findall(r"\d+", p.content)))
+        return p.columns["kind"], numbers, p.columns["answer"]
+
+    held_out, train = (
+        {meaning(p) for p in prompts if p.columns["kind"] != "plain"} for prompts in (problems.held_out, problems.train)
+    )
+    assert not held_out & train
+
+
+def test_a_space_that_held_out_problems_fill_is_refused_or_told(load):
+    settings = {"task": "addition", "task_options": {"digits": 1}}
+    message = (
+        r"hardly more than \d+ different problems besides those that ask the same as a held-out one, .*held_out=60"
+    )
+    with pytest.raises(DataError, match=message):
+        load(task_size=40, held_out=60, **settings)
+    assert "lower data.held_out" in load(task_size=5, held_out=60, **settings).crowded
+    assert load(task_size=40, held_out=5, **settings).crowded == ""
+
+
+def test_fresh_problems_are_neither_trained_on_nor_their_equals(plain_tokenizer):
+    config = DataConfig(task="addition", task_options={"digits": 2}, task_size=3000, held_out=50)
+    trained = {p.key for p in load_problems(config, plain_tokenizer, 0).train}
+    fresh = fresh_problems(config, plain_tokenizer, 0, count=200, exclude=trained)
+    assert len({p.content for p in fresh}) == 200
+    assert not {p.key for p in fresh} & trained
+    with pytest.raises(DataError, match=r"besides those that the model was trained on .*fewer than 8000"):
+        fresh_problems(config, plain_tokenizer, 0, count=8000, exclude=trained)
 
 
 def test_a_task_that_runs_dry_says_so(load):
@@ -489,13 +549,11 @@ def test_twenty_thousand_problems_load_quickly(load, plain_tokenizer, chat_token
 
 def test_demonstrations_are_endless_seeded_and_never_held_out(load):
     config = DataConfig(task="addition", task_options={"digits": 1}, task_size=10, held_out=50)
-    held_out = {
-        p.content for p in load(task="addition", task_options={"digits": 1}, task_size=10, held_out=50).held_out
-    }
+    held_out = {p.key for p in load(task="addition", task_options={"digits": 1}, task_size=10, held_out=50).held_out}
     stream = list(islice(demonstrations(config, 0, exclude=held_out), 500))
     assert stream == list(islice(demonstrations(config, 0, exclude=held_out), 500))
     assert stream != list(islice(demonstrations(config, 1, exclude=held_out), 500))
-    assert not held_out & {p.prompt for p in stream}
+    assert not held_out & {p.key for p in stream}
     assert all(p.demonstration for p in stream)
     everything = {f"{a}+{b}" for a in range(10) for b in range(10)}
     with pytest.raises(DataError, match="every problem is held out"):

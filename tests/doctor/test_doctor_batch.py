@@ -161,7 +161,12 @@ def test_a_refill_budget_that_is_too_small(tiny: Callable[..., Config], examined
     config = tiny("objective.name=dapo", "rollout.refill_budget=3")
     wrong = examined(config, *names, value=lambda g, i: 1.0 if g == i == 0 else 0.0, prompts=4)
     assert wrong.levels("uniform groups") == ["note", "warning"]
-    assert "one batch in 4" in wrong["uniform groups"][1].what
+    assert "needs about 4 batches" in wrong["uniform groups"][1].what
+    assert "refill_budget = 4" in wrong["uniform groups"][1].do
+    hopeless = examined(config, *names, value=lambda g, i: 0.0, prompts=4)["uniform groups"][1]
+    assert "would discard all of the 4 sampled groups: steps would train on nothing" in hopeless.what
+    assert "inf" not in hopeless.what
+    assert "refill_budget" not in hopeless.do
 
 
 def test_before_a_cold_start_little_is_concluded(tiny: Callable[..., Config], examined: Any) -> None:

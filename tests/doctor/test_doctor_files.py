@@ -129,7 +129,7 @@ def test_overlap_repetition_and_too_few_problems(on_file: Callable[..., Config],
     data = [{"prompt": f"What is {i % 3} + 1?", "answer": "1"} for i in range(9)]
     config = on_file(data, f"data.held_out_path={tmp_path}/held.jsonl", "rollout.prompts=50")
     what = [f"{f.level}: {f.what}" for f in examined(config, "tokenizer", "data")["data"]]
-    assert any("note: 3 training rows have the same prompt as a held-out" in w for w in what)
+    assert any("note: 3 training problems ask the same as a held-out" in w for w in what)
     assert any("note: 4 training rows repeat" in w for w in what)
     assert any("warning: A step draws 50 prompts, but there are only 6" in w for w in what)
     assert any("only to ±" in w for w in what)

@@ -245,6 +245,7 @@ HEALTHY = {
     "noise/beyond_clip": 0.1,
 }
 SICK = {
+    "nothing trained": {"samples/trained": 0},
     "uniform rewards": {"groups/uniform_fraction": 1.0},
     "entropy collapse": {"entropy/mean": 1e-5},
     "length pinned": {"length/truncated_fraction": 1.0},

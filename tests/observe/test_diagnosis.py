@@ -58,6 +58,7 @@ CASES = [
     Case("reward without accuracy", "bad", look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.4, 0.8)]), look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.56, 0.8)]), "rose from 0.5 to 0.8"),
     Case("forgetting", "bad", look(evaluations=[evaluation(0, 0.3), evaluation(20, 0.6, 0.5), evaluation(40, 0.4, 0.4)]), look(evaluations=[evaluation(0, 0.3), evaluation(40, 0.3, 0.4)]), "below its best of 60 % at step 20"),
     Case("plateau", "note", look(lambda s: metrics(s, reward__mean=0.5 + 0.01 * (s % 3))), look(lambda s: metrics(s, reward__mean=0.3 + 0.01 * s)), "has not moved"),
+    Case("trained on nothing", "bad", look(lambda s: metrics(s, samples__trained=8 * (s % 2))), look(lambda s: metrics(s, samples__trained=8)), "10 of the last 20 steps trained on nothing"),
     Case("uniform groups", "warn", look(lambda s: metrics(s, groups__uniform_fraction=0.71)), look(lambda s: metrics(s, groups__uniform_fraction=0.4)), "71 % of the sampling"),
     Case("only a penalty is learned", "warn", look(lambda s: punished(s)), look(lambda s: punished(s, groups__uniform_fraction=0.9)), "Only the length penalty is being learned: in 100 % of the groups"),
     Case("only a penalty is learned", "warn", look(lambda s: punished(s, reward__length_penalty=0.0, kl__ref=0.1), objective__kl_in="reward"), look(lambda s: punished(s, reward__length_penalty=0.0, kl__ref=0.1)), "Only the KL penalty is being learned"),
@@ -125,6 +126,39 @@ def test_the_gravest_comes_first() -> None:
 def test_dynamic_sampling_is_not_advised_where_it_is_on() -> None:
     found = {f.name: f for f in diagnose(look(lambda s: metrics(s, groups__uniform_fraction=0.7, groups__discarded=9)))}
     assert "dynamic sampling" not in found["uniform groups"].remedy
+
+
+def test_dynamic_sampling_is_advised_only_where_it_can_fill_a_batch() -> None:
+    def remedy(share: float, **settings: Any) -> str:
+        found = diagnose(look(lambda s: metrics(s, groups__uniform_fraction=share), **settings))
+        return next(f.remedy for f in found if f.name == "uniform groups")
+
+    assert "dynamic sampling" in remedy(0.6)
+    assert "dynamic sampling" in remedy(0.75, rollout__refill_budget=5)
+    assert "dynamic sampling" not in remedy(0.75)
+    assert "dynamic sampling" not in remedy(1.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("not_mixed", "partial credit"),
+        ("overlong", "rollout.max_tokens"),
+        ("unscored", "reward that raises"),
+        ("alone", "rollout.replies"),
+        ("empty", "stop tokens"),
+        ("other", "events"),
+    ],
+)
+def test_steps_that_trained_on_nothing_say_why_and_what_to_do(reason: str, says: str) -> None:
+    rows = {
+        "samples__trained": 0,
+        f"samples__left_out__{reason}": 8,
+        "samples__left_out__empty": 2 + 8 * (reason == "empty"),
+    }
+    finding = next(f for f in diagnose(look(lambda s: metrics(s, **rows))) if f.name == "trained on nothing")
+    assert says in finding.remedy
+    assert "refill_budget = " not in finding.remedy
 
 
 def test_uniform_groups_teach_nothing_only_where_nothing_is_added_to_the_reward() -> None:

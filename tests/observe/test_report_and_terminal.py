@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from shown_runs import HOSTILE, make_run, reply
+from shown_runs import HOSTILE, make_run, reply, write_lines
 
 from gspo.cli import main
 from gspo.errors import ConfigError
 from gspo.observe.report import write_report
+from gspo.observe.run_dir import read_jsonl
 from gspo.observe.terminal import BARS, plain, sparkline, watch_text
 
 
@@ -94,6 +95,23 @@ def test_the_terminal_shows_curves_times_and_findings(tmp_path: Path) -> None:
     assert "0.6" in line
     assert "sampling 50 %, scoring 5 %, learning 40 %" in text
     assert "samples/unscored" not in text
+
+
+def test_the_terminal_repeats_no_clip_fraction_of_an_earlier_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [*read_jsonl(run / "metrics.jsonl"), {"step": 13, "reward/mean": 0.5, "samples/trained": 0}]
+    write_lines(run / "metrics.jsonl", rows)
+    lines = text_of(run).splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("clip/fraction_tokens")] == ["-"]
+    assert [line.split()[-1] for line in lines if line.startswith("reward/mean")] == ["0.5"]
+    assert any("1 of the last 13 steps trained on nothing" in line for line in lines)
+
+
+def test_a_run_that_ends_by_tokens_has_no_last_step_to_show(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "step 12 of 40" in text_of(run)
+    (run / "config.toml").write_text("tokens = 12000\n" + (run / "config.toml").read_text())
+    assert "step 12," in text_of(run)
 
 
 def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:

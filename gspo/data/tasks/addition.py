@@ -30,7 +30,8 @@ class Addition:
 
     def generate(self, rng: random.Random) -> Problem:
         a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
-        return Problem(prompt=f"{a}+{b}", answer=str(a + b), demonstration=f"{_working(a, b)}|{a + b}")
+        key = f"{min(a, b)}+{max(a, b)}"
+        return Problem(prompt=f"{a}+{b}", answer=str(a + b), key=key, demonstration=f"{_working(a, b)}|{a + b}")
 
     def score(self, reply: str, columns: Mapping[str, Any]) -> float:
         _, mark, answer = reply.partition("|")

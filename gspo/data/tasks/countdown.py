@@ -45,7 +45,8 @@ class Countdown:
             if 1 <= target <= self.max_target:
                 prompt = f"{' '.join(map(str, numbers))} -> {target}"
                 columns = {"numbers": numbers, "target": target}
-                return Problem(prompt=prompt, answer=solution, columns=columns, demonstration=solution)
+                key = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
+                return Problem(prompt=prompt, answer=solution, key=key, columns=columns, demonstration=solution)
         raise ConfigError(
             f"data.task_options.max_target: {self.max_target} is almost never reached from {self.numbers} numbers "
             f"up to {self.max_number}; raise max_target or lower max_number"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.data.sources import plain
-from gspo.data.task import Problem
+from gspo.data.task import Problem, same_text
 from gspo.errors import ConfigError
 
 _SIZE = 100_000
@@ -57,7 +57,8 @@ class ReasoningGym:
     def generate(self, rng: random.Random) -> Problem:
         entry = self.dataset[rng.randrange(len(self.dataset))]
         answer = "" if entry["answer"] is None else str(entry["answer"])
-        return Problem(prompt=entry["question"].strip(), answer=answer, columns={"entry": _pack(dict(entry))})
+        question = entry["question"].strip()
+        return Problem(prompt=question, answer=answer, key=same_text(question), columns={"entry": _pack(dict(entry))})
 
     def score(self, reply: str, columns: Mapping[str, Any]) -> float:
         return float(self.dataset.score_answer(_final_answer(reply), _unpack(columns["entry"])))

@@ -33,7 +33,7 @@ class Sorting:
     def generate(self, rng: random.Random) -> Problem:
         digits = rng.choices("0123456789", k=rng.randint(self.min_items, self.max_items))
         answer = " ".join(sorted(digits))
-        return Problem(prompt=f"sort {' '.join(digits)}", answer=answer, demonstration=answer)
+        return Problem(prompt=f"sort {' '.join(digits)}", answer=answer, key=answer, demonstration=answer)
 
     def score(self, reply: str, columns: Mapping[str, Any]) -> float:
         return float(reply.strip() == columns["answer"])

@@ -131,6 +131,15 @@ def _plain(a: int, b: int, kind: int) -> tuple[str, str, int]:
     return asked[kind]
 
 
+def _key(working: str) -> str:
+    """What is computed, whatever the story: `7 + 5` is `5 + 7`, and `7 + 5 = 12, 12 - 3` is `5 + 7 - 3`."""
+    first, _, second = working.partition(" = ")
+    for sign in (" + ", " * "):
+        if sign in first:
+            first = sign.join(sorted(first.split(sign), key=int))
+    return f"{first} - {second.rpartition(' - ')[2]}" if second else first
+
+
 def build(largest: int = 20, kinds: Sequence[str] = tuple(_KINDS)) -> WordProblems:
     """Sums and differences of numbers from 1 to `largest`, products up to 12 times 9; `kinds` of problems, all equally often."""
     check_whole("largest", largest, least=1, most=1_000_000)
@@ -158,9 +167,14 @@ class WordProblems:
             a=a, b=b, c=c, name=who, they=_NAMES[who], other=other, things=rng.choice(_THINGS), boxes=rng.choice(_BOXES),
             plain=_plain(a, b, c % 6)[0],
         )  # fmt: skip
-        answer = kind.value(a, b, c)
-        demonstration = f"{kind.working(a, b, c)} = {answer}"
-        return Problem(prompt=prompt, answer=str(answer), columns={"kind": name}, demonstration=demonstration)
+        answer, working = kind.value(a, b, c), kind.working(a, b, c)
+        return Problem(
+            prompt=prompt,
+            answer=str(answer),
+            key=_key(working),
+            columns={"kind": name},
+            demonstration=f"{working} = {answer}",
+        )
 
     def score(self, reply: str, columns: Mapping[str, Any]) -> float:
         return float(last_number(reply) == int(columns["answer"]))

@@ -74,13 +74,12 @@ def _line(name: str, shown: Shown) -> dict[str, Any]:
     with shown.lock:
         shown.refresh()
         run = shown.run
-        steps = run.settings.get("steps")
         return {
             "name": name,
             "state": run.state,
             "version": run.version,
             "step": run.step,
-            "steps": steps if isinstance(steps, int) else None,
+            "steps": run.planned_steps,
             "pace_s": run.pace(),
         }
 

@@ -203,7 +203,7 @@ function stepWords(row) {
 function groupRows(name, step, groups) {
   if (!groups.length) return [node("p", { class: "soft" }, "No replies were written for this step (log.rollouts = false, or the file is gone). Previous and next lead to steps that have some.")];
   return groups.map((g) => {
-    const kind = g.discarded ? ["out", "discarded: all right or all wrong"] : g.uniform ? ["uniform", "uniform: all have the same reward"] : ["mixed", "mixed"];
+    const kind = g.discarded ? ["out", "discarded: all have the same reward"] : g.uniform ? ["uniform", "uniform: all have the same reward"] : ["mixed", "mixed"];
     const judged = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
     return node("div", { class: "group" },
       node("div", {}, node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind[0]}` }, kind[1]), node("span", { class: "soft" }, `  ${judged}, ${g.prompt_id}`)),

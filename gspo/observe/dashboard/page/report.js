@@ -6,7 +6,7 @@ function runCard(run, number) {
   const environment = run.environment, versions = Object.entries(environment.packages || {}).filter(([, v]) => v).map(([k, v]) => `${k} ${v}`).join(", ");
   return node("section", { class: "card" },
     node("h2", { class: `f${number % COLOURS}` }, run.name),
-    node("p", { class: "soft" }, `${run.state}, step ${run.step}${run.settings.steps ? ` of ${run.settings.steps}` : ""}, objective ${run.settings.objective?.name || "unknown"}, seed ${run.settings.seed ?? "unknown"}; ${environment.device || "unknown device"}, ${versions}, commit ${environment.commit || "unknown"}`),
+    node("p", { class: "soft" }, `${run.state}, step ${run.step}${run.settings.steps && !run.settings.tokens ? ` of ${run.settings.steps}` : ""}, objective ${run.settings.objective?.name || "unknown"}, seed ${run.settings.seed ?? "unknown"}; ${environment.device || "unknown device"}, ${versions}, commit ${environment.commit || "unknown"}`),
     findingList(run.findings));
 }
 
