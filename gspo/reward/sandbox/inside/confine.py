@@ -41,12 +41,13 @@ def _lead_nowhere(*descriptors: int) -> None:
 
 
 def close_files(settings: dict[str, Any]) -> None:
-    """Without namespaces: leave this process under an overseer, and let it open nothing but Python's own files."""
+    """Let this process open nothing but Python's own files. Without namespaces, leave it under an overseer."""
     if settings["level"] != 5:  # bubblewrap sees to that itself
         die_with_parent(settings["parent"])
     if settings["level"] == 6:
         _leave_overseer()
-        landlock.restrict(settings["readable"])
+    if settings["level"] == 6 or (settings["level"] == 5 and landlock.version()):
+        landlock.restrict(settings["readable"], settings["listed"])
 
 
 def close_calls(settings: dict[str, Any]) -> None:
@@ -57,13 +58,16 @@ def close_calls(settings: dict[str, Any]) -> None:
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Hard limits on memory, processor time, files and threads."""
+    """Hard limits on memory, processor time, files and threads, and on what all processes of a user share."""
     limits = {
         resource.RLIMIT_AS: settings["memory"],
         resource.RLIMIT_CPU: settings["cpu_s"],
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 0,  # of real-time signals; ordinary ones arrive all the same
         resource.RLIMIT_NPROC: settings["processes"] + THREADS,
     }
     for which, most in limits.items():
