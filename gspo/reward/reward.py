@@ -119,7 +119,7 @@ class RewardPool:
             functions=len(self._sources),
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
-            bounded={i for i, bounded in enumerate(self._workers[0].bounded) if bounded},
+            bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
         )
 
     def _load_once(self) -> None:

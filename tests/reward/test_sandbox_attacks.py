@@ -31,17 +31,20 @@ from sandbox_attacks import (
     CALLS,
     GOOD,
     GOOD_SCRIPT,
-    LIMIT_S,
     LIMITS,
     OUTPUT,
+    SHORT,
     Attack,
     filled,
     graded,
     notes_of,
+    refused,
 )
 
+from gspo.reward.sandbox import probe
 from gspo.reward.sandbox.box import Box
-from gspo.reward.sandbox.grade import Busy, End, Grade, grade_all
+from gspo.reward.sandbox.clock import Busy
+from gspo.reward.sandbox.grade import End, Grade, grade_all, longest_s
 from gspo.reward.sandbox.level import FIRST_USER, NAMES, USERS, Level
 from gspo.reward.sandbox.probe import flaw
 from gspo.reward.sandbox.suite import read_suite
@@ -140,16 +143,11 @@ def attack_fails(attack: Attack, level: Level, places: Mapping[str, Any]) -> Non
         assert isinstance(grade, Grade), grade
         assert grade.end in attack.ends, grade
         assert grade.value(all_or_nothing=True) == 0.0
-    assert seconds < allowed_s()
+    assert seconds < longest_s(attack.limits.limit_s)
     assert isinstance(neighbour, Grade), neighbour
     assert neighbour.end is End.PASSED, neighbour
     if attack.check:
         attack.check(notes_of(attack, level, places), places)
-
-
-def allowed_s() -> float:
-    """The limit and a second; on a machine that is busy with other things, programs get back the time they waited."""
-    return (3 * LIMIT_S if os.getloadavg()[0] > (os.cpu_count() or 1) else LIMIT_S) + 1.0
 
 
 def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) -> None:
@@ -191,8 +189,8 @@ def test_as_an_ordinary_user(level: Level, places: Mapping[str, Any], user: tupl
     assert SECRET not in run.stdout
     for name, result in results.items():
         assert result["end"] in ATTACKS[name].ends, (name, result)
-        assert result["seconds"] < allowed_s()
         attack = ATTACKS[name]
+        assert result["seconds"] < longest_s(attack.limits.limit_s)
         assert attack.check
         attack.check(result["notes"], places)
     assert len(results) == sum(attack.check is not None for attack in ATTACKS.values())
@@ -272,7 +270,7 @@ def test_nothing_is_left_running_or_open(level: Level, children: Any) -> None:
     """S18, F21: no process, no zombie, no descriptor."""
     sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD
     hang = "import time\ndef solve(x): time.sleep(60)"
-    limits = replace(LIMITS, limit_s=0.2)
+    limits = replace(SHORT, limit_s=0.2)
     grade_all([GOOD], CALLS, level, limits)
     before, running = set(os.listdir("/proc/self/fd")), children()
     for _ in range(3):
@@ -324,7 +322,7 @@ EXPECTED = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 def values_at(parallelism: int, programs: list[str], level: Level) -> list[float]:
     def one(program: str) -> float:
-        (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+        (grade,) = grade_all([program], CALLS, level, LIMITS)
         assert isinstance(grade, Grade), grade
         return grade.value(all_or_nothing=True)
 
@@ -383,9 +381,102 @@ def solve(x):
     assert found == [5000] and Pair(1, 2) == Pair(1, 2) and hashlib.sha256(b"").hexdigest()
     return result
 """
-    (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+    (grade,) = grade_all([program], CALLS, level, LIMITS)
     assert isinstance(grade, Grade)
     assert grade.end is End.PASSED, grade
+
+
+@pytest.fixture(scope="module")
+def packed(level: Level) -> Iterator[Level]:
+    """The same level with a Python of its own that has packages in all the places where they are installed."""
+    home = Path(tempfile.mkdtemp(prefix="gspo-python-", dir="/tmp"))
+    home.chmod(0o755)
+    query = "import os, sys; print(os.path.dirname(os.__file__), os.path.basename(os.path.dirname(os.__file__)))"
+    run = subprocess.run([level.python.real, "-S", "-c", query], capture_output=True, text=True, check=True)
+    library, name = run.stdout.split()
+    own = home / "lib" / name
+    for folder in (home / "bin", own / "site-packages", own / "dist-packages", home / "lib/python3/dist-packages"):
+        folder.mkdir(parents=True)
+    for entry in Path(library).iterdir():
+        if not entry.name.endswith("-packages"):
+            (own / entry.name).symlink_to(entry)
+    for folder in home.rglob("*-packages"):
+        (folder / "installed.py").write_text(f"SECRET = {SECRET!r}\n")
+        (folder / "installed.pth").write_text("import installed\n")
+    shutil.copy(level.python.real, home / "bin/python3")
+    try:
+        python, own_users = probe._interpreter(str(home / "bin/python3"), False)
+        for candidate in probe._candidates(python, own_users):
+            if isinstance(candidate, Level) and candidate.number == level.number and not flaw(candidate):
+                yield candidate
+                return
+        pytest.fail(str([flaw(c) for c in probe._candidates(python, own_users) if isinstance(c, Level)]))
+    finally:
+        shutil.rmtree(home)
+
+
+def test_without_packages_only_the_standard_library_can_be_read(packed: Level) -> None:
+    home = str(Path(packed.python.real).parent.parent)
+    program = """
+import glob, importlib.util, site
+folders = [folder for pattern in ("lib/*/*-packages", "lib/*-packages") for folder in glob.glob(HOME + "/" + pattern)]
+folders += [HOME + "/lib/" + name for name in (VERSION + "/site-packages", VERSION + "/dist-packages", "python3/dist-packages")]
+folders += ["/usr/lib/python3/dist-packages", "/usr/local/lib/" + VERSION + "/dist-packages"]
+attempt("as it is", lambda: __import__("installed"))
+for folder in folders:
+    attempt("read " + folder, lambda: open(folder + "/installed.py").read())
+    attempt("open " + folder, lambda: os.open("installed.py", os.O_RDONLY, dir_fd=os.open(folder, os.O_PATH)))
+    attempt("load " + folder, lambda: importlib.util.spec_from_file_location("x", folder + "/installed.py").loader.get_code("x"))
+    attempt("any module " + folder, lambda: open(glob.glob(folder + "/*.py")[0]).read())
+sys.path += folders
+for folder in folders: site.addsitedir(folder)
+attempt("by path", lambda: __import__("installed"))
+site.main()
+attempt("through site", lambda: __import__("installed"))
+attempt("pip", lambda: __import__("ensurepip").version())
+"""
+    places = {"secret": SECRET, "home": home, "version": Path(packed.python.listed[0]).name}
+    refused(24)(notes_of(Attack(code=program), packed, places), places)
+    if packed.number == 5:  # as on a kernel without Landlock
+        open_wide = replace(packed, python=replace(packed.python, readable=packed.python.places, listed=()))
+        refused(24)(notes_of(Attack(code=program), open_wide, places), places)
+    works = "import json, ctypes, sqlite3, decimal, ssl, lzma, zoneinfo, email.message, xml.dom\n" + GOOD
+    (grade,) = grade_all([works], CALLS, packed, LIMITS)
+    assert isinstance(grade, Grade)
+    assert grade.end is End.PASSED, grade
+
+
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [
+        ("sys.stdout = open(1, 'w'); print(x)", End.PASSED),
+        ("sys.stdout = open(1, 'w'); print(x); sys.exit(3)", End.ERROR),
+        ("out = os.fdopen(1, 'w'); out.write(x); out.close(); sys.exit(0)", End.PASSED),
+        ("with os.fdopen(1, 'w') as out: out.write(x)\nsys.exit('no')", End.ERROR),
+        ("print(x, flush=True); os.close(1); time.sleep(0.3); os._exit(0)", End.PASSED),
+        ("print(x, flush=True); os.close(1); time.sleep(0.3); os._exit(7)", End.ERROR),
+        ("print(x); sys.stdout.close(); time.sleep(0.3); raise ValueError", End.ERROR),
+        ("print(x); sys.stdout.close(); os.kill(os.getpid(), 11)", End.DIED),
+        ("os.write(1, x.encode()); os.dup2(2, 1); time.sleep(0.3); sys.exit(0)", End.PASSED),
+        ("os.write(1, x.encode()); os.dup2(2, 1); time.sleep(0.3); 1 / 0", End.ERROR),
+        ("print(x, flush=True); os.close(1); print('more')", End.ERROR),
+    ],
+)
+def test_exit_codes_of_programs_that_close_their_output(last: str, end: End, level: Level) -> None:
+    """Plain Python is asked first: the sandbox must not know better."""
+    program = f"import os, sys, time\nx = str(2 * int(input()))\n{last}\n"
+    run = subprocess.run([level.python.real, "-S", "-c", program], input="3\n", capture_output=True, text=True)
+    assert (run.returncode == 0 and run.stdout.strip() == "6") is (end is End.PASSED)
+    (grade,) = grade_all([program], OUTPUT, level, LIMITS)
+    assert isinstance(grade, Grade)
+    assert grade.end is end, grade
+
+
+def test_a_program_that_closes_its_output_and_never_ends(level: Level) -> None:
+    program = "import os\nprint(2 * int(input()), flush=True)\nos.close(1)\nwhile True: pass"
+    (grade,) = grade_all([program], OUTPUT, level, SHORT)
+    assert isinstance(grade, Grade)
+    assert grade.end is End.TIMEOUT, grade
 
 
 def test_slow_start_is_not_the_programs_time(level: Level) -> None:

@@ -27,6 +27,8 @@ from gspo.reward.sandbox.level import Level, identity, settings
 START_S = 30.0
 """For starting a process: a machine may be busy."""
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+
 _BOOTSTRAP = f"""
 import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]
@@ -124,6 +126,10 @@ class Box:
         """Seconds that the process and what it started were ready to run and the machine was busy with others."""
         return sum(map(_waited, [self.pid, *_descendants(self.pid)]))
 
+    def cpu_s(self) -> float:
+        """Processor time of the process and what it started, with all threads, also of those that have ended."""
+        return sum(map(_cpu_s, [self.pid, *_descendants(self.pid)]))
+
     def close(self) -> None:
         """End the process and wait for it. May be called twice."""
         self._process.kill()
@@ -197,6 +203,14 @@ def _descendants(pid: int) -> list[int]:
     with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         return [one for child in file.read().split() for one in (int(child), *_descendants(int(child)))]
     return []
+
+
+def _cpu_s(pid: int) -> float:
+    """Of a process and of its children that were waited for."""
+    with suppress(OSError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()  # its name stands in brackets, and a program may choose it
+        return sum(map(int, fields[11:15])) / _TICKS
+    return 0.0
 
 
 def _waited(pid: int) -> float:
