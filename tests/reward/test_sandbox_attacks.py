@@ -220,6 +220,47 @@ def test_secret_in_the_trainers_environment(level: Level, user: tuple[str, dict[
     assert SECRET in outside[2]
 
 
+STARTER = """
+import threading
+def start(most):
+    threading.stack_size(65536)
+    for count in range(most):
+        try: threading.Thread(target=threading.Event().wait, daemon=True).start()
+        except RuntimeError: return count
+    return most
+"""
+NEIGHBORS = """
+import json, sys, time
+from contextlib import ExitStack
+from sandbox_attacks import *
+number, code = sys.argv[1:]
+level, = [l for l in levels() if isinstance(l, Level) and l.number == int(number)]
+counts = []
+with ExitStack() as stack:
+    boxes = [stack.enter_context(Box(level, "candidate", limit_s=60, memory_mb=256)) for _ in range(5)]
+    for box in boxes:
+        box.ready()
+    honest, *greedy = boxes
+    for box, most in [*((box, 1000) for box in greedy), (honest, 20)]:
+        for line in (encode(code, len), '["name", "start"]', '["call", {"r": 0}, [%d], {"d": []}]' % most):
+            answer = box.ask(line.encode(), time.monotonic() + 60)
+        counts.append(int(answer[1:]))
+print(json.dumps(counts))
+"""
+
+
+def test_threads_are_counted_by_sandbox_and_not_by_user(level: Level, user: tuple[str, dict[str, Any]]) -> None:
+    """Neighbors that take all the threads they can get leave an honest program, which began before them, its own."""
+    python, identity = user
+    environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PATH": os.environ["PATH"]}
+    arguments = [python, "-c", NEIGHBORS, str(level.number), STARTER]
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=60, **identity)
+    assert run.returncode == 0, run.stderr[-2000:]
+    *greedy, honest = json.loads(run.stdout)
+    assert all(20 <= count <= 40 for count in greedy), greedy
+    assert honest == 20
+
+
 # ------------------------------------------------------------------------------------------- nothing is left behind
 
 
@@ -273,7 +314,7 @@ def test_nothing_is_left_running_or_open(level: Level, children: Any) -> None:
     limits = replace(SHORT, limit_s=0.2)
     grade_all([GOOD], CALLS, level, limits)
     before, running = set(os.listdir("/proc/self/fd")), children()
-    for _ in range(3):
+    for _ in range(2):
         grade_all([sleeper, hang, "import os; os._exit(1)", GOOD], CALLS, level, limits)
         grade_all(["import time; time.sleep(60)", GOOD_SCRIPT], OUTPUT, level, limits)
     assert children() == running

@@ -66,7 +66,7 @@ class Box:
 
     def __init__(self, level: Level, role: str, *, mode: str = "calls", limit_s: float, memory_mb: int) -> None:
         user = identity(level.own_users)
-        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level, user)}
+        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level)}
         header = marshal.dumps((level.python.code, role, told), 2)
         self._pending = b"%8d" % len(header) + header
         self._received, self._token = bytearray(), b""

@@ -52,6 +52,8 @@ def close_files(settings: dict[str, Any]) -> None:
 
 def close_calls(settings: dict[str, Any]) -> None:
     """Limits and, unless there is no sandbox at all, the filter. Nothing can be started afterwards."""
+    if settings["level"] and not settings["processes"]:
+        _leave_doorkeeper()
     limit(settings)
     if settings["level"]:
         seccomp.install()
@@ -68,8 +70,9 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 0,  # of real-time signals; ordinary ones arrive all the same
-        resource.RLIMIT_NPROC: settings["processes"] + THREADS,
     }
+    if settings["processes"]:
+        limits[resource.RLIMIT_NPROC] = settings["processes"] + THREADS
     for which, most in limits.items():
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -81,6 +84,27 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _leave_doorkeeper() -> None:
+    """Leave a child that counts this process's threads.
+
+    A limit on processes is one on all processes of a user: where sandboxes share one, a program with many threads would
+    keep its neighbors, and the trainer, from starting any."""
+    questions, program = seccomp.ask_for_threads(), os.getpid()
+    if os.fork():
+        os.close(questions)
+        return
+    die_with_parent(program)
+    os.dup2(questions, 0)
+    os.closerange(1, 64)
+    folder = "/proc/%d/task" % program  # it has a link for each thread, which can be counted without opening it
+    while True:
+        try:
+            seccomp.answer(0, lambda: os.stat(folder).st_nlink - 2 <= THREADS)
+        except FileNotFoundError:  # the thread that asked, or all of them, are gone
+            if not os.path.exists(folder):
+                os._exit(0)
 
 
 def _leave_overseer() -> None:

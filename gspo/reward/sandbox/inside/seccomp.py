@@ -10,8 +10,14 @@ is too old to know does not exist (ENOSYS), and neither does clone3, whose flags
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import struct
+
+TYPE_CHECKING = False  # `typing` is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the kernel's name for the architecture."""
@@ -224,26 +230,55 @@ _MMAP, _MAP_LOCKED_POPULATE_HUGETLB = (9, 222), 0x2000 | 0x8000 | 0x40000
 
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
+_NOTIFY = 0x7FC00000
+_PR_SET_NO_NEW_PRIVS, _SECCOMP, _FILTER, _NEW_LISTENER = 38, (317, 277), 1, 8
+_NOTIFICATION_RECEIVE, _NOTIFICATION_SEND = 0xC0502100, 0xC0182101
 
 
 def install() -> None:
     """Put this thread, and every thread it starts, under the filter."""
-    code = assemble(os.uname().machine, os.getpid())
+    _set(assemble(os.uname().machine, os.getpid()), 0)
+
+
+def ask_for_threads() -> int:
+    """From now on each new thread waits for an answer from whoever reads this descriptor."""
+    column, _ = _machine(os.uname().machine)
+    steps = [_argument(0), _and(_CLONE_THREAD), *_if(_CLONE_THREAD, _NOTIFY), _return(_ALLOW)]
+    return _set(b"".join([_load(0), *_when(_CLONE[column], steps), _return(_ALLOW)]), _NEW_LISTENER)
+
+
+def answer(descriptor: int, allowed: Callable[[], bool]) -> None:
+    """Wait until a thread is about to be started, and let it or refuse it."""
+    question = bytearray(80)
+    fcntl.ioctl(descriptor, _NOTIFICATION_RECEIVE, question)
+    number = bytes(question[:8])
+    verdict = struct.pack("qiI", 0, 0, 1) if allowed() else struct.pack("qiI", 0, -errno.EAGAIN, 0)
+    fcntl.ioctl(descriptor, _NOTIFICATION_SEND, bytearray(number + verdict))
+
+
+def _set(code: bytes, flags: int) -> int:
+    column, _ = _machine(os.uname().machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None, use_errno=True)
-    orders = ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _FILTER, ctypes.addressof(program), 0, 0))
-    for order in orders:
-        if libc.prctl(*map(ctypes.c_ulong, order)):
-            raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
+    result = libc.prctl(*map(ctypes.c_ulong, (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
+    if not result:
+        arguments = (_SECCOMP[column], _FILTER, flags, ctypes.addressof(program))
+        result = libc.syscall(*map(ctypes.c_ulong, arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
+    return int(result)
+
+
+def _machine(name: str) -> tuple[int, int]:
+    if name not in MACHINES:
+        raise OSError("seccomp: no table of system calls for " + name)
+    return MACHINES[name]
 
 
 def assemble(machine: str, pid: int) -> bytes:
     """The filter as the kernel reads it: 8 bytes an instruction."""
-    if machine not in MACHINES:
-        raise OSError("seccomp: no table of system calls for " + machine)
-    column, architecture = MACHINES[machine]
+    column, architecture = _machine(machine)
     code = [
         *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
         *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # the x32 calls too: they start at 2**30
