@@ -1,4 +1,4 @@
-"""Attacks S1 to S22 on the sandbox, and a way to run them.
+"""Attacks S1 to S25 on the sandbox, and a way to run them.
 
 Every attack is a program. What it tries, it tries through `attempt`, which notes what came of it; `evidence()` returns the
 notes, so that a test can see that the attack was really made. Its `solve` is wrong unless the attack makes it right.

@@ -238,6 +238,14 @@ def test_a_deadline_below_a_programs_own_time_is_refused(make_pool: Callable[...
         make_pool("code_tests", options={"code_tests": {"limit_s": 30}}, timeout_s=20.0)
 
 
+def test_a_limit_on_memory_below_a_programs_own_is_refused(make_pool: Callable[..., Any]) -> None:
+    """Else a program could have its worker killed, and be unscored, by taking what it may."""
+    with pytest.raises(ConfigError, match=r"reward\.memory_mb: 2048.* at least 4096"):
+        make_pool("code_tests", options={"code_tests": {"memory_mb": 2048}}, memory_mb=2048)
+    with pytest.raises(ConfigError, match=r"reward\.memory_mb: 1000.* at least 1024"):
+        make_pool("code_tests", memory_mb=1000)
+
+
 def test_many_programs_that_never_end_are_wrong_not_unscored(
     make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:

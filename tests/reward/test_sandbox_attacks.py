@@ -1,4 +1,4 @@
-"""Attacks S1 to S22, at every level of sandbox that this machine has.
+"""Attacks S1 to S25, at every level of sandbox that this machine has.
 
 Each attack scores 0 within its limit, its neighbours' scores do not change, and the host is as it was before. Attacks that
 try something note what came of it; the tests read the notes, so an attack that was never made does not pass for one
@@ -518,6 +518,13 @@ def test_a_program_that_closes_its_output_and_never_ends(level: Level) -> None:
     (grade,) = grade_all([program], OUTPUT, level, SHORT)
     assert isinstance(grade, Grade)
     assert grade.end is End.TIMEOUT, grade
+
+
+def test_programs_end_first_when_memory_runs_out(level: Level) -> None:
+    with Box(level, "candidate", limit_s=10.0, memory_mb=256) as box:
+        box.ready()
+        family = [box.pid, *descendants(box.pid)]
+        assert {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in family} == {"1000\n"}
 
 
 def test_slow_start_is_not_the_programs_time(level: Level) -> None:

@@ -103,6 +103,8 @@ class Box:
             raise SandboxError(f"sandbox: cannot start a process: {words}") from None
         if line != READY.encode():
             raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
+        for pid in (self.pid, *_descendants(self.pid)):
+            _offer(pid)
 
     def ask(self, line: bytes, deadline: float) -> bytes:
         """Send a line and wait for the one that answers it."""
@@ -203,6 +205,12 @@ def _descendants(pid: int) -> list[int]:
     with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         return [one for child in file.read().split() for one in (int(child), *_descendants(int(child)))]
     return []
+
+
+def _offer(pid: int) -> None:
+    """Should the machine run out of memory, the kernel ends this process first, and not the trainer."""
+    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _cpu_s(pid: int) -> float:

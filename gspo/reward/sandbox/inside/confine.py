@@ -98,7 +98,7 @@ def _leave_doorkeeper() -> None:
     die_with_parent(program)
     os.dup2(questions, 0)
     os.closerange(1, 64)
-    folder = "/proc/%d/task" % program  # it has a link for each thread, which can be counted without opening it
+    folder = f"/proc/{program}/task"  # it has a link for each thread, which can be counted without opening it
     while True:
         try:
             seccomp.answer(0, lambda: os.stat(folder).st_nlink - 2 <= THREADS)
