@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,20 @@ class Batch:
     """What a call of `RewardPool.score` waits for. Shared between threads."""
 
     def __init__(
-        self, groups: Groups, *, functions: int, workers: int, timeout_s: float, bounded: Collection[int] = ()
+        self,
+        groups: Groups,
+        *,
+        functions: int,
+        workers: int,
+        timeout_s: float,
+        bounded_s: Mapping[int, float] | None = None,
     ) -> None:
         self.groups = groups
         self.functions = functions
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._lock = threading.RLock()
-        self._timeout_s, self._bounded = timeout_s, frozenset(bounded)
+        self._timeout_s, self._bounded_s = timeout_s, dict(bounded_s or {})
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._meanwhile: dict[tuple[int, int, int], Part] = {}
         """Words on replies that were tried alone while the call of their group goes on."""
@@ -233,14 +239,16 @@ class Batch:
     # ---- time
 
     def timeout_s(self, job: Job) -> float:
-        """The deadline of a call. A function that limits the time of each reply itself may take all of it for each."""
-        return self._timeout_s * (len(job.replies) if job.function in self._bounded else 1)
+        """The deadline of a call. A function that limits the time of each completion itself may take all of it for each:
+        a completion that is slow on purpose must come to its score and not to the worker's end."""
+        bounded_s = self._bounded_s.get(job.function, 0.0)
+        return max(self._timeout_s, bounded_s) * len(job.replies) if bounded_s else self._timeout_s
 
     def likely_to_hang(self) -> list[Job]:
         """The calls that have taken too long already. Their functions are under suspicion from now on."""
         with self._lock:
             now, group_s, alone_s = time.monotonic(), SUSPECT * self._timeout_s, self._usual_s()
-            out = [(job, since) for job, since in self._out.items() if job.function not in self._bounded]
+            out = [(job, since) for job, since in self._out.items() if job.function not in self._bounded_s]
             found = [job for job, since in out if now - since > (alone_s if job.again else group_s)]
             self._suspects |= {job.function for job in found if not job.again}
             return found
@@ -253,7 +261,7 @@ class Batch:
     def close_if_late(self, name: Callable[[int], str]) -> None:
         """When the time is up, leave every reply that has no word unscored, with what became of it."""
         with self._lock:
-            if any(job.function in self._bounded for job in self._out):
+            if any(job.function in self._bounded_s for job in self._out):
                 return
             now = time.monotonic()
             loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0

@@ -162,8 +162,9 @@ class RewardFunction:
     options: Mapping[str, Any]
     about: str = ""
     """What it has to say of itself when a run begins."""
-    bounded: bool = False
-    """Whether it limits the time of each reply itself (`BOUNDED` of a built-in), so that a slow call is no sign of a hang."""
+    bounded_s: float = 0.0
+    """Seconds within which it is done with one completion, whatever that does (`longest_s` of a built-in), so that a slow
+    call is no sign of a hang. 0 if it does not limit the time itself."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
@@ -265,7 +266,7 @@ def load(source: Source) -> RewardFunction:
         needs=frozenset(name for name, p in named.items() if p.default is p.empty),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
-        bounded=not source.file and getattr(module, "BOUNDED", False),
+        bounded_s=module.longest_s(**source.options) if not source.file and hasattr(module, "longest_s") else 0.0,
         about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
     )
 

@@ -68,8 +68,8 @@ class WorkerProcess:
         """Columns each function cannot be called without; known once the functions are loaded."""
         self.about: list[str] = []
         """What each function has to say of itself; likewise."""
-        self.bounded: list[bool] = []
-        """Whether each function limits the time of a reply itself; likewise."""
+        self.bounded_s: list[float] = []
+        """Seconds within which each function is done with one completion, or 0; likewise."""
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +109,7 @@ class WorkerProcess:
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
         for text in answer["warnings"]:
             warnings.warn(text, RewardWarning, stacklevel=2)
-        self.needs, self.about, self.bounded = answer["needs"], answer["about"], answer["bounded"]
+        self.needs, self.about, self.bounded_s = answer["needs"], answer["about"], answer["bounded_s"]
         self._most = held(self._process.pid) + self._memory_mb * 2**20 if self._memory_mb and self._process else 0
         self._ready = True
 

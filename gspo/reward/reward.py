@@ -26,8 +26,8 @@ from gspo.types import Score, Status
 
 ANSWER_S = 1.0
 """Between the end of a program's own time and that of its worker."""
-PROGRAM_S = 5.0
-"""A program's own time, if nothing else is set."""
+PROGRAM_S, PROGRAM_MB = 5.0, 512
+"""A program's own time and memory, if nothing else is set."""
 MOST_SPARES = 32
 """Worker processes beyond `reward.workers`, while calls hang."""
 _TICK_S = 0.05
@@ -40,7 +40,7 @@ class RewardPool:
         self._config = config
         self._sources: list[Source] = find_sources(config.functions, config.options, task)
         self._weights = _checked_weights(config.weights, self._sources)
-        _check_limits(config.timeout_s, self._sources)
+        _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -119,7 +119,7 @@ class RewardPool:
             functions=len(self._sources),
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
-            bounded={i for i, bounded in enumerate(self._workers[0].bounded) if bounded},
+            bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
         )
 
     def _load_once(self) -> None:
@@ -320,13 +320,20 @@ def _request(job: Job) -> dict[str, Any]:
     return request
 
 
-def _check_limits(timeout_s: float, sources: Sequence[Source]) -> None:
-    """A program that takes all of its time must come to its end, and score 0, before its worker is killed."""
+def _check_limits(config: RewardConfig, sources: Sequence[Source]) -> None:
+    """A program that takes all of its time or memory must come to its end, and score 0, before its worker is killed."""
     for source in sources:
-        limit = source.options.get("limit_s", PROGRAM_S)
-        if source.spec == "code_tests" and isinstance(limit, int | float) and timeout_s < limit + ANSWER_S:
+        if source.spec != "code_tests":
+            continue
+        limit, memory_mb = source.options.get("limit_s", PROGRAM_S), source.options.get("memory_mb", PROGRAM_MB)
+        if isinstance(memory_mb, int | float) and 0 < config.memory_mb < 2 * memory_mb:
             raise ConfigError(
-                f"reward.timeout_s: {timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
+                f"reward.memory_mb: {config.memory_mb}, but code_tests gives a program and its tests {memory_mb:g} each (memory_mb); "
+                f"set reward.memory_mb to at least {2 * memory_mb:g}"
+            )
+        if isinstance(limit, int | float) and config.timeout_s < limit + ANSWER_S:
+            raise ConfigError(
+                f"reward.timeout_s: {config.timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
                 f"set reward.timeout_s to at least {limit + ANSWER_S:g}"
             )
 

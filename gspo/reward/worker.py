@@ -55,7 +55,7 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
         "ready": True,
         "needs": needs,
         "about": [f.about for f in functions],
-        "bounded": [f.bounded for f in functions],
+        "bounded_s": [f.bounded_s for f in functions],
         "warnings": [str(w.message) for w in caught if w.category is RewardWarning],
     }
 

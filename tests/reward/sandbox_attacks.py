@@ -1,4 +1,4 @@
-"""Attacks S1 to S22 on the sandbox, and a way to run them.
+"""Attacks S1 to S25 on the sandbox, and a way to run them.
 
 Every attack is a program. What it tries, it tries through `attempt`, which notes what came of it; `evidence()` returns the
 notes, so that a test can see that the attack was really made. Its `solve` is wrong unless the attack makes it right.
@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.reward.sandbox import probe
@@ -23,8 +23,10 @@ from gspo.reward.sandbox.inside.values import decode, encode
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite, read_suite
 
-LIMIT_S = 0.6
-LIMITS = Limits(limit_s=LIMIT_S, memory_mb=256, stop=True)
+LIMITS = Limits(limit_s=10.0, memory_mb=256, stop=True)
+"""More than any program here needs on a busy machine."""
+SHORT = replace(LIMITS, limit_s=0.6)
+"""For programs that use up their time."""
 CALLS = read_suite({"tests": [{"function": "solve", "args": [x], "expected": 2 * x} for x in (3, 10)]}, "")
 ASSERTS = read_suite({"test_list": ["assert solve(3) == 6", "assert solve(10) == 20", "assert solve(0) == 0"]}, "")
 OUTPUT = read_suite({"tests": [{"input": f"{x}\n", "output": f"{2 * x}\n"} for x in (3, 10)]}, "")
@@ -77,6 +79,10 @@ class Attack:
     start: str = START
     good: str = GOOD
     """An honest program, which is graded next."""
+
+    @property
+    def limits(self) -> Limits:
+        return SHORT if "timeout" in self.ends else LIMITS
 
 
 def refused(least: int) -> Callable[[Notes, Mapping[str, Any]], None]:
@@ -531,6 +537,11 @@ attempt("read memory", lambda: call(310 if X86 else 270, PID, 0, 0, 0, 0, 0))
 attempt("limits", lambda: resource.prlimit(PID, resource.RLIMIT_CPU, (1, 1)))
 attempt("more memory", lambda: resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)))
 attempt("affinity", lambda: os.sched_setaffinity(PID, [0]))
+attempt("own affinity", lambda: os.sched_setaffinity(0, [0]))
+attempt("own policy", lambda: os.sched_setscheduler(0, 5, os.sched_param(0)))
+attempt("own policy, anew", lambda: call(314 if X86 else 274, 0, (ctypes.c_uint32 * 14)(56, 5), 0))
+attempt("own parameters", lambda: os.sched_setparam(0, os.sched_param(0)))
+attempt("own niceness", lambda: os.nice(19))
 attempt("priority", lambda: os.setpriority(os.PRIO_PROCESS, PID, 19))
 attempt("root of 1", lambda: os.listdir("/proc/1/root"))
 attempt("unshare", lambda: call(272 if X86 else 97, 0x10000000))
@@ -558,7 +569,128 @@ attempt("su", lambda: os.execv("/usr/bin/su", ["su"]))
 attempt("new system call", lambda: call(500))
 attempt("32-bit system call", lambda: call(0x40000000 + 39))
 """,
-        check=refused(51),
+        check=refused(56),
+    ),
+    "S23 memory between runs": Attack(
+        code="""
+import fcntl, mmap, resource
+path = os.path.dirname(os.__file__) + "/this.py"
+fd = os.open(path, os.O_RDONLY)
+buffer, moved = ctypes.create_string_buffer(4096), ctypes.c_int64(0)
+LIBC.mmap.restype = ctypes.c_void_p
+def mapped(flags):
+    place = LIBC.mmap(None, ctypes.c_size_t(4096), 1, 1 | flags, fd, ctypes.c_long(0))
+    if place == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return ctypes.c_void_p(place)
+page, size = mapped(0), ctypes.c_size_t(4096)
+for advice in range(6):
+    attempt("fadvise %d" % advice, lambda: os.posix_fadvise(fd, 0, 0, advice))
+attempt("readahead", lambda: call(187 if X86 else 213, fd, ctypes.c_long(0), size))
+attempt("mincore", lambda: call(27 if X86 else 232, page, size, buffer))
+attempt("cachestat", lambda: call(451, fd, (ctypes.c_uint64 * 2)(0, 4096), buffer, 0))
+attempt("preadv2", lambda: os.preadv(fd, [bytearray(10)], 0, os.RWF_NOWAIT))
+attempt("pwritev2", lambda: call(328 if X86 else 287, fd, None, 0, 0, 0, 0))
+reader, writer = os.pipe()
+attempt("splice", lambda: call(275 if X86 else 76, fd, ctypes.byref(moved), writer, None, ctypes.c_size_t(1), 2))
+attempt("vmsplice", lambda: call(278 if X86 else 75, writer, None, 0, 0))
+for advice in (3, 9, 12, 13, 20, 21, 22, 23, 24, 25, 100, 101):
+    attempt("madvise %d" % advice, lambda: call(28 if X86 else 233, page, size, advice))
+attempt("process_madvise", lambda: call(440, 0, None, 0, 3, 0))
+for name, flag in (("locked", 0x2000), ("populated", 0x8000), ("huge", 0x40000)):
+    attempt(name, lambda: mapped(flag))
+attempt("mlock", lambda: call(149 if X86 else 228, page, size))
+attempt("mlock2", lambda: call(325 if X86 else 284, page, size, 1))
+attempt("mlockall", lambda: call(151 if X86 else 230, 1))
+attempt("sync", lambda: call(162 if X86 else 81))
+attempt("syncfs", lambda: call(306 if X86 else 267, fd))
+attempt("sync range", lambda: call(277 if X86 else 84, fd, ctypes.c_long(0), ctypes.c_long(0), 0))
+attempt("node of a page", lambda: call(239 if X86 else 236, buffer, None, 0, page, 3))
+attempt("page faults", lambda: resource.getrusage(resource.RUSAGE_SELF))
+attempt("merging", lambda: call(157 if X86 else 167, 67, 1, 0, 0, 0))
+attempt("access time", lambda: os.utime(path))
+attempt("version of a file", lambda: fcntl.ioctl(fd, 0x80087601, bytes(8)))
+attempt("flags of a file", lambda: fcntl.ioctl(fd, 0x80086601, bytes(8)))
+attempt("hint", lambda: fcntl.fcntl(fd, 1036, bytes(8)))
+attempt("hint of others", lambda: fcntl.fcntl(fd, 1035, bytes(8)))
+""",
+        check=refused(43),
+    ),
+    "S24 signs to a neighbor": Attack(
+        code="""
+import fcntl
+path = os.path.dirname(os.__file__) + "/this.py"
+fd = os.open(path, os.O_RDONLY)
+for name, action in (("exclusive", fcntl.LOCK_EX), ("shared", fcntl.LOCK_SH), ("free", fcntl.LOCK_UN)):
+    attempt("flock " + name, lambda: fcntl.flock(fd, action | fcntl.LOCK_NB))
+for command in (5, 6, 7, 36, 37, 38):
+    attempt("lock %d" % command, lambda: fcntl.fcntl(fd, command, bytes(32)))
+attempt("lease", lambda: fcntl.fcntl(fd, 1024, 0))
+attempt("look for a lease", lambda: fcntl.fcntl(fd, 1025))
+attempt("notice", lambda: fcntl.fcntl(os.open(os.path.dirname(path), os.O_RDONLY), 1026, 1))
+attempt("inotify", lambda: call(294 if X86 else 26, 0))
+attempt("fanotify", lambda: call(300 if X86 else 262, 0, 0))
+attempt("semaphore", lambda: call(65 if X86 else 193, 0, ctypes.create_string_buffer(6), 1))
+attempt("semaphore with a deadline", lambda: call(220 if X86 else 192, 0, ctypes.create_string_buffer(6), 1, None))
+attempt("send", lambda: call(69 if X86 else 189, 0, ctypes.create_string_buffer(16), 1, 0o4000))
+attempt("receive", lambda: call(70 if X86 else 188, 0, ctypes.create_string_buffer(16), 1, 0, 0o4000))
+attempt("list of segments", lambda: call(31 if X86 else 195, 0, 14, ctypes.create_string_buffer(256)))
+attempt("detach", lambda: call(67 if X86 else 197, None))
+attempt("queue", lambda: call(240 if X86 else 180, b"PLANT", 0o102, 0o666, None))
+attempt("load", lambda: call(99 if X86 else 179, ctypes.create_string_buffer(256)))
+attempt("load, from a file", os.getloadavg)
+attempt("time of the trainer", lambda: time.clock_gettime((~PID << 3) | 2))
+attempt("session of the trainer", lambda: os.getsid(PID))
+attempt("group of the trainer", lambda: os.getpgid(PID))
+attempt("policy of the trainer", lambda: os.sched_getscheduler(PID))
+attempt("large pipe", lambda: fcntl.fcntl(os.pipe()[0], 1031, 2**20))
+attempt("timer", lambda: call(222 if X86 else 107, 1, None, ctypes.create_string_buffer(8)))
+""",
+        check=refused(29),
+    ),
+    "S25 naps": Attack(code="def solve(x):\n    while True: time.sleep(1e-6)", ends=("timeout",)),
+    "S25 giving way": Attack(code="def solve(x):\n    while True: os.sched_yield()", ends=("timeout",)),
+    "S25 threads that wait for each other": Attack(
+        code="""
+import threading
+def solve(x):
+    threading.stack_size(2**18)
+    turn = threading.Condition()
+    def wait():
+        while True:
+            with turn: turn.notify_all(); turn.wait()
+    for _ in range(20): threading.Thread(target=wait, daemon=True).start()
+    wait()
+""",
+        ends=("timeout",),
+    ),
+    "S25 threads that compute": Attack(
+        code="""
+import hashlib, threading
+def solve(x):
+    threading.stack_size(2**18)
+    data = bytes(2**20)
+    def work():
+        while True: hashlib.sha256(data)
+    for _ in range(20): threading.Thread(target=work, daemon=True).start()
+    work()
+""",
+        ends=("timeout", "died"),
+    ),
+    "S25 page faults": Attack(
+        code="""
+import mmap
+def solve(x):
+    memory = mmap.mmap(-1, 2**26)
+    while True:
+        for at in range(0, 2**26, 4096): memory[at] = 1
+        memory.madvise(mmap.MADV_DONTNEED)
+""",
+        ends=("timeout",),
+    ),
+    "S25 a pipe that nobody fills": Attack(code="def solve(x): os.read(os.pipe()[0], 1)", ends=("timeout",)),
+    "S25 deaf in the kernel": Attack(
+        code="def solve(x):\n    while True: call(324 if X86 else 283, 1, 0, 0)", ends=("timeout", "error")
     ),
     "S20 the tests it knows": Attack(code="def solve(x): return {3: 6}.get(x)"),
     "S20 syntax error": Attack(code="def solve(x:\n    return 2 * x", ends=("error",)),
@@ -580,7 +712,7 @@ def graded(
     attack: Attack, level: Level, places: Mapping[str, Any]
 ) -> tuple[Grade | Exception, float, Grade | Exception]:
     """The attack's grade, the seconds it took, and the grade of the honest program that comes after it."""
-    with Grader(attack.suite, level, LIMITS) as grader:
+    with Grader(attack.suite, level, attack.limits) as grader:
         start = time.monotonic()
         grade = grader.grade(filled(attack, places))
         seconds = time.monotonic() - start

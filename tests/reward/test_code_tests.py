@@ -193,11 +193,22 @@ def test_through_the_pool(make_pool: Callable[..., Any], group: Callable[..., An
 def test_a_group_that_takes_longer_than_the_pool_allows(
     make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
-    """Each program is within its limit, all of them together are not: they are tried one by one and keep their scores."""
+    """Each program is within its limit, all of them together are not."""
     pool = make_pool("code_tests", workers=2, timeout_s=2.5, options={"code_tests": {"limit_s": 0.6}})
     sleep = "import time\ntime.sleep(60)"
-    (scores,) = pool.score([group([sleep, RIGHT, sleep, sleep, WRONG, sleep, sleep, RIGHT], tests=TESTS)])
-    assert [s.reward for s in scores] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    (scores,) = pool.score([group([sleep, RIGHT, sleep, WRONG, sleep, RIGHT], tests=TESTS)])
+    assert [s.reward for s in scores] == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_program_that_waits_cannot_have_its_worker_killed(
+    make_pool: Callable[..., Any], group: Callable[..., Any]
+) -> None:
+    """Its two tries take longer than `reward.timeout_s`, and end with a score all the same."""
+    pool = make_pool("code_tests", workers=1, timeout_s=2.0, options={"code_tests": {"limit_s": 1.0}})
+    workers = pool.pids()
+    (scores,) = pool.score([group(["import time\ntime.sleep(60)"], tests=TESTS)])
+    assert [s.reward for s in scores] == [0.0], scores
+    assert pool.pids() == workers
 
 
 def test_bad_settings_stop_the_run_at_once(make_pool: Callable[..., Any]) -> None:
@@ -227,12 +238,20 @@ def test_a_deadline_below_a_programs_own_time_is_refused(make_pool: Callable[...
         make_pool("code_tests", options={"code_tests": {"limit_s": 30}}, timeout_s=20.0)
 
 
+def test_a_limit_on_memory_below_a_programs_own_is_refused(make_pool: Callable[..., Any]) -> None:
+    """Else a program could have its worker killed, and be unscored, by taking what it may."""
+    with pytest.raises(ConfigError, match=r"reward\.memory_mb: 2048.* at least 4096"):
+        make_pool("code_tests", options={"code_tests": {"memory_mb": 2048}}, memory_mb=2048)
+    with pytest.raises(ConfigError, match=r"reward\.memory_mb: 1000.* at least 1024"):
+        make_pool("code_tests", memory_mb=1000)
+
+
 def test_many_programs_that_never_end_are_wrong_not_unscored(
     make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
     """Together they take longer than the deadline of a call, and each of them ends by its own."""
-    pool = make_pool("code_tests", options={"code_tests": {"limit_s": 1}}, timeout_s=4.0, workers=2)
-    groups = [group([RIGHT, *[LOOP] * 5, RIGHT], tests=TESTS, id=f"train/{i}") for i in range(2)]
+    pool = make_pool("code_tests", options={"code_tests": {"limit_s": 0.6}}, timeout_s=1.6, workers=2)
+    groups = [group([RIGHT, *[LOOP] * 3, RIGHT], tests=TESTS, id=f"train/{i}") for i in range(2)]
     for row in pool.score(groups):
-        assert [s.reward for s in row] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], [s.failure for s in row]
+        assert [s.reward for s in row] == [1.0, 0.0, 0.0, 0.0, 1.0], [s.failure for s in row]
     assert len(pool.pids()) == 2

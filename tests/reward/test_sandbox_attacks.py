@@ -1,4 +1,4 @@
-"""Attacks S1 to S22, at every level of sandbox that this machine has.
+"""Attacks S1 to S25, at every level of sandbox that this machine has.
 
 Each attack scores 0 within its limit, its neighbours' scores do not change, and the host is as it was before. Attacks that
 try something note what came of it; the tests read the notes, so an attack that was never made does not pass for one
@@ -31,17 +31,20 @@ from sandbox_attacks import (
     CALLS,
     GOOD,
     GOOD_SCRIPT,
-    LIMIT_S,
     LIMITS,
     OUTPUT,
+    SHORT,
     Attack,
     filled,
     graded,
     notes_of,
+    refused,
 )
 
+from gspo.reward.sandbox import probe
 from gspo.reward.sandbox.box import Box
-from gspo.reward.sandbox.grade import Busy, End, Grade, grade_all
+from gspo.reward.sandbox.clock import Busy
+from gspo.reward.sandbox.grade import End, Grade, grade_all, longest_s
 from gspo.reward.sandbox.level import FIRST_USER, NAMES, USERS, Level
 from gspo.reward.sandbox.probe import flaw
 from gspo.reward.sandbox.suite import read_suite
@@ -140,16 +143,11 @@ def attack_fails(attack: Attack, level: Level, places: Mapping[str, Any]) -> Non
         assert isinstance(grade, Grade), grade
         assert grade.end in attack.ends, grade
         assert grade.value(all_or_nothing=True) == 0.0
-    assert seconds < allowed_s()
+    assert seconds < longest_s(attack.limits.limit_s)
     assert isinstance(neighbour, Grade), neighbour
     assert neighbour.end is End.PASSED, neighbour
     if attack.check:
         attack.check(notes_of(attack, level, places), places)
-
-
-def allowed_s() -> float:
-    """The limit and a second; on a machine that is busy with other things, programs get back the time they waited."""
-    return (3 * LIMIT_S if os.getloadavg()[0] > (os.cpu_count() or 1) else LIMIT_S) + 1.0
 
 
 def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) -> None:
@@ -191,8 +189,8 @@ def test_as_an_ordinary_user(level: Level, places: Mapping[str, Any], user: tupl
     assert SECRET not in run.stdout
     for name, result in results.items():
         assert result["end"] in ATTACKS[name].ends, (name, result)
-        assert result["seconds"] < allowed_s()
         attack = ATTACKS[name]
+        assert result["seconds"] < longest_s(attack.limits.limit_s)
         assert attack.check
         attack.check(result["notes"], places)
     assert len(results) == sum(attack.check is not None for attack in ATTACKS.values())
@@ -220,6 +218,47 @@ def test_secret_in_the_trainers_environment(level: Level, user: tuple[str, dict[
     assert inside[1] in ("PermissionError", "FileNotFoundError")
     assert outside[1] == "DONE"
     assert SECRET in outside[2]
+
+
+STARTER = """
+import threading
+def start(most):
+    threading.stack_size(65536)
+    for count in range(most):
+        try: threading.Thread(target=threading.Event().wait, daemon=True).start()
+        except RuntimeError: return count
+    return most
+"""
+NEIGHBORS = """
+import json, sys, time
+from contextlib import ExitStack
+from sandbox_attacks import *
+number, code = sys.argv[1:]
+level, = [l for l in levels() if isinstance(l, Level) and l.number == int(number)]
+counts = []
+with ExitStack() as stack:
+    boxes = [stack.enter_context(Box(level, "candidate", limit_s=60, memory_mb=256)) for _ in range(5)]
+    for box in boxes:
+        box.ready()
+    honest, *greedy = boxes
+    for box, most in [*((box, 1000) for box in greedy), (honest, 20)]:
+        for line in (encode(code, len), '["name", "start"]', '["call", {"r": 0}, [%d], {"d": []}]' % most):
+            answer = box.ask(line.encode(), time.monotonic() + 60)
+        counts.append(int(answer[1:]))
+print(json.dumps(counts))
+"""
+
+
+def test_threads_are_counted_by_sandbox_and_not_by_user(level: Level, user: tuple[str, dict[str, Any]]) -> None:
+    """Neighbors that take all the threads they can get leave an honest program, which began before them, its own."""
+    python, identity = user
+    environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PATH": os.environ["PATH"]}
+    arguments = [python, "-c", NEIGHBORS, str(level.number), STARTER]
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=60, **identity)
+    assert run.returncode == 0, run.stderr[-2000:]
+    *greedy, honest = json.loads(run.stdout)
+    assert all(20 <= count <= 40 for count in greedy), greedy
+    assert honest == 20
 
 
 # ------------------------------------------------------------------------------------------- nothing is left behind
@@ -272,10 +311,10 @@ def test_nothing_is_left_running_or_open(level: Level, children: Any) -> None:
     """S18, F21: no process, no zombie, no descriptor."""
     sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD
     hang = "import time\ndef solve(x): time.sleep(60)"
-    limits = replace(LIMITS, limit_s=0.2)
+    limits = replace(SHORT, limit_s=0.2)
     grade_all([GOOD], CALLS, level, limits)
     before, running = set(os.listdir("/proc/self/fd")), children()
-    for _ in range(3):
+    for _ in range(2):
         grade_all([sleeper, hang, "import os; os._exit(1)", GOOD], CALLS, level, limits)
         grade_all(["import time; time.sleep(60)", GOOD_SCRIPT], OUTPUT, level, limits)
     assert children() == running
@@ -324,7 +363,7 @@ EXPECTED = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 def values_at(parallelism: int, programs: list[str], level: Level) -> list[float]:
     def one(program: str) -> float:
-        (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+        (grade,) = grade_all([program], CALLS, level, LIMITS)
         assert isinstance(grade, Grade), grade
         return grade.value(all_or_nothing=True)
 
@@ -383,9 +422,109 @@ def solve(x):
     assert found == [5000] and Pair(1, 2) == Pair(1, 2) and hashlib.sha256(b"").hexdigest()
     return result
 """
-    (grade,) = grade_all([program], CALLS, level, replace(LIMITS, limit_s=10.0))
+    (grade,) = grade_all([program], CALLS, level, LIMITS)
     assert isinstance(grade, Grade)
     assert grade.end is End.PASSED, grade
+
+
+@pytest.fixture(scope="module")
+def packed(level: Level) -> Iterator[Level]:
+    """The same level with a Python of its own that has packages in all the places where they are installed."""
+    home = Path(tempfile.mkdtemp(prefix="gspo-python-", dir="/tmp"))
+    home.chmod(0o755)
+    query = "import os, sys; print(os.path.dirname(os.__file__), os.path.basename(os.path.dirname(os.__file__)))"
+    run = subprocess.run([level.python.real, "-S", "-c", query], capture_output=True, text=True, check=True)
+    library, name = run.stdout.split()
+    own = home / "lib" / name
+    for folder in (home / "bin", own / "site-packages", own / "dist-packages", home / "lib/python3/dist-packages"):
+        folder.mkdir(parents=True)
+    for entry in Path(library).iterdir():
+        if not entry.name.endswith("-packages"):
+            (own / entry.name).symlink_to(entry)
+    for folder in home.rglob("*-packages"):
+        (folder / "installed.py").write_text(f"SECRET = {SECRET!r}\n")
+        (folder / "installed.pth").write_text("import installed\n")
+    shutil.copy(level.python.real, home / "bin/python3")
+    try:
+        python, own_users = probe._interpreter(str(home / "bin/python3"), False)
+        for candidate in probe._candidates(python, own_users):
+            if isinstance(candidate, Level) and candidate.number == level.number and not flaw(candidate):
+                yield candidate
+                return
+        pytest.fail(str([flaw(c) for c in probe._candidates(python, own_users) if isinstance(c, Level)]))
+    finally:
+        shutil.rmtree(home)
+
+
+def test_without_packages_only_the_standard_library_can_be_read(packed: Level) -> None:
+    home = str(Path(packed.python.real).parent.parent)
+    program = """
+import glob, importlib.util, site
+folders = [folder for pattern in ("lib/*/*-packages", "lib/*-packages") for folder in glob.glob(HOME + "/" + pattern)]
+folders += [HOME + "/lib/" + name for name in (VERSION + "/site-packages", VERSION + "/dist-packages", "python3/dist-packages")]
+folders += ["/usr/lib/python3/dist-packages", "/usr/local/lib/" + VERSION + "/dist-packages"]
+attempt("as it is", lambda: __import__("installed"))
+for folder in folders:
+    attempt("read " + folder, lambda: open(folder + "/installed.py").read())
+    attempt("open " + folder, lambda: os.open("installed.py", os.O_RDONLY, dir_fd=os.open(folder, os.O_PATH)))
+    attempt("load " + folder, lambda: importlib.util.spec_from_file_location("x", folder + "/installed.py").loader.get_code("x"))
+    attempt("any module " + folder, lambda: open(glob.glob(folder + "/*.py")[0]).read())
+sys.path += folders
+for folder in folders: site.addsitedir(folder)
+attempt("by path", lambda: __import__("installed"))
+site.main()
+attempt("through site", lambda: __import__("installed"))
+attempt("pip", lambda: __import__("ensurepip").version())
+"""
+    places = {"secret": SECRET, "home": home, "version": Path(packed.python.listed[0]).name}
+    refused(24)(notes_of(Attack(code=program), packed, places), places)
+    if packed.number == 5:  # as on a kernel without Landlock
+        open_wide = replace(packed, python=replace(packed.python, readable=packed.python.places, listed=()))
+        refused(24)(notes_of(Attack(code=program), open_wide, places), places)
+    works = "import json, ctypes, sqlite3, decimal, ssl, lzma, zoneinfo, email.message, xml.dom\n" + GOOD
+    (grade,) = grade_all([works], CALLS, packed, LIMITS)
+    assert isinstance(grade, Grade)
+    assert grade.end is End.PASSED, grade
+
+
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [
+        ("sys.stdout = open(1, 'w'); print(x)", End.PASSED),
+        ("sys.stdout = open(1, 'w'); print(x); sys.exit(3)", End.ERROR),
+        ("out = os.fdopen(1, 'w'); out.write(x); out.close(); sys.exit(0)", End.PASSED),
+        ("with os.fdopen(1, 'w') as out: out.write(x)\nsys.exit('no')", End.ERROR),
+        ("print(x, flush=True); os.close(1); time.sleep(0.3); os._exit(0)", End.PASSED),
+        ("print(x, flush=True); os.close(1); time.sleep(0.3); os._exit(7)", End.ERROR),
+        ("print(x); sys.stdout.close(); time.sleep(0.3); raise ValueError", End.ERROR),
+        ("print(x); sys.stdout.close(); os.kill(os.getpid(), 11)", End.DIED),
+        ("os.write(1, x.encode()); os.dup2(2, 1); time.sleep(0.3); sys.exit(0)", End.PASSED),
+        ("os.write(1, x.encode()); os.dup2(2, 1); time.sleep(0.3); 1 / 0", End.ERROR),
+        ("print(x, flush=True); os.close(1); print('more')", End.ERROR),
+    ],
+)
+def test_exit_codes_of_programs_that_close_their_output(last: str, end: End, level: Level) -> None:
+    """Plain Python is asked first: the sandbox must not know better."""
+    program = f"import os, sys, time\nx = str(2 * int(input()))\n{last}\n"
+    run = subprocess.run([level.python.real, "-S", "-c", program], input="3\n", capture_output=True, text=True)
+    assert (run.returncode == 0 and run.stdout.strip() == "6") is (end is End.PASSED)
+    (grade,) = grade_all([program], OUTPUT, level, LIMITS)
+    assert isinstance(grade, Grade)
+    assert grade.end is end, grade
+
+
+def test_a_program_that_closes_its_output_and_never_ends(level: Level) -> None:
+    program = "import os\nprint(2 * int(input()), flush=True)\nos.close(1)\nwhile True: pass"
+    (grade,) = grade_all([program], OUTPUT, level, SHORT)
+    assert isinstance(grade, Grade)
+    assert grade.end is End.TIMEOUT, grade
+
+
+def test_programs_end_first_when_memory_runs_out(level: Level) -> None:
+    with Box(level, "candidate", limit_s=10.0, memory_mb=256) as box:
+        box.ready()
+        family = [box.pid, *descendants(box.pid)]
+        assert {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in family} == {"1000\n"}
 
 
 def test_slow_start_is_not_the_programs_time(level: Level) -> None:

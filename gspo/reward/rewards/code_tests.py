@@ -17,6 +17,7 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.reward.function import Noted
 from gspo.reward.reply import reply_text
+from gspo.reward.sandbox import grade
 from gspo.reward.sandbox.grade import Grade, Grader, Limits
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import COLUMNS, read_suite
@@ -26,8 +27,6 @@ EXAMPLE: dict[str, Any] = {
     "columns": {"tests": [{"function": "add", "args": [1, 2], "expected": 3}, "assert add('a', 'b') == 'ab'"]},
     "options": {},
 }
-BOUNDED = True
-"""Each program has its own limit on time, so a call of many that do not end is slow and does not hang."""
 _FENCES = ("python", "python3", "py")
 _TRICKS = re.compile(
     r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b|\bget_objects\b|\batexit\b|\bbuiltins\b|/proc/"
@@ -68,10 +67,15 @@ def about(python: str = "", packages: bool = False, allow_unsafe: bool = False, 
     return f"sandbox {sandbox_level(python, packages, allow_unsafe)}"
 
 
-def _noted(grade: Grade, program: str, all_or_nothing: bool) -> Noted:
+def longest_s(limit_s: float = 5.0, **options: Any) -> float:
+    """Each program has its own limit on time, so a call of many that do not end is slow and does not hang."""
+    return grade.longest_s(limit_s)
+
+
+def _noted(graded: Grade, program: str, all_or_nothing: bool) -> Noted:
     """The value, how the program came out, and whether it tries something."""
-    notes = (str(grade.end), *(("trick",) if _TRICKS.search(program) else ()))
-    return Noted(grade.value(all_or_nothing=all_or_nothing), *notes)
+    notes = (str(graded.end), *(("trick",) if _TRICKS.search(program) else ()))
+    return Noted(graded.value(all_or_nothing=all_or_nothing), *notes)
 
 
 def check(

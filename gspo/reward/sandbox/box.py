@@ -27,6 +27,8 @@ from gspo.reward.sandbox.level import Level, identity, settings
 START_S = 30.0
 """For starting a process: a machine may be busy."""
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+
 _BOOTSTRAP = f"""
 import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]
@@ -64,7 +66,7 @@ class Box:
 
     def __init__(self, level: Level, role: str, *, mode: str = "calls", limit_s: float, memory_mb: int) -> None:
         user = identity(level.own_users)
-        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level, user)}
+        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level)}
         header = marshal.dumps((level.python.code, role, told), 2)
         self._pending = b"%8d" % len(header) + header
         self._received, self._token = bytearray(), b""
@@ -101,6 +103,8 @@ class Box:
             raise SandboxError(f"sandbox: cannot start a process: {words}") from None
         if line != READY.encode():
             raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
+        for pid in (self.pid, *_descendants(self.pid)):
+            _offer(pid)
 
     def ask(self, line: bytes, deadline: float) -> bytes:
         """Send a line and wait for the one that answers it."""
@@ -123,6 +127,10 @@ class Box:
     def waited(self) -> float:
         """Seconds that the process and what it started were ready to run and the machine was busy with others."""
         return sum(map(_waited, [self.pid, *_descendants(self.pid)]))
+
+    def cpu_s(self) -> float:
+        """Processor time of the process and what it started, with all threads, also of those that have ended."""
+        return sum(map(_cpu_s, [self.pid, *_descendants(self.pid)]))
 
     def close(self) -> None:
         """End the process and wait for it. May be called twice."""
@@ -197,6 +205,20 @@ def _descendants(pid: int) -> list[int]:
     with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         return [one for child in file.read().split() for one in (int(child), *_descendants(int(child)))]
     return []
+
+
+def _offer(pid: int) -> None:
+    """Should the machine run out of memory, the kernel ends this process first, and not the trainer."""
+    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def _cpu_s(pid: int) -> float:
+    """Of a process and of its children that were waited for."""
+    with suppress(OSError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()  # its name stands in brackets, and a program may choose it
+        return sum(map(int, fields[11:15])) / _TICKS
+    return 0.0
 
 
 def _waited(pid: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -17,11 +18,13 @@ from typing import Any
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
-from gspo.reward.sandbox.box import Box, Ended, Hung, SandboxError
+from gspo.reward.sandbox.box import START_S, Box, Ended, Hung, SandboxError
+from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Busy, Clock, Idle
 from gspo.reward.sandbox.inside.candidate import no_references
 from gspo.reward.sandbox.inside.values import Refused, decode, encode
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite
+from gspo.reward.sandbox.turn import turn
 
 PROGRAM = 2**18
 """Characters of a program."""
@@ -31,10 +34,8 @@ PREPARE_S = 10.0
 """For reading the tests."""
 JUDGE_S = 3600.0
 """Processor time of a judge, which serves many programs."""
-SLACK = 0.1
-"""Of the limit: not worth another wait."""
-PATIENCE = 3.0
-"""A program gets back the time it waited for a processor, until it took so many times its limit."""
+SPIN, SPIN_S = b'"while True: pass"', 0.1
+"""A program that never waits, and the time to hand it over."""
 LOADED = b"vnull"
 _MEND = "mend the row, or set reward.options.code_tests.packages = true if a package is missing"
 _SIGXFSZ = 25
@@ -57,10 +58,6 @@ class End(StrEnum):
     """It wrote into the pipe that carries its answers."""
     EMPTY = "empty"
     """There is no program."""
-
-
-class Busy(TimeoutError):
-    """The machine, not the program, was too slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +86,11 @@ class Limits:
     """Whether the first failure ends it."""
 
 
+def longest_s(limit_s: float) -> float:
+    """What one program may take at most, whatever it does: two waits for a turn, two tries, the tests' own time."""
+    return (3 * PATIENCE + PATIENCE_ALONE + 2) * limit_s + 2 * SPARE_S + START_S
+
+
 def grade_all(programs: Sequence[str], suite: Suite, level: Level, limits: Limits) -> list[Grade | Exception]:
     """Grade programs one after the other, each in a fresh sandbox."""
     with Grader(suite, level, limits) as grader:
@@ -110,7 +112,7 @@ class Grader:
             return self._grade(0, f"error: the program is longer than {PROGRAM} characters")
         source = encode(self._suite.program(program), len).encode()
         try:
-            return self._by_output(source) if self._suite.pairs else self._by_judge(source)
+            return self._twice(source)
         except (RewardError, Busy) as error:
             return error
 
@@ -126,10 +128,30 @@ class Grader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _by_output(self, source: bytes) -> Grade:
+    def _twice(self, source: bytes) -> Grade:
+        """Among others, and once more alone if it took its time without using it."""
+        grade = self._by_output if self._suite.pairs else self._by_judge
+        patience_s = PATIENCE * self._limits.limit_s
+        try:
+            with turn(alone=False, patience_s=patience_s):
+                return grade(source, None)
+        except Idle:
+            with turn(alone=True, patience_s=patience_s), self._spinning() as reference:
+                return grade(source, reference)
+
+    @contextmanager
+    def _spinning(self) -> Iterator[Box]:
+        """A process that never waits, in a sandbox of the same kind: what it gets of the machine, a program could have."""
+        with Box(self._level, "candidate", limit_s=JUDGE_S, memory_mb=self._limits.memory_mb) as reference:
+            reference.ready()
+            with suppress(Hung):
+                reference.ask(SPIN, time.monotonic() + SPIN_S)
+            yield reference
+
+    def _by_output(self, source: bytes, reference: Box | None) -> Grade:
         with self._box("candidate", mode="stdin") as box:
             box.ready()
-            program = _Program(box, self._limits.limit_s)
+            program = _Program(box, self._limits.limit_s, reference)
             program.ask(source)
             results = [*self._outputs(program)]
         return self._grade(sum(not why for why in results), next(filter(None, results), ""))
@@ -143,18 +165,18 @@ class Grader:
             if why and (self._limits.stop or program.gone):
                 return
 
-    def _by_judge(self, source: bytes) -> Grade:
+    def _by_judge(self, source: bytes, reference: Box | None) -> Grade:
         with self._box("candidate") as box:
             self._judge = self._judge or _Judge(self._box("judge"), self._suite, self._limits)
             try:
                 box.ready()
                 self._judge.prepare()
-                program = _Program(box, self._limits.limit_s)
+                program = _Program(box, self._limits.limit_s, reference)
                 loaded = program.ask(source)
                 if program.gone or loaded != LOADED:
                     return self._grade(0, program.gone or _raised(loaded))
                 return self._judged(self._judge.verdict(program), program)
-            except (RewardError, Busy):
+            except (RewardError, Busy, Idle):
                 self.close()
                 raise
 
@@ -181,14 +203,13 @@ class Grader:
 
 
 class _Program:
-    """The candidate's process, with a clock that runs while it works and the machine lets it."""
+    """The candidate's process, with a clock that runs while it works."""
 
-    def __init__(self, box: Box, limit_s: float) -> None:
+    def __init__(self, box: Box, limit_s: float, reference: Box | None) -> None:
         self._box, self._limit_s = box, limit_s
-        self._used = 0.0
-        self._waited = box.waited()
+        self._clock = Clock(box, limit_s, reference)
         self.deadline = time.monotonic() + limit_s + SPARE_S
-        """When the tests must be done with it."""
+        """When the tests must be done with it; what it takes itself is added."""
         self.gone = ""
         """Why there are no more answers."""
 
@@ -210,25 +231,19 @@ class _Program:
         return b""
 
     def _receive(self) -> bytes:
-        start, before, allowed = time.monotonic(), self._used, self._limit_s
-        while True:
-            try:
-                return self._box.receive(start - before + allowed)
-            except Hung:
-                allowed = self._extended(allowed)
-            finally:
-                self._used = before + time.monotonic() - start
+        self._clock.start()
+        try:
+            answer = self._wait()
+        finally:
+            self.deadline += self._clock.stop()
+        self._clock.check()
+        return answer
 
-    def _extended(self, allowed: float) -> float:
-        """More time, for the time that other processes took; raises when it had its own."""
-        waited = self._box.waited() - self._waited
-        fair = min(self._limit_s + waited, PATIENCE * self._limit_s)
-        if fair - allowed > SLACK * self._limit_s:
-            self.deadline += fair - allowed
-            return fair
-        if allowed < PATIENCE * self._limit_s:
-            raise Hung
-        raise Busy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
+    def _wait(self) -> bytes:
+        while True:
+            with suppress(Hung):
+                return self._box.receive(self._clock.deadline)
+            self._clock.extend()
 
 
 class _Judge:

@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,26 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 """All that a program sees. The fixed hash seed makes the order of sets, and so the score, the same each time."""
 _LIMIT_S = 30.0
 
+PACKAGES = ("site-packages", "dist-packages", "ensurepip")
+"""Folders of installed packages, and of the one that installs them."""
+_LOCALES = "/usr/lib/locale"
+
 _QUERY = """
-import json, marshal, sys
+import ctypes, json, marshal, os, sys
+def libraries():
+    # What Python and the standard library's own modules are linked with. libgcc_s: threads ask for it when they end.
+    parts = [os.path.join(folder, name) for folder in sys.path if os.path.isdir(folder) for name in os.listdir(folder)]
+    for name in [*(part for part in parts if part.endswith(".so")), "libgcc_s.so.1"]:
+        try: ctypes.CDLL(name)
+        except OSError: pass
+    try: return sorted({line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/" in line})
+    except OSError: return []
 sources = json.load(sys.stdin)
 code = [(name, compile(text, "<" + name + ">", "exec", dont_inherit=True, optimize=2)) for name, text in sources]
 if sys.version_info < (3, 8): sys.exit("needs Python 3.8 or newer")
-json.dump({"version": sys.version.split()[0], "prefix": sys.prefix, "base": sys.base_prefix, "path": sys.path,
-           "code": marshal.dumps(code).hex()}, sys.stdout)
+json.dump({"version": sys.version.split()[0], "prefix": sys.prefix, "base": sys.base_prefix,
+           "path": [folder for folder in sys.path if folder],
+           "libraries": libraries(), "code": marshal.dumps(code).hex()}, sys.stdout)
 """
 
 
@@ -50,8 +64,14 @@ class Interpreter:
     version: str
     packages: bool
     """Whether programs may import installed packages."""
+    places: tuple[str, ...]
+    """Folders that hold all it needs, and more."""
+    hidden: tuple[str, ...]
+    """Folders within those that programs must not see."""
     readable: tuple[str, ...]
-    """Files and folders it cannot work without."""
+    """Files and folders that programs may read."""
+    listed: tuple[str, ...]
+    """Folders of which they may see the names: without them, Python finds no module."""
     code: bytes
     """The modules of `inside`, compiled by it."""
 
@@ -96,9 +116,22 @@ def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpret
         real=os.path.realpath(found),
         version=answer["version"],
         packages=packages,
-        readable=_readable(found, answer, packages),
+        **_files(found, answer, packages),
         code=bytes.fromhex(answer["code"]),
     )
+
+
+def read_through(python: Interpreter) -> None:
+    """Read all that programs can read, so that whether a file is in memory, and when it was read last, tells nobody which
+    program has read it. Installed packages are too many for that."""
+    if python.packages:
+        return
+    for place in python.readable:
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
+        for name in files or [place]:
+            with suppress(OSError), open(name, "rb", buffering=0) as file:
+                while file.read(2**20):
+                    pass
 
 
 def _sources() -> list[tuple[str, str]]:
@@ -106,17 +139,43 @@ def _sources() -> list[tuple[str, str]]:
     return [(f"{INSIDE}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
 
 
-def _readable(path: str, answer: Mapping[str, Any], packages: bool) -> tuple[str, ...]:
+def _files(path: str, answer: Mapping[str, Any], packages: bool) -> dict[str, tuple[str, ...]]:
+    """What programs may see of the file system."""
+    places = _places(path, answer, packages)
+    if packages:
+        return {"places": places, "hidden": (), "readable": places, "listed": ()}
+    hidden = {found for place in places for name in PACKAGES for found in _folders(place, name)}
+    listed = [folder for folder in answer["path"] if os.path.isdir(folder)]
+    inside = [os.path.join(folder, name) for folder in listed for name in os.listdir(folder) if name not in PACKAGES]
+    archives = [file for file in answer["path"] if os.path.isfile(file)]
+    readable = _outermost([*answer["libraries"], "/etc/ld.so.cache", _LOCALES, *archives, *inside])
+    return {
+        "places": places,
+        "hidden": tuple(sorted(found for found in hidden if found.startswith(tuple(f"{place}/" for place in places)))),
+        "readable": readable,
+        "listed": tuple(listed),
+    }
+
+
+def _places(path: str, answer: Mapping[str, Any], packages: bool) -> tuple[str, ...]:
     own = [f"{answer['base']}/lib", f"{answer['base']}/lib64"]
     if packages:
         own += [f"{answer['prefix']}/lib", f"{answer['prefix']}/lib64", f"{Path(path).parent.parent}/pyvenv.cfg"]
         homes = (answer["base"], answer["prefix"])
         own += [folder for folder in answer["path"] if folder.startswith(tuple(f"{home}/" for home in homes))]
-    kept: list[str] = []
-    for place in [*SYSTEM, *own]:
-        if os.path.exists(place) and not any(place == k or place.startswith(f"{k}/") for k in kept):
-            kept.append(place)
-    return tuple(kept)
+    return _outermost([*SYSTEM, *own])
+
+
+def _outermost(places: Sequence[str]) -> tuple[str, ...]:
+    """What exists of them, without what lies within another."""
+    found = [place for place in dict.fromkeys(places) if os.path.exists(place)]
+    return tuple(place for place in found if not any(place.startswith(f"{other}/") for other in found))
+
+
+def _folders(place: str, name: str) -> list[str]:
+    """Folders of that name in a place and in its folders, by their real paths."""
+    found = [path for pattern in (name, f"*/{name}") for path in Path(place).glob(pattern)]
+    return [os.path.realpath(path) for path in found if path.is_dir()]
 
 
 def _reader(identity: Mapping[str, Any]) -> str:

@@ -3,16 +3,15 @@
 In: what the probe found to work. Out: the arguments to start Python with. Invariant: whoever starts a run as root,
 programs never run as root.
 
-Level 5 is bubblewrap: user, process, mount, network and IPC namespaces with nothing in them but Python, read-only. Level 6
-is Landlock: the same files are all that can be opened, by rule instead of by absence. Both go with the seccomp filter and
-the limits of `inside/confine.py`. Level 0 has limits only, and is used by explicit wish alone.
+Level 5 is bubblewrap: user, process, mount, network and IPC namespaces with nothing in them but the folders of Python and
+of shared libraries, read-only; where the kernel has Landlock, that leaves Python's own files of those. Level 6 is Landlock
+alone. Both go with the seccomp filter and the limits of `inside/confine.py`. Level 0 has limits only, and is used by explicit wish alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,36 +65,25 @@ def bubblewrap(program: str, python: Interpreter, *, old: bool, network: bool) -
     arguments += ["--unshare-uts", "--unshare-cgroup-try", *(() if network else ("--unshare-net",))]
     arguments += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
-    for place in python.readable:
+    for place in python.places:
         if os.path.islink(place):
             arguments += ["--symlink", os.readlink(place), place]
         else:
             arguments += ["--ro-bind", place, place]
+    for place in python.hidden:
+        arguments += ["--tmpfs", place, "--remount-ro", place]
     arguments += ["--ro-bind", python.real, _run_as(python)]
     arguments += ["--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/", "--chdir", "/", "--"]
     return tuple(arguments)
 
 
-def tasks_of(user: int) -> int:
-    """Threads of all processes of a user: a limit on processes counts from there."""
-    count = 0
-    for entry in os.scandir("/proc"):
-        try:
-            if entry.name.isdigit() and entry.stat().st_uid == user:
-                count += len(os.listdir(f"{entry.path}/task"))
-        except OSError:  # it has just ended
-            continue
-    return count
-
-
-def settings(level: Level, user: Mapping[str, Any]) -> dict[str, Any]:
+def settings(level: Level) -> dict[str, Any]:
     """What the inside must know of the level."""
-    alone = level.number == 5 or level.own_users
-    processes = 3 if alone else tasks_of(int(user.get("user", os.getuid()))) + 3
     return {
         "level": level.number,
         "readable": list(level.python.readable),
-        "processes": processes,
+        "listed": list(level.python.listed),
+        "processes": 3 if level.number == 5 or level.own_users else 0,
         "parent": os.getpid(),
     }
 

@@ -21,7 +21,7 @@ from gspo.errors import ConfigError
 from gspo.reward.function import RewardWarning, one_line
 from gspo.reward.sandbox.box import Box, Ended, Hung, SandboxError
 from gspo.reward.sandbox.inside import landlock
-from gspo.reward.sandbox.interpreter import Interpreter, Unusable, choices, examine
+from gspo.reward.sandbox.interpreter import Interpreter, Unusable, choices, examine, read_through
 from gspo.reward.sandbox.level import NAMES, Level, bubblewrap, identity
 
 _ESCAPES = """
@@ -76,6 +76,7 @@ def _best(python: str, packages: bool) -> tuple[Level | None, tuple[str, ...]]:
     for level in _candidates(interpreter, own_users):
         reason = flaw(level) if isinstance(level, Level) else level
         if isinstance(level, Level) and not reason:
+            read_through(interpreter)
             return level, tuple(reasons)
         reasons.append(reason)
     return None, tuple(reasons)

@@ -129,8 +129,9 @@ class _Script:
             os.close(source)
             os.close(into)
             data = _read(output, OUTPUT + 1)
-            os.kill(child, _SIGKILL)  # it may have closed its output and gone on
-            _, status = os.waitpid(child, 0)
+            if len(data) > OUTPUT:
+                os.kill(child, _SIGKILL)
+            _, status = os.waitpid(child, 0)  # it may have closed its output and gone on: its exit code counts
             os.close(output)
             code = -(status & 0x7F) or status >> 8
             if len(data) > OUTPUT:

@@ -41,31 +41,38 @@ def _lead_nowhere(*descriptors: int) -> None:
 
 
 def close_files(settings: dict[str, Any]) -> None:
-    """Without namespaces: leave this process under an overseer, and let it open nothing but Python's own files."""
+    """Let this process open nothing but Python's own files. Without namespaces, leave it under an overseer."""
     if settings["level"] != 5:  # bubblewrap sees to that itself
         die_with_parent(settings["parent"])
     if settings["level"] == 6:
         _leave_overseer()
-        landlock.restrict(settings["readable"])
+    if settings["level"] == 6 or (settings["level"] == 5 and landlock.version()):
+        landlock.restrict(settings["readable"], settings["listed"])
 
 
 def close_calls(settings: dict[str, Any]) -> None:
     """Limits and, unless there is no sandbox at all, the filter. Nothing can be started afterwards."""
+    if settings["level"] and not settings["processes"]:
+        _leave_doorkeeper()
     limit(settings)
     if settings["level"]:
         seccomp.install()
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Hard limits on memory, processor time, files and threads."""
+    """Hard limits on memory, processor time, files and threads, and on what all processes of a user share."""
     limits = {
         resource.RLIMIT_AS: settings["memory"],
         resource.RLIMIT_CPU: settings["cpu_s"],
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: settings["processes"] + THREADS,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 0,  # of real-time signals; ordinary ones arrive all the same
     }
+    if settings["processes"]:
+        limits[resource.RLIMIT_NPROC] = settings["processes"] + THREADS
     for which, most in limits.items():
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -77,6 +84,27 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _leave_doorkeeper() -> None:
+    """Leave a child that counts this process's threads.
+
+    A limit on processes is one on all processes of a user: where sandboxes share one, a program with many threads would
+    keep its neighbors, and the trainer, from starting any."""
+    questions, program = seccomp.ask_for_threads(), os.getpid()
+    if os.fork():
+        os.close(questions)
+        return
+    die_with_parent(program)
+    os.dup2(questions, 0)
+    os.closerange(1, 64)
+    folder = f"/proc/{program}/task"  # it has a link for each thread, which can be counted without opening it
+    while True:
+        try:
+            seccomp.answer(0, lambda: os.stat(folder).st_nlink - 2 <= THREADS)
+        except FileNotFoundError:  # the thread that asked, or all of them, are gone
+            if not os.path.exists(folder):
+                os._exit(0)
 
 
 def _leave_overseer() -> None:

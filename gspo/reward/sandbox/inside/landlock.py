@@ -1,6 +1,6 @@
-"""Landlock: which files a process may open, on a kernel without usable namespaces.
+"""Landlock: which files a process may open, where there are no namespaces, and more exactly where there are.
 
-In: paths to be read. Out: the rule in force for this thread and what it starts, for ever. Invariant: every kind of
+In: paths to be read, and folders to be listed. Out: the rule in force for this thread and what it starts, for ever. Invariant: every kind of
 access to files that the kernel knows how to refuse is refused, except reading under those paths and using /dev/null;
 from the sixth version on also signals and abstract sockets that lead out of the sandbox. What no version refuses
 (changing modes, owners and times, looking whether a file exists) is the seccomp filter's, except the last.
@@ -34,8 +34,8 @@ def version() -> int:
     return max(0, _libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
-def restrict(readable: Iterable[str]) -> None:
-    """Refuse every access to files but reading these, and /dev/null."""
+def restrict(readable: Iterable[str], listed: Iterable[str]) -> None:
+    """Refuse every access to files but reading these, seeing the names in those folders, and /dev/null."""
     found = version()
     if not found:
         raise OSError("landlock: this kernel has none")
@@ -45,6 +45,8 @@ def restrict(readable: Iterable[str]) -> None:
     rules = _checked(_libc.syscall(_CREATE, attributes, ctypes.c_size_t(size), 0), "create")
     for path in readable:
         _allow(rules, path, _READ | _LIST)
+    for path in listed:
+        _allow(rules, path, _LIST)
     _allow(rules, os.devnull, _READ | _WRITE)
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))), "no_new_privs")
     _checked(_libc.syscall(_RESTRICT, rules, 0), "restrict")

@@ -2,15 +2,22 @@
 
 In: nothing but this process's number. Out: the filter in force, for ever. Invariant: no new process and no other program
 to run, no signal to anyone else, no socket that reaches anything, no namespaces, no mounts, no shared memory, no change
-to a file's attributes. Threads, memory, reading and writing of open files are free. A refused call gives EPERM; a call
-that this table is too old to know does not exist (ENOSYS), and neither does clone3, whose flags a filter cannot read.
+to a file's attributes, no lock on a file, no look at the page cache or at the machine's load, no change to how it is
+scheduled. Threads, memory, reading and writing of open files are free. A refused call gives EPERM; a call that this table
+is too old to know does not exist (ENOSYS), and neither does clone3, whose flags a filter cannot read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import struct
+
+TYPE_CHECKING = False  # `typing` is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the kernel's name for the architecture."""
@@ -46,8 +53,42 @@ DENIED = {
     "setsid": (112, 157),
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
+    # how it is scheduled: a program that slows itself down would look like one on a busy machine
+    "sched_setaffinity": (203, 122),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    # the page cache of Python's files, which every sandbox shares: to put pages in or out, and to ask which are in
+    "readahead": (187, 213),
+    "fadvise64": (221, 223),
+    "mincore": (27, 232),
+    "cachestat": (451, 451),
+    "preadv2": (327, 286),
+    "pwritev2": (328, 287),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "sync_file_range": (277, 84),
+    "remap_file_pages": (216, 234),
+    "mlock": (149, 228),
+    "mlock2": (325, 284),
+    "mlockall": (151, 230),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "get_mempolicy": (239, 236),
+    "set_mempolicy_home_node": (450, 450),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
+    # what the machine and its other processes do: a channel between programs that run at the same time
+    "getrusage": (98, 165),  # how many page faults had to wait for the disk
+    "sysinfo": (99, 179),
+    "flock": (73, 32),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "timer_create": (222, 107),  # counted by user
     # namespaces and mounts
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -62,6 +103,8 @@ DENIED = {
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fspick": (433, 433),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
     "mount_setattr": (442, 442),
     "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
@@ -86,11 +129,13 @@ DENIED = {
     "swapoff": (168, 225),
     "acct": (163, 89),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
     "iopl": (172, -1),
     "ioperm": (173, -1),
     "modify_ldt": (154, -1),
     "personality": (135, 92),
     "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
     "syslog": (103, 116),
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
@@ -125,13 +170,22 @@ DENIED = {
     # what outlives a process
     "shmget": (29, 194),
     "shmat": (30, 196),
+    "shmdt": (67, 197),
     "shmctl": (31, 195),
     "semget": (64, 190),
+    "semop": (65, 193),  # an identifier can be guessed: it takes no `semget`
+    "semtimedop": (220, 192),
     "semctl": (66, 191),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
     "msgctl": (71, 187),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
 }
 UNKNOWN = {"clone3": (435, 435), "openat2": (437, 437)}
 """Their arguments lie in memory, where a filter cannot look."""
@@ -142,47 +196,89 @@ ONLY_SELF = {"kill": (62, 129), "tgkill": (234, 131)}
 """Allowed when the first argument is this process."""
 ONLY_ZERO = {
     "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
+    "getpgid": (121, 155),
+    "getsid": (124, 156),
+    "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120),
+    "sched_getattr": (315, 275),
+    "sched_rr_get_interval": (148, 127),
 }
 """Allowed when the first argument is 0, which means this process."""
-REFUSED_COMMANDS = {
-    "fcntl": ((72, 25), 1, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to whom it likes
-    "ioctl": ((16, 29), 1, (0x5412, 0x541C, 0x8901, 0x8902)),  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
-    "prctl": ((157, 167), 0, (1,)),  # PR_SET_PDEATHSIG: it ends with its parent
+OWN_CLOCKS = {"clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115)}
+"""A negative clock is the processor time of any process, or a device."""
+COMMANDS = {
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: locks, leases, notices, owners of
+    # signals, hints that stay with the file, pipes that take from what all sandboxes of a user share.
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030, 1032)),
+    # TCGETS, TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not: typing into a terminal, owners of
+    # signals, flags and numbers that stay with the file, where a file lies on the disk.
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (a name for memory). Not: outliving its parent, merging memory with others',
+    # core scheduling.
+    "prctl": ((157, 167), 0, (15, 16, 0x53564D41)),
+    # What allocators ask for. Not: reading files ahead, paging out, merging memory with others', huge pages of files.
+    "madvise": ((28, 233), 2, (0, 1, 2, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 102, 103)),
 }
-"""Number, which argument, and the values of it that are refused."""
+"""Number, which argument, and the only values of it that are allowed."""
 
 _CLONE, _CLONE_THREAD = (56, 220), 0x10000
 _OPEN, _OPENAT = (2, -1), (257, 56)
 _O_TRUNC, _O_TRUNC_OR_WRITE = 0o1000, 0o1003
 _SOCKETPAIR, _AF_UNIX = (53, 199), 1
 _SENDTO = (44, 206)
+_MMAP, _MAP_LOCKED_POPULATE_HUGETLB = (9, 222), 0x2000 | 0x8000 | 0x40000
 
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
+_NOTIFY = 0x7FC00000
+_PR_SET_NO_NEW_PRIVS, _SECCOMP, _FILTER, _NEW_LISTENER = 38, (317, 277), 1, 8
+_NOTIFICATION_RECEIVE, _NOTIFICATION_SEND = 0xC0502100, 0xC0182101
 
 
 def install() -> None:
     """Put this thread, and every thread it starts, under the filter."""
-    code = assemble(os.uname().machine, os.getpid())
+    _set(assemble(os.uname().machine, os.getpid()), 0)
+
+
+def ask_for_threads() -> int:
+    """From now on each new thread waits for an answer from whoever reads this descriptor."""
+    column, _ = _machine(os.uname().machine)
+    steps = [_argument(0), _and(_CLONE_THREAD), *_if(_CLONE_THREAD, _NOTIFY), _return(_ALLOW)]
+    return _set(b"".join([_load(0), *_when(_CLONE[column], steps), _return(_ALLOW)]), _NEW_LISTENER)
+
+
+def answer(descriptor: int, allowed: Callable[[], bool]) -> None:
+    """Wait until a thread is about to be started, and let it or refuse it."""
+    question = bytearray(80)
+    fcntl.ioctl(descriptor, _NOTIFICATION_RECEIVE, question)
+    number = bytes(question[:8])
+    verdict = struct.pack("qiI", 0, 0, 1) if allowed() else struct.pack("qiI", 0, -errno.EAGAIN, 0)
+    fcntl.ioctl(descriptor, _NOTIFICATION_SEND, bytearray(number + verdict))
+
+
+def _set(code: bytes, flags: int) -> int:
+    column, _ = _machine(os.uname().machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None, use_errno=True)
-    orders = ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _FILTER, ctypes.addressof(program), 0, 0))
-    for order in orders:
-        if libc.prctl(*map(ctypes.c_ulong, order)):
-            raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
+    result = libc.prctl(*map(ctypes.c_ulong, (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
+    if not result:
+        arguments = (_SECCOMP[column], _FILTER, flags, ctypes.addressof(program))
+        result = libc.syscall(*map(ctypes.c_ulong, arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
+    return int(result)
+
+
+def _machine(name: str) -> tuple[int, int]:
+    if name not in MACHINES:
+        raise OSError("seccomp: no table of system calls for " + name)
+    return MACHINES[name]
 
 
 def assemble(machine: str, pid: int) -> bytes:
     """The filter as the kernel reads it: 8 bytes an instruction."""
-    if machine not in MACHINES:
-        raise OSError("seccomp: no table of system calls for " + machine)
-    column, architecture = MACHINES[machine]
+    column, architecture = _machine(machine)
     code = [
         *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
         *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # the x32 calls too: they start at 2**30
@@ -194,12 +290,15 @@ def assemble(machine: str, pid: int) -> bytes:
         code += _when(numbers[column], [_argument(0), *_unless(pid)])
     for numbers in ONLY_ZERO.values():
         code += _when(numbers[column], [_argument(0), *_unless(0)])
-    for numbers, which, values in REFUSED_COMMANDS.values():
-        tests = [step for value in values for step in _if(value)]
-        code += _when(numbers[column], [_argument(which), *tests, _return(_ALLOW)])
+    for numbers in OWN_CLOCKS.values():
+        code += _when(numbers[column], [_argument(0), _jump(_AT_LEAST, 2**31, 0, 1), _return(_EPERM), _return(_ALLOW)])
+    for numbers, which, values in COMMANDS.values():
+        tests = [step for value in values for step in _if(value, _ALLOW)]
+        code += _when(numbers[column], [_argument(which), *tests, _return(_EPERM)])
+    code += _when(_MMAP[column], [_argument(3), _and(_MAP_LOCKED_POPULATE_HUGETLB), *_unless(0)])
     code += _when(_CLONE[column], [_argument(0), _and(_CLONE_THREAD), *_unless(_CLONE_THREAD)])
     for numbers, which in ((_OPEN, 1), (_OPENAT, 2)):  # emptying a file that was opened for reading
-        steps = [_argument(which), _and(_O_TRUNC_OR_WRITE), *_if(_O_TRUNC), _return(_ALLOW)]
+        steps = [_argument(which), _and(_O_TRUNC_OR_WRITE), *_if(_O_TRUNC, _EPERM), _return(_ALLOW)]
         code += _when(numbers[column], steps)
     code += _when(_SOCKETPAIR[column], [_argument(0), *_unless(_AF_UNIX)])  # asyncio needs one
     steps = [_argument(4), _jump(_EQUAL, 0, 1, 0), _return(_EPERM), _load(16 + 8 * 4 + 4), *_unless(0)]
@@ -216,8 +315,8 @@ def _unless(value: int) -> list[bytes]:
     return [_jump(_EQUAL, value, 1, 0), _return(_EPERM), _return(_ALLOW)]
 
 
-def _if(value: int) -> list[bytes]:
-    return [_jump(_EQUAL, value, 0, 1), _return(_EPERM)]
+def _if(value: int, answer: int) -> list[bytes]:
+    return [_jump(_EQUAL, value, 0, 1), _return(answer)]
 
 
 def _argument(which: int) -> bytes:

@@ -1,0 +1,220 @@
+"""Who is to blame for a slow program, and one program at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sandbox_attacks
+from processes import descendants
+from sandbox_attacks import CALLS, GOOD, OUTPUT, SHORT
+
+from gspo.reward.sandbox.box import Box, Hung
+from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Busy, Clock, Idle
+from gspo.reward.sandbox.grade import End, Grade, grade_all
+from gspo.reward.sandbox.level import NAMES, Level
+from gspo.reward.sandbox.turn import turn
+
+
+@pytest.fixture(scope="module", params=[5, 6], ids=lambda number: NAMES[number])
+def level(request: pytest.FixtureRequest) -> Level:
+    for candidate in sandbox_attacks.levels():
+        if isinstance(candidate, Level) and candidate.number == request.param:
+            return candidate
+    pytest.skip("this machine does not have this level")
+
+
+# ------------------------------------------------------------------------------------------- the rule by itself
+
+
+class Machine:
+    """A process whose figures are set by the test: nothing here depends on a real clock."""
+
+    def __init__(self, cpu: float = 0.0, waited: float = 0.0) -> None:
+        self.cpu, self.wait = cpu, waited
+
+    def cpu_s(self) -> float:
+        return self.cpu
+
+    def waited(self) -> float:
+        return self.wait
+
+
+def outcome(*, spent: float, waited: float = 0.0, reference: float | None = None) -> tuple[str, float]:
+    """What a program of limit 1 s comes to that has these shares of the time that passes, and when, in seconds."""
+    box: Any = Machine(cpu=5.0, waited=5.0)
+    beside: Any = None if reference is None else Machine(cpu=7.0)
+    clock = Clock(box, 1.0, beside)
+    clock.start()
+    start = clock.deadline - 1.0
+    while True:
+        passed = clock.deadline - start
+        box.cpu, box.wait = 5.0 + spent * passed, 5.0 + waited * passed
+        if beside:
+            beside.cpu = 7.0 + (reference or 0.0) * passed
+        try:
+            clock.extend()
+        except (Hung, Idle, Busy) as error:
+            return type(error).__name__, passed
+
+
+@pytest.mark.parametrize(
+    ("shares", "end", "least", "most"),
+    [
+        ({"spent": 1.0}, "Hung", 1.0, 1.0),
+        ({"spent": 4.0}, "Hung", 1.0, 1.0),
+        ({"spent": 0.0}, "Idle", 1.0, 1.0),
+        ({"spent": 0.5}, "Idle", 1.0, 1.0),
+        ({"spent": 0.5, "waited": 0.5}, "Hung", 1.8, 2.0),
+        ({"spent": 0.2, "waited": 0.8}, "Idle", 0.9 * PATIENCE, PATIENCE),
+        ({"spent": 0.0, "waited": 30.0}, "Idle", PATIENCE, PATIENCE),
+        ({"spent": 0.0, "reference": 1.0}, "Hung", 1.0, 1.0),
+        ({"spent": 0.0, "waited": 1.0, "reference": 1.0}, "Hung", 1.0, 1.0),
+        ({"spent": 0.1, "waited": 32.0, "reference": 0.5}, "Hung", 1.8, 2.0),
+        ({"spent": 0.2, "waited": 0.8, "reference": 0.2}, "Hung", 4.5, 5.0),
+        ({"spent": 0.5, "reference": 0.0}, "Hung", 1.8, 2.0),
+        ({"spent": 0.05, "waited": 0.95, "reference": 0.05}, "Busy", PATIENCE_ALONE, PATIENCE_ALONE),
+        ({"spent": 0.0, "reference": 0.0}, "Busy", PATIENCE_ALONE, PATIENCE_ALONE),
+    ],
+)
+def test_who_is_to_blame(shares: dict[str, float], end: str, least: float, most: float) -> None:
+    found, seconds = outcome(**shares)
+    assert found == end
+    assert least - 1e-6 <= seconds <= most + 1e-6
+
+
+def test_the_clock_stands_still_while_the_tests_run() -> None:
+    box: Any = Machine()
+    beside: Any = Machine()
+    clock = Clock(box, 1.0, beside)
+    for _ in range(5):
+        clock.start()
+        took = clock.stop()
+        assert took < 0.5
+        beside.cpu += 1.0  # the reference goes on meanwhile
+    clock.start()
+    assert clock.deadline - time.monotonic() > 0.5
+    clock.extend()  # it may still run: the reference's time was not the program's
+
+
+def test_many_threads_use_more_than_passes() -> None:
+    box: Any = Machine()
+    clock = Clock(box, 1e-9, None)
+    clock.start()
+    time.sleep(0.001)
+    clock.stop()
+    clock.check()
+    box.cpu = 1.0
+    with pytest.raises(Hung):
+        clock.check()
+
+
+# ------------------------------------------------------------------------------------------- with real processes
+
+
+LIMITS = replace(SHORT, limit_s=1.5)
+"""Long enough to be caught at work, on a busy machine too."""
+
+
+@contextmanager
+def stopping(most: int) -> Iterator[list[int]]:
+    """A machine that lets a sandboxed process run for 0.3 s and no longer; so many processes, which it yields."""
+    over, mine, stopped = threading.Event(), set(descendants(os.getpid())), list[int]()
+
+    def hold() -> None:
+        while len(stopped) < most and not over.wait(0.01):
+            for pid in set(descendants(os.getpid())) - mine - set(stopped):
+                with suppress(OSError):
+                    if time.clock_gettime((~pid << 3) | 2) > 0.3 and len(stopped) < most:
+                        os.kill(pid, signal.SIGSTOP)
+                        stopped.append(pid)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield stopped
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_machine_that_stands_still_is_no_zero(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that computes, and the process beside it, are stopped from outside before they have had their time."""
+    monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 2.0)
+    with stopping(99) as stopped:
+        (grade,) = grade_all(["def solve(x):\n    while True: pass"], CALLS, level, LIMITS)
+    assert len(stopped) == 3
+    assert isinstance(grade, Busy), grade
+    assert "waited" in str(grade)
+
+
+@pytest.mark.parametrize("suite", [CALLS, OUTPUT], ids=["calls", "stdin"])
+def test_a_program_that_waits_is_tried_again_and_scores_0(
+    suite: Any, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str] = []
+    init = Box.__init__
+
+    def noted(self: Box, level: Level, role: str, **options: Any) -> None:
+        modes.extend([role] if role == "candidate" else [])
+        init(self, level, role, **options)
+
+    monkeypatch.setattr(Box, "__init__", noted)
+    program = "import time\ntime.sleep(1000)\n"
+    (grade,) = grade_all([program], suite, level, SHORT)
+    assert isinstance(grade, Grade), grade
+    assert (grade.end, grade.value(all_or_nothing=True)) == (End.TIMEOUT, 0.0)
+    assert len(modes) == 3  # twice the program, once the reference
+
+
+def test_a_program_that_was_stopped_once_has_its_second_try(level: Level) -> None:
+    program = "import time\nwhile time.process_time() < 1.0: pass\n" + GOOD
+    with stopping(1) as stopped:
+        (grade,) = grade_all([program], CALLS, level, LIMITS)
+    assert len(stopped) == 1
+    assert isinstance(grade, Grade), grade
+    assert grade.end is End.PASSED, grade
+
+
+# ------------------------------------------------------------------------------------------- turns
+
+
+def test_alone_means_that_no_other_runs() -> None:
+    events: list[str] = []
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with turn(alone=False, patience_s=60.0):
+            inside.set()
+            leave.wait()
+            events.append("other ends")
+
+    def alone() -> None:
+        with turn(alone=True, patience_s=60.0):
+            events.append("alone")
+
+    first = threading.Thread(target=other)
+    first.start()
+    inside.wait()
+    with turn(alone=False, patience_s=60.0):
+        pass  # side by side is no matter
+    second = threading.Thread(target=alone)
+    second.start()
+    time.sleep(0.1)
+    assert events == []
+    leave.set()
+    first.join()
+    second.join()
+    assert events == ["other ends", "alone"]
+
+
+def test_nobody_waits_for_ever() -> None:
+    with turn(alone=True, patience_s=60.0), turn(alone=True, patience_s=0.05), turn(alone=False, patience_s=0.05):
+        pass
