@@ -11,6 +11,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from gspo.observe.run_dir import writing
+
 STYLE = Path(__file__).with_name("still_page.css")
 DPI = 140
 
@@ -29,5 +31,6 @@ def save_png(figure: Any, file: Path) -> str:
     """Write a figure, and give it as base64 for the page."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=DPI)
-    file.write_bytes(data.getvalue())
+    with writing(file, "make room there, or write to another place"):
+        file.write_bytes(data.getvalue())
     return base64.b64encode(data.getvalue()).decode()
