@@ -10,16 +10,21 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from gspo.observe.redact import known_secrets, redacted
 
+_HIDING = (
+    "\x7f-\x9f"  # delete, C1
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, line ends, invisible marks
+    "\ud800-\udfff\U000e0000-\U000e0fff"  # bytes that are no text, invisible tags
+)
 _ACTING = re.compile(
     "(?:\x1b\\[|\x9b)[0-?]{0,64}[ -/]{0,8}[@-~]|"  # a whole sequence, so that its last letter does not begin the next word
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but for tab and newline, delete, C1
-    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, line ends, invisible marks
-    "\ud800-\udfff\U000e0000-\U000e0fff]"  # bytes that are no text, invisible tags
+    f"[\x00-\x08\x0b-\x1f{_HIDING}]"  # of C0 tab and newline stay
 )
+_NOT_DRAWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f{_HIDING}]|\x1b\\](?!8;)")
+"""What a library that draws with sequences of its own never writes."""
 
 
 def visible(text: str) -> str:
@@ -68,6 +73,16 @@ def safe_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+class DrawnStream(SafeStream):
+    """A text stream for a library that draws: its colours and moves go through, and nothing else that acts."""
+
+    def write(self, text: str) -> int:
+        """Write what may be drawn of a text."""
+        self.stream.write(redacted(_NOT_DRAWN.sub("\N{REPLACEMENT CHARACTER}", text), known_secrets()))
+        return len(text)
+
+
 def terminal() -> TextIO:
-    """Standard output as it is, for a program that draws on it and makes its own texts visible."""
-    return sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout
+    """Standard output for a library that draws on it. What others print meanwhile comes through that library too."""
+    stream = sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout
+    return cast(TextIO, DrawnStream(stream))

@@ -35,7 +35,7 @@ _ISSUED = (
 _SHAPES = (
     # Not in the middle of a word: `task-...` is none.
     re.compile(rf"(?<![A-Za-z0-9_-])(?P<secret>{'|'.join(_ISSUED)})"),
-    re.compile(r"(?P<secret>-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----(?:[^-]|-(?!----END))*)"),
+    re.compile(r"(?P<secret>-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----(?:[A-Za-z0-9+/=\s]|\\[nr])*)"),
     re.compile(r"\b(?:bearer|basic)\s{1,4}(?P<secret>(?=[A-Za-z._~+/=-]{0,200}[0-9])[A-Za-z0-9._~+/=-]{16,})", re.I),
     re.compile(
         r"(?:api|access|secret|wandb)_?-?(?:api_?-?)?key[\"']?\s{0,4}[=:]\s{0,4}[\"']?"
@@ -46,7 +46,7 @@ _SHAPES = (
 _PASSWORD = re.compile(r"[a-z][a-z0-9+.-]{0,15}://[^/\s:@\"'\\]{0,256}:(?P<secret>[^/\s@\"'\\]{1,256})@", re.I)
 _SHOWN_ONLY = (
     re.compile(r"[a-z][a-z0-9+.-]{0,15}://(?P<secret>[^/\s:@\"'\\]{0,256}(?::[^/\s@\"'\\]{0,256})?)@", re.I),
-    re.compile(r"[?&](?:[a-z_-]{0,20}(?:token|key|secret|password|signature))=(?P<secret>[^&\s\"'#]+)", re.I),
+    re.compile(r"[?&](?:[a-z_-]{0,20}(?:token|key|secret|password|signature))=(?P<secret>[^&\s\"'#<>\\]+)", re.I),
 )
 """Parts of addresses that are hidden where they are shown, but are no reason to refuse a setting."""
 

@@ -107,3 +107,17 @@ def test_watching_in_a_terminal_shows_no_control_characters_of_a_run(tmp_path: P
     assert "The run ended with an error" in said.getvalue()
     assert harmless(said.getvalue())
     assert SECRET not in said.getvalue()
+
+
+def test_what_others_print_while_a_run_draws_cannot_act(capsys: pytest.CaptureFixture[str]) -> None:
+    """The live panel takes over the streams; a library's warning comes out through it."""
+    with safe_output():
+        display = LiveDisplay()
+        display.step(1, 2, {}, {"time/step_s": 1.0})
+        print(f"a library: {''.join(ACTING.values())} {SECRET}")
+        display.close()
+    said = capsys.readouterr().out
+    assert "a library" in said
+    assert SECRET not in said
+    for acting in ("\x1b[2J", "\x1b]0;", "\x9b", "\x9d", "\x07", "\x08", "\u202e", "\u2066", "\u2028"):
+        assert acting not in said

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from gspo.config import Config, check, load
 from gspo.errors import ConfigError
 from gspo.observe.redact import HIDDEN, redacted, redacted_pieces, redacted_values
+from gspo.observe.run_dir import RunDir, read_jsonl
+from gspo.observe.still_page import fill
 
 RANDOM = "aB3dE5fG7hJ9kL1mN2pQ4rS6tU8vW0xYzA1bC2dE"
 SHAPES = {
@@ -87,6 +92,19 @@ def test_nested_values_lose_secrets_and_nothing_else() -> None:
     assert found == {"api_key": HIDDEN, "steps": 3, "deep": [{"what": f"x {HIDDEN}", "n": None, "t": True}], "max_tokens": 5}  # fmt: skip
 
 
+def test_a_page_of_figures_shows_no_secret_and_stays_a_page(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<p>{{ what }}</p><b>end</b>")
+    said = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
+    assert said == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
+    said = redacted(json.dumps({"a": f"x {SHAPES[name]}", "b": f'https://h/?key=a"{SHAPES[name]}'}), ())
+    assert json.loads(said).keys() == {"a", "b"}
+    assert RANDOM[:16] not in said
+
+
 @pytest.mark.parametrize(
     "override",
     [f'data.system="use {SHAPES["OpenAI"]}"', 'rollout.engine_options.url="https://me:pa55word@host"', f'name="{SHAPES["GitHub p"]}"'],
@@ -103,3 +121,16 @@ def test_the_shipped_recipes_hold_none() -> None:
     config = load("demo")
     assert isinstance(config, Config)
     check(config)
+
+
+def test_an_event_of_a_run_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "by-its-value")
+    run = RunDir.create(load("demo", [f"run_dir={tmp_path / 'run'}"]))
+    run.event(
+        "error", error="E", what=f"{SHAPES['AWS']} and by-its-value refused", steps=[{"x": SHAPES["GitHub p"]}], n=3
+    )
+    run.close()
+    (said,) = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert said["what"] == f"{HIDDEN} and {HIDDEN} refused"
+    assert said["steps"] == [{"x": HIDDEN}]
+    assert said["n"] == 3
