@@ -6,11 +6,13 @@ Any setting can be given as `--section.key=value`; errors that are the user's to
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +24,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from gspo import __version__, config
 from gspo.errors import ConfigError, GspoError
+from gspo.observe.printed import safe_output
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command; the exit code is 0, 1 for an error, 2 for a misuse, 128 + signal when stopped by one."""
+    with safe_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     stray = [o for o in overrides if not o.startswith("--")]
@@ -45,6 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            traceback.print_exc()
+            return 1
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"gspo: {where}{error.strerror}; make room on the disk, then repeat the command", file=sys.stderr)
+        return 1
+    except Exception:
+        # A bug. Printed here, where secrets and control characters in its message are taken out.
+        traceback.print_exc()
+        return 1
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:

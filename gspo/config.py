@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from gspo.errors import ConfigError
 from gspo.observe.alarms import NAMES as ALARMS
+from gspo.observe.redact import holds_secret
 from gspo.types import Sampling
 
 MOST_THREADS = 1024
@@ -285,10 +286,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; a byte-order mark is allowed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also a number of too many digits, or tables within tables without end
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
@@ -329,6 +333,7 @@ def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
 
 def check(config: Config) -> None:
     """Refuse values that cannot work, before anything is loaded."""
+    _check_secrets(config)
     _check_ranges(config)
     sources = [n for n in ("path", "hub", "task") if getattr(config.data, n)]
     if len(sources) != 1:
@@ -432,6 +437,13 @@ def check_single_process() -> None:
             f"WORLD_SIZE = {world}: started as one of {world} processes (torchrun, accelerate or mpirun), but training across "
             "processes is not supported yet, and each would do the same; start gspo by itself, or unset WORLD_SIZE"
         )
+
+
+def _check_secrets(config: Config) -> None:
+    """Settings are written into run directories and reports as they are, because a resume needs them."""
+    for key, value in flat(config).items():
+        if holds_secret(str(value)):
+            raise ConfigError(f"{key}: holds what looks like a key, a token or a password, and settings are written into the run directory; put it into an environment variable and read it from there")  # fmt: skip
 
 
 def _check_effects(config: Config) -> None:

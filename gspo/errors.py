@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class GspoError(Exception):
     """Base of every error that is the user's to mend, not a bug."""
@@ -49,3 +52,22 @@ class MismatchError(GspoError, RuntimeError):
 
 class KernelWarning(RuntimeWarning):
     """A kernel of this package failed where it should work: a bug here, not a limit of the model. Tests raise it."""
+
+
+class DiskError(GspoError, OSError):
+    """A file of a run or a report cannot be written."""
+
+
+class PanicError(RuntimeError):
+    """A library written in Rust (tokenizers, safetensors) has panicked, as it does over files that it did not expect."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """A panic is no `Exception`, so whoever catches those would not catch it: raise one that is."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":
+            raise PanicError(str(error)) from error
+        raise

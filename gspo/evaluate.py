@@ -20,6 +20,7 @@ from typing import Any
 from gspo import config as settings
 from gspo.config import Config
 from gspo.errors import ConfigError, GspoError
+from gspo.observe.run_dir import replace_text, writing
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine, EngineContext, build_engine
 from gspo.types import Completion, Prompt, Sampling, Score
@@ -247,11 +248,11 @@ def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[s
         "unscored": done.unscored,
         **values,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def _write_replies(path: Path, done: Evaluation) -> None:
-    with path.open("w", encoding="utf-8") as out:
+    with writing(path, "make room there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
         for prompt, completions, scores in zip(done.prompts, done.completions, done.scores, strict=True):
             for c, s in zip(completions, scores, strict=True):
                 record = {

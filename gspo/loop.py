@@ -26,6 +26,7 @@ from gspo.errors import (
     AlarmError,
     CheckpointError,
     ConfigError,
+    DiskError,
     EngineError,
     MismatchError,
     NumericalError,
@@ -93,7 +94,7 @@ class Loop:
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
         fresh = TrainerState(problems=self._fingerprint, model=self._given, settings=flat(self.config))
-        with suppress(Interrupted), self._saved_without_engine():
+        with suppress(Interrupted), self._saved_without_engine(), self._saved_without_room():
             state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
             while not self.over(state) and not self.stop:
                 state = self._step(state)
@@ -114,6 +115,23 @@ class Loop:
                 raise
             self._save(self._last)
             raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run.path}") from error
+
+    @contextmanager
+    def _saved_without_room(self) -> Iterator[None]:
+        """A step whose numbers cannot be written is saved with them, where there is room for that; a resume writes them."""
+        try:
+            yield
+        except DiskError as error:
+            if self._last is not None:
+                with suppress(CheckpointError, DiskError):
+                    self._save(self._last)
+            raise DiskError(f"{error} ({self._says_saved()})") from error
+
+    def _says_saved(self) -> str:
+        if self._saved is None:
+            return "nothing was saved yet, so it begins anew"
+        lost = self._last is not None and self._saved != self._last.step
+        return f"it goes on from step {self._saved}{', because there was no room for the checkpoint of the step after it' if lost else ''}"
 
     def _look_around(self, *, done: int) -> None:
         """Before anything is spent: which sandbox rewards use, how an adapter reaches the engine, and whether the checkpoints
@@ -155,7 +173,8 @@ class Loop:
         self.run.event("start", steps=self.config.steps)
         self._look_around(done=0)
         describe(self.parts, self.run.path, self.display, self._warn)
-        self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
+        with self.run.writing("tokenizer"):
+            self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
         if self.config.cold_start.steps:
             try:
                 with self.stop.interruptible():
@@ -211,7 +230,8 @@ class Loop:
             self.parts = replace(parts, reference=parts.policy.model)
             return
         if self.config.model.build or self.config.cold_start.steps:
-            checkpoint.save_model(parts.policy, self.run.path / "reference")
+            with self.run.writing("reference"):
+                checkpoint.save_model(parts.policy, self.run.path / "reference")
         reference = copy.deepcopy(parts.policy.model).eval().requires_grad_(False)
         self.parts = replace(parts, reference=reference)
 

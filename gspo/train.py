@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gspo.config import Config, ModelConfig, RolloutConfig, anchored, check, che
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
-from gspo.errors import ConfigError, GspoError, MemoryLimitError
+from gspo.errors import ConfigError, DiskError, GspoError, MemoryLimitError
 from gspo.evaluate import Estimate
 from gspo.loop import Loop
 from gspo.objective.advantage import batch_whitened, external
@@ -190,7 +190,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
             run.describe(config)
         loop = Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
         state = loop.run_from(begin)
-        picture = draw_curves(run.path) if state.step and not stop else None
+        picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
@@ -199,19 +199,31 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
     )  # fmt: skip
 
 
+def _picture(run: RunDir, display: Display) -> Path | None:
+    """The curves as an image; a run that could not draw it has still finished."""
+    try:
+        with run.writing("curves.png"):
+            return draw_curves(run.path)
+    except DiskError as error:
+        display.message(f"warning: {error}")
+        return None
+
+
 @contextmanager
 def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
-    """What ended a run is written in it."""
+    """What ended a run is written in it, where there is room for it."""
     try:
         yield
     except GspoError as error:
         if run.started:
-            run.event("error", error=type(error).__name__, what=str(error))
+            with suppress(DiskError):
+                run.event("error", error=type(error).__name__, what=str(error))
         raise
     except Exception as error:
         if not out_of_memory(error):
             raise
-        run.event("error", error="MemoryLimitError", what=str(error))
+        with suppress(DiskError):
+            run.event("error", error="MemoryLimitError", what=str(error))
         raise MemoryLimitError(f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, then: gspo train --resume {run.path}") from error  # fmt: skip
     except KeyboardInterrupt:
         if run.started:

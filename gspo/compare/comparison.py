@@ -31,7 +31,7 @@ from gspo.compare.record import Record
 from gspo.compare.report import Written, write_report
 from gspo.config import Config
 from gspo.errors import ConfigError
-from gspo.observe.run_dir import lock
+from gspo.observe.run_dir import lock, replace_text
 from gspo.stop import StopRequest
 
 
@@ -68,7 +68,7 @@ def compare(request: Request) -> int:
         comparison = _Comparison(out=out, shared=shared, configs=configs, seeds=seeds, jobs=request.jobs or default_jobs(shared))  # fmt: skip
         comparison.check(tokens)
         record.write(out, replace(kept, tokens=tokens))
-        (out / "recipe.toml").write_text(settings.to_toml(shared), encoding="utf-8")
+        replace_text(out / "recipe.toml", settings.to_toml(shared))
         stop = stack.enter_context(StopRequest(_say))
         failures = comparison.start(stop)
         if not stop and comparison.ready():

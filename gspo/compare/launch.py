@@ -22,6 +22,7 @@ from pathlib import Path
 from gspo.compare.logs import MARK, tail
 from gspo.compare.plan import Job, clear_unborn
 from gspo.config import Config, to_toml
+from gspo.observe.run_dir import replace_text
 from gspo.stop import StopRequest
 
 REPORT_EVERY_S = 30.0
@@ -92,7 +93,7 @@ def _start(job: Job, side_by_side: int) -> subprocess.Popen[bytes]:
     clear_unborn(job.path)
     for file in (job.config_file, job.log):
         file.parent.mkdir(parents=True, exist_ok=True)
-    job.config_file.write_text(to_toml(job.config), encoding="utf-8")
+    replace_text(job.config_file, to_toml(job.config))
     what = ["--resume", str(job.path)] if job.begun else [str(job.config_file)]
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // side_by_side)), **os.environ} if side_by_side > 1 else None
     parent = os.getpid()

@@ -22,6 +22,7 @@ from gspo.compare.spread import LengthBin, length_bins
 from gspo.compare.table import ArmNumbers, arm_numbers
 from gspo.compare.wording import NONE
 from gspo.config import differing, flatten
+from gspo.observe.redact import known_secrets, redacted_values
 from gspo.observe.run_dir import replace_text
 from gspo.observe.still_page import fill, save_png
 
@@ -68,7 +69,9 @@ def write_report(out: Path) -> Written:
     bins = [length_bins(s.runs) for s in gathered.series]
     drawn = draw(out, gathered.series, arms, bins)
     replace_text(
-        out / "table.json", json.dumps(as_data(record, gathered, arms, bins), indent=2, allow_nan=False) + "\n"
+        out / "table.json",
+        json.dumps(redacted_values(as_data(record, gathered, arms, bins), known_secrets()), indent=2, allow_nan=False)
+        + "\n",
     )
     replace_text(out / "report.html", page(out, record, gathered, arms, drawn))
     notes = [*gathered.notes, *(f"not finished: {line}" for line in gathered.missing)]

@@ -21,6 +21,7 @@ from gspo.counterfactual import figures, sentences
 from gspo.counterfactual.coefficients import Sides
 from gspo.counterfactual.numbers import Row, Swept
 from gspo.counterfactual.replay import Replay
+from gspo.observe.redact import known_secrets, redacted_values
 from gspo.observe.run_dir import finite, replace_text
 from gspo.observe.still_page import fill, save_png
 
@@ -114,7 +115,10 @@ def write(out: Path, replay: Replay) -> Path:
     """Write the folder; the page's path."""
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(out / "replay.json", json.dumps(as_data(replay), indent=1, allow_nan=False) + "\n")
+    replace_text(
+        out / "replay.json",
+        json.dumps(redacted_values(as_data(replay), known_secrets()), indent=1, allow_nan=False) + "\n",
+    )
     replace_text(out / "replay.html", page(replay, draw(folder, replay)))
     return out / "replay.html"
 

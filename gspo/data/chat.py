@@ -2,37 +2,63 @@
 
 In: prompts as text or chat messages, and a tokenizer. Out: for each, the text the model sees and its token ids.
 Invariant: special tokens are added exactly once (by the template, or by the tokenizer for raw text), and a prompt never
-ends in the end token, because the reply has yet to come.
+ends in the end token, because the reply has yet to come. A template is a program that came with the model: `render_all` runs
+it in a process of its own, with bounds on time and memory, so that one that never ends is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from gspo.errors import ConfigError, DataError
+from gspo.errors import ConfigError, DataError, panics_as_errors
 from gspo.types import Messages
 
 Chat = Literal["auto", "yes", "no"]
 Rendered = tuple[str, tuple[int, ...]]
+Templated = list[str | DataError]
+
+MOST_SECONDS = 20
+"""Processor time that a chat template may take for one prompt."""
+MOST_MEMORY = 1 << 30
+"""Bytes that rendering may take beyond what the process has."""
+LONGEST = 1 << 24
+"""Characters of a rendered prompt."""
 
 
 def render(content: str | Messages, tokenizer: Any, *, chat: Chat) -> Rendered:
     """The text the model sees and its token ids. Raises `DataError` if the chat template refuses the messages."""
-    rendered = render_all([content], tokenizer, chat=chat)[0]
+    rendered = _render([content], tokenizer, chat, _templated)[0]
     if isinstance(rendered, DataError):
         raise rendered
     return rendered
 
 
 def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat) -> list[Rendered | DataError]:
-    """`render` for many prompts in a few tokenizer calls; what the template refuses comes back as its error."""
+    """`render` for many prompts in a few tokenizer calls; what the template refuses comes back as its error. The first to
+    run a model's template: within bounds."""
+    return _render(contents, tokenizer, chat, _templated_apart)
+
+
+def _render(
+    contents: Sequence[str | Messages],
+    tokenizer: Any,
+    chat: Chat,
+    templated: Callable[[list[Messages], Any], Templated],
+) -> list[Rendered | DataError]:
     template = uses_template(tokenizer, chat=chat)
     chats = {i: _messages(c) for i, c in enumerate(contents) if template or not isinstance(c, str)}
     if chats and not template:
         raise ConfigError(_no_template(tokenizer, chat))
     results: dict[int, Rendered | DataError] = {}
-    texts = dict(zip(chats, _templated(list(chats.values()), tokenizer), strict=True))
+    texts = dict(zip(chats, templated(list(chats.values()), tokenizer), strict=True))
     results.update({i: text for i, text in texts.items() if isinstance(text, DataError)})
     good = {i: text for i, text in texts.items() if isinstance(text, str)}
     results.update(_tokenized(good, tokenizer, special=False))
@@ -69,26 +95,102 @@ def _no_template(tokenizer: Any, chat: Chat) -> str:
     )
 
 
-def _templated(chats: list[Messages], tokenizer: Any) -> list[str | DataError]:
+def _templated(chats: list[Messages], tokenizer: Any) -> Templated:
+    return [_one(chat, tokenizer) for chat in chats]
+
+
+def _one(chat: Messages, tokenizer: Any) -> str | DataError:
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except MemoryError:
+        return DataError(f"the chat template takes more than {MOST_MEMORY >> 20} MB of memory for it")
+    except Exception as error:  # a template is a program that may raise anything
+        return DataError(f"the chat template refuses it: {_first_line(error)}")
+    return text if len(text) <= LONGEST else DataError(f"the chat template makes {len(text)} characters of it")
+
+
+def _templated_apart(chats: list[Messages], tokenizer: Any) -> Templated:
+    """The same in a child process that the system ends if it takes too much of one chat."""
     if not chats:
         return []
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        _render_as_child(chats, tokenizer, write)
+    os.close(write)
     try:
-        return list(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))
-    except Exception as error:
-        # A template is a program that may raise anything; render one by one to learn which chats it refuses.
-        if len(chats) == 1:
-            refusal = (str(error).splitlines() or [""])[0] or type(error).__name__
-            return [DataError(f"the chat template refuses it: {refusal}")]
-        return [_templated([one], tokenizer)[0] for one in chats]
+        with open(read, encoding="ascii") as answers:
+            found = [json.loads(line) for line in answers]
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
+    if len(found) < len(chats):
+        raise ConfigError(_endless(tokenizer, len(found) + 1, os.waitstatus_to_exitcode(status)))
+    return [DataError(text) if failed else text for failed, text in found]
+
+
+def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
+    """Write a line for each chat as soon as it is rendered; never returns."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_AS, _address_space() + MOST_MEMORY)
+        with open(write, "w", encoding="ascii") as out:
+            for chat in chats:
+                _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
+                done = _one(chat, tokenizer)
+                out.write(json.dumps([isinstance(done, DataError), str(done)]) + "\n")
+                out.flush()
+    finally:
+        os._exit(0)
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower a limit of this process, within what it was given."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _endless(tokenizer: Any, number: int, code: int) -> str:
+    source = f"{name}: " if (name := getattr(tokenizer, "name_or_path", "")) else ""
+    what = f"takes more than {MOST_SECONDS} s of processor time" if code == -signal.SIGXCPU else f"ends its process (exit code {code})"  # fmt: skip
+    return (
+        f"{source}the chat template {what} for prompt {number}; mend chat_template.jinja (or chat_template in "
+        "tokenizer_config.json), use another model, or set data.chat=no"
+    )
 
 
 def _tokenized(texts: dict[int, str], tokenizer: Any, *, special: bool) -> dict[int, Rendered]:
     if not texts:
         return {}
-    ids = tokenizer(list(texts.values()), add_special_tokens=special, verbose=False)["input_ids"]
+    ids = _ids(list(texts.values()), tokenizer, special)
     if special and _appends_eos(tokenizer):
         ids = [row[:-1] for row in ids]
     return {i: (text, tuple(row)) for (i, text), row in zip(texts.items(), ids, strict=True)}
+
+
+def _ids(texts: list[str], tokenizer: Any, special: bool) -> list[list[int]]:
+    try:
+        with panics_as_errors():
+            return list(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
+    except Exception as error:  # what a damaged file makes of a tokenizer shows at its first use
+        name = getattr(tokenizer, "name_or_path", "") or "the model"
+        raise ConfigError(
+            f"{name}: its tokenizer cannot read a prompt: {_first_line(error)}; tokenizer.json is damaged, or of another "
+            "version: fetch the tokenizer's files again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
 
 
 def _appends_eos(tokenizer: Any) -> bool:

@@ -22,6 +22,8 @@ from gspo.errors import ConfigError, DataError
 from gspo.types import Messages, Prompt
 
 _BAD_ROWS_SHOWN = 5
+_LONGEST_TOKEN = 1000
+"""Characters; a prompt that would need longer tokens than this to fit is not even tokenized."""
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -212,6 +214,12 @@ def _candidate(
         seen = shown(content, config)
     except DataError as error:
         raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
+    length = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
+    if length > _LONGEST_TOKEN * config.max_prompt_tokens:
+        raise _BadRow(
+            f"field {config.prompt_field!r}: {length} characters, which cannot be data.max_prompt_tokens="
+            f"{config.max_prompt_tokens} tokens or fewer; raise that or shorten the prompt"
+        )
     return _Candidate(index=index, where=where, content=content, shown=seen, key=key, columns=columns)
 
 

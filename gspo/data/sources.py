@@ -22,6 +22,14 @@ from typing import Any
 from gspo.errors import DataError
 
 _LARGEST_CELL = 2**31 - 1
+_DEEPEST = 100
+"""Levels of lists and objects within a field."""
+_LEAST_EXPANDED, _MOST_EXPANDED, _RATIO = 1 << 26, 1 << 32, 50
+"""What a compressed file may grow to: so many times its size, and never less or more bytes than this."""
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels of lists and objects; flatten it, or leave the field out"
+_MOST_ROWS = 10_000_000
+_BATCH = 32
+"""Rows of a parquet file that are taken at a time: few, because a value that is stored once may stand in every row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +85,17 @@ def read_hub(name: str, *, config: str, split: str) -> list[Row]:
     return found
 
 
-def plain(value: Any) -> Any:
-    """The same value in JSON's types. Decimals become text, which keeps every digit; bytes become text or base64."""
+def plain(value: Any, depth: int = _DEEPEST) -> Any:
+    """The same value in JSON's types. Decimals become text, which keeps every digit; bytes become text or base64. Raises
+    `RecursionError` for one that is nested deeper than any data is."""
     if value is None or type(value) in (str, bool, int, float):
         return value
+    if not depth:
+        raise RecursionError(f"more than {_DEEPEST} levels of lists and objects")
     if isinstance(value, Mapping):
-        return {str(key): plain(v) for key, v in value.items()}
+        return {str(key): plain(v, depth - 1) for key, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
+        return [plain(v, depth - 1) for v in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -92,7 +103,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return _text_or_base64(bytes(value))
     if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
-        return plain(value.tolist())
+        return plain(value.tolist(), depth - 1)
     return str(value)
 
 
@@ -122,7 +133,9 @@ def _json_row(index: int, where: str, raw: bytes) -> Row:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Row(index=index, where=where, fault=f"not UTF-8 text (byte {error.start + 1} of the line)")
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return Row(index=index, where=where, fault=_TOO_DEEP)
+    except ValueError as error:
         return Row(index=index, where=where, fault=f"invalid JSON: {error}")
     return _row(index, where, value)
 
@@ -134,7 +147,9 @@ def _read_json(file: Path) -> Iterator[Row]:
     except json.JSONDecodeError as error:
         hint = "; one object per line? Then name it .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"{file}:{error.lineno}: invalid JSON: {error.msg}{hint}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise DataError(f"{file}: {_TOO_DEEP}") from None
+    except ValueError as error:
         raise DataError(f"{file}: invalid JSON: {error}") from None
     if isinstance(value, dict):
         lists = [v for v in value.values() if isinstance(v, list)]
@@ -183,12 +198,38 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    index = 0
     try:
-        values = pyarrow.parquet.read_table(file).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from None
-    for index, value in enumerate(values):
-        yield _row(index, f"{file}: row {index + 1}", value)
+        source = pyarrow.parquet.ParquetFile(file)
+        _check_expanded(file, _announced(source.metadata))
+        if source.metadata.num_rows > _MOST_ROWS:
+            raise DataError(f"{file}: has {source.metadata.num_rows} rows, more than {_MOST_ROWS}; give a part of it")
+        size = 0
+        for batch in source.iter_batches(batch_size=_BATCH):
+            values = batch.to_pylist()
+            size += _extent(values)
+            _check_expanded(file, size)
+            for value in values:
+                yield _row(index, f"{file}: row {index + 1}", value)
+                index += 1
+    except (pyarrow.ArrowException, OverflowError, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{file}: not a readable parquet file: {reason}; write it again") from None
+
+
+def _extent(value: Any) -> int:
+    """About how many bytes a value takes as text."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_extent, value.values()))
+    return 8 + sum(map(_extent, value)) if isinstance(value, list | tuple) else 8
+
+
+def _announced(metadata: Any) -> int:
+    """Bytes that a parquet file says its pages have once they are decompressed."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns))
 
 
 # ------------------------------------------------------------------------------------------------- pieces
@@ -198,15 +239,41 @@ def _row(index: int, where: str, value: Any) -> Row:
     if not isinstance(value, Mapping):
         kind = {list: "a list", str: "text", type(None): "null"}.get(type(value), "a plain value")
         return Row(index=index, where=where, fault=f"the row is {kind}, not an object with fields")
-    return Row(index=index, where=where, fields=plain(value))
+    fields = {}
+    for key, field_value in value.items():
+        try:
+            fields[str(key)] = plain(field_value)
+        except RecursionError:
+            return Row(index=index, where=where, fault=f"field {str(key)[:80]!r}: {_TOO_DEEP}")
+    return Row(index=index, where=where, fields=fields)
 
 
 def _bytes(file: Path) -> bytes:
     try:
-        data = gzip.decompress(file.read_bytes()) if file.name.lower().endswith(".gz") else file.read_bytes()
+        data = _decompressed(file) if file.name.lower().endswith(".gz") else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file}: not a whole gzip file: {error}") from None
     return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _decompressed(file: Path) -> bytes:
+    parts, size = [], 0
+    with gzip.open(file) as source:
+        while part := source.read(1 << 24):
+            parts.append(part)
+            size += len(part)
+            _check_expanded(file, size)
+    return b"".join(parts)
+
+
+def _check_expanded(file: Path, size: int) -> None:
+    """Refuse a small file that turns out to be large: no text is that regular."""
+    most = min(_MOST_EXPANDED, max(_LEAST_EXPANDED, _RATIO * file.stat().st_size))
+    if size > most:
+        raise DataError(
+            f"{file}: grows from {file.stat().st_size} bytes to more than {most >> 20} MB when it is decompressed; if that is "
+            "meant, decompress it and give the file as .jsonl or .csv"
+        )
 
 
 def _text(file: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 
 from gspo.doctor.examine import examine
 from gspo.doctor.findings import Finding, Level
+from gspo.observe.printed import printed, terminal
 
 COLOURS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
@@ -20,7 +20,7 @@ WIDEST = 110
 
 def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
     """Examine a recipe and report; 1 if something would fail."""
-    page = _Page(sys.stdout)
+    page = _Page(terminal())
     if not as_json:
         page.title(f"gspo doctor {recipe}")
     findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
@@ -61,7 +61,7 @@ class _Page:
         self.width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
 
     def title(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        print(printed(text), file=self.out, flush=True)
 
     def show(self, finding: Finding) -> None:
         if finding.check != self.last:
@@ -90,7 +90,7 @@ class _Page:
 
     def _wrapped(self, text: str, indent: int) -> list[str]:
         """Lines of a paragraph; runs of spaces (columns of a table) stay as they are."""
-        return textwrap.wrap(text, max(40, self.width - indent), replace_whitespace=False, drop_whitespace=True, break_on_hyphens=False)  # fmt: skip
+        return textwrap.wrap(printed(text), max(40, self.width - indent), replace_whitespace=False, drop_whitespace=True, break_on_hyphens=False)  # fmt: skip
 
     def _painted(self, text: str, level: Level) -> str:
         return f"\033[{COLOURS[level]}m{text}\033[0m" if self.coloured else text

@@ -2,7 +2,8 @@
 
 In: `metrics.jsonl` or `timings.jsonl` of a run that may still be writing. Out: one float64 column per key, NaN where a line
 has no number. Invariant: what was read is what the file holds: a file that was cut back by a resume, replaced or deleted is
-noticed and read anew (`generation` counts that), and a torn last line waits until it is whole.
+noticed and read anew (`generation` counts that), and a torn last line waits until it is whole. Only numbers that are in the
+file are stored, so memory grows with the file and not with its lines times its names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from gspo.observe.panels import KEYS, PHASES
 from gspo.observe.regular import Place, open_regular
 
-CHUNK = 2 << 20
-LONGEST_LINE = 8 << 20
+CHUNK = 1 << 19
+LONGEST_LINE = 1 << 20
 """A line that is longer is no metrics line; it is passed over."""
 TAIL = 1 << 18
 """Bytes at the end of a long file that a first look reads in full."""
@@ -34,6 +35,32 @@ NAN = math.nan
 NUMBERS = {float, int, bool, type(None)}
 
 
+class Column:
+    """The numbers of one key and the lines they stand in, in order."""
+
+    def __init__(self) -> None:
+        self.lines, self.numbers = array("i"), array("d")
+
+    def add(self, lines: NDArray[np.int32], numbers: NDArray[np.float64]) -> None:
+        """Append numbers of later lines; NaN is none."""
+        there = ~np.isnan(numbers)
+        self.lines.frombytes(lines[there].tobytes())
+        self.numbers.frombytes(numbers[there].tobytes())
+
+    def dense(self, length: int) -> NDArray[np.float64]:
+        """One number per line."""
+        values = np.full(length, NAN)
+        values[np.array(self.lines)] = np.array(self.numbers)
+        return values
+
+    def since(self, line: int) -> Iterator[tuple[int, float]]:
+        """Line and number from a line on, the last first."""
+        for at in range(len(self.lines) - 1, -1, -1):
+            if self.lines[at] < line:
+                return
+            yield self.lines[at], self.numbers[at]
+
+
 class Columns:
     """Owns what was read of one file."""
 
@@ -43,7 +70,7 @@ class Columns:
         self._forget()
 
     def _forget(self) -> None:
-        self.columns: dict[str, array[float]] = {}
+        self.columns: dict[str, Column] = {}
         self._starts = array("q")
         self._place = Place()
         self._behind = self._within_long = False
@@ -90,11 +117,12 @@ class Columns:
 
     def values(self, key: str) -> NDArray[np.float64]:
         """A copy of one column; empty if the key was never there."""
-        return np.array(self.columns.get(key, ()), dtype=np.float64)
+        return self.columns[key].dense(len(self)) if key in self.columns else np.empty(0)
 
     def latest(self, key: str) -> float:
         """The last number of a column; NaN if there is none."""
-        return next((v for v in reversed(self.columns.get(key, ())) if not math.isnan(v)), NAN)
+        numbers = self.columns[key].numbers if key in self.columns else ()
+        return numbers[-1] if numbers else NAN
 
     def row(self, index: int) -> dict[str, Any]:
         """One line as it was written; empty if the file has changed under it."""
@@ -111,10 +139,11 @@ class Columns:
     def last(self, count: int) -> list[dict[str, float]]:
         """The last lines as numbers, without what was not measured."""
         begin = max(0, len(self) - count)
-        return [
-            {key: column[i] for key, column in self.columns.items() if not math.isnan(column[i])}
-            for i in range(begin, len(self))
-        ]
+        rows: list[dict[str, float]] = [{} for _ in range(begin, len(self))]
+        for key, column in self.columns.items():
+            for line, number in column.since(begin):
+                rows[line - begin][key] = number
+        return rows
 
     def _anew(self) -> None:
         self._forget()
@@ -167,13 +196,22 @@ class Columns:
             self._append(rows)
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Lines with the same names are taken together, so that the work is that of the numbers there are."""
+        shapes: dict[tuple[str, ...], list[int]] = {}
+        for at, row in enumerate(rows):
+            shapes.setdefault(tuple(row), []).append(at)
+        found: dict[str, list[tuple[list[int], list[Any]]]] = {}
+        for keys, places in shapes.items():
+            for key in keys:
+                found.setdefault(key, []).append((places, [rows[at][key] for at in places]))
         before = len(self) - len(rows)
-        new = set().union(*rows) - self.columns.keys()
-        for key in sorted(new, key=lambda k: (k not in SHOWN, k)):
-            if len(self.columns) < MOST_KEYS:
-                self.columns[key] = array("d", [NAN]) * before
-        for key, column in self.columns.items():
-            column.frombytes(_numbers([row.get(key) for row in rows]).tobytes())
+        for key in sorted(found, key=lambda k: (k not in SHOWN, k)):
+            if key in self.columns or len(self.columns) < MOST_KEYS:
+                column = self.columns.setdefault(key, Column())
+                lines = np.array([at for places, _ in found[key] for at in places], dtype=np.int32)
+                numbers = _numbers([v for _, values in found[key] for v in values])
+                order = np.argsort(lines) if len(found[key]) > 1 else slice(None)
+                column.add(before + lines[order], numbers[order])
 
 
 def _numbers(values: list[Any]) -> NDArray[np.float64]:

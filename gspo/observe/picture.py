@@ -33,8 +33,13 @@ def draw_curves(run: Path) -> Path:
     other.grid(False)
     figure.suptitle(run.name)
     path = run / "curves.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        plt.close(figure)
     return path
 
 

@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gspo.observe.printed import printed, terminal
+
 
 class Display(Protocol):
     """Where a run reports to."""
@@ -104,7 +106,7 @@ class PlainDisplay:
         self._recent = _Recent()
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        print(printed(text), flush=True)
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
         print(f"cold start {step}: loss {loss:.3f}, sampled accuracy {accuracy:.0%}", flush=True)
@@ -125,7 +127,7 @@ class LiveDisplay:
     """A progress bar over a row of numbers."""
 
     def __init__(self) -> None:
-        self._console = Console()
+        self._console = Console(file=terminal())
         self._recent = _Recent()
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -135,7 +137,7 @@ class LiveDisplay:
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
 
     def message(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(printed(text), highlight=False, markup=False)
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
         self._show(

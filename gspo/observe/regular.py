@@ -26,11 +26,11 @@ def open_regular(path: Path) -> BinaryIO:
     return open(handle, "rb")
 
 
-def read_regular(path: Path) -> str:
+def read_regular(path: Path, largest: int = LARGEST_TEXT) -> str:
     """The text of a plain file of ordinary size."""
     with open_regular(path) as file:
-        data = file.read(LARGEST_TEXT + 1)
-    if len(data) > LARGEST_TEXT:
+        data = file.read(largest + 1)
+    if len(data) > largest:
         raise OSError(errno.EFBIG, "too large", str(path))
     return data.decode("utf-8", "replace")
 

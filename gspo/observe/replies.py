@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.errors import panics_as_errors
+from gspo.observe.redact import known_secrets, redacted_pieces
 from gspo.observe.regular import open_regular, read_regular
 from gspo.types import UNIFORM_TOLERANCE
 
@@ -27,6 +29,8 @@ LONGEST = 100_000
 """Characters of a prompt or reply that are shown."""
 MOST_TOKENS = 10_000
 """Tokens of a reply that are shown."""
+MOST_RECORDS = 50_000
+"""Lines of a rollouts file that are read: a short line costs many times its size once it is parsed."""
 MOST_LISTED = 2000
 """Replies or groups of a step that are listed."""
 
@@ -202,7 +206,7 @@ def _records(data: bytes) -> list[Record]:
     import orjson
 
     found: list[Record] = []
-    for line in data.split(b"\n")[:-1]:
+    for line in data.split(b"\n", MOST_RECORDS)[:-1]:
         try:
             record = orjson.loads(line)
         except ValueError:
@@ -301,12 +305,13 @@ class Pieces:
         pieces = []
         for token in ids:
             try:
-                pieces.append(stream.step(tokenizer, token) or "")
+                with panics_as_errors():
+                    pieces.append(stream.step(tokenizer, token) or "")
             except Exception:
                 # Bytes that are no text end a stream; the next token begins a new one.
                 stream = DecodeStream(skip_special_tokens=False)
                 pieces.append("\N{REPLACEMENT CHARACTER}")
-        return pieces
+        return redacted_pieces(pieces, known_secrets())
 
     def _loaded(self) -> Any:
         if self._tokenizer is None:
@@ -315,7 +320,8 @@ class Pieces:
             checkpoints = sorted((self.run / "checkpoints").glob("[0-9]*"), reverse=True)
             for folder in (self.run / "tokenizer", *checkpoints):
                 try:
-                    self._tokenizer = Tokenizer.from_str(read_regular(folder / "tokenizer.json"))
+                    with panics_as_errors():
+                        self._tokenizer = Tokenizer.from_str(read_regular(folder / "tokenizer.json"))
                     break
                 except Exception:
                     # A missing or damaged file: the next one may do. The library raises plain Exceptions.

@@ -7,6 +7,7 @@ page loads nothing, runs only its own script (its hash is in the page's policy),
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from gspo.errors import ConfigError
 from gspo.observe.dashboard import answers
 from gspo.observe.dashboard.server import PAGE
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
-from gspo.observe.run_dir import replace_text
+from gspo.observe.diagnosis import Finding
+from gspo.observe.run_dir import replace_text, writing
 
 POINTS = 800
 SCRIPTS = ("chart.js", "tokens.js", "report.js")
@@ -57,16 +59,14 @@ def write_report(paths: Sequence[str | Path], out: Path) -> Path:
         raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
     if out.is_dir():
         raise ConfigError(f"{out}: is a directory; give the name of a file, for example {out / 'report.html'}")
-    try:
+    with writing(out, "make room there, or choose another -o"):
         replace_text(out, page(watchlist))
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another -o") from None
     return out
 
 
 def page(watchlist: Watchlist) -> str:
     """The page as text."""
-    runs = [{"name": name, **_run(shown)} for name, shown in watchlist.runs.items()]
+    runs = [{"name": name, **_run_or_why(shown)} for name, shown in watchlist.runs.items()]
     data = answers.encode({"setup": answers.page_setup(), "runs": runs, "differences": _differences(runs)}).decode()
     style, script = (PAGE / "style.css").read_text(encoding="utf-8"), "\n".join(_script(name) for name in SCRIPTS)
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
@@ -89,6 +89,17 @@ def page(watchlist: Watchlist) -> str:
 </body>
 </html>
 """
+
+
+def _run_or_why(shown: Shown) -> dict[str, Any]:
+    """A run that cannot be read must not take the others down with it."""
+    try:
+        return _run(shown)
+    except Exception as error:
+        why = answers.unreadable(error)
+        finding = Finding(name="unreadable", level="bad", what=f"This run cannot be read: {why['why']}")
+        nothing = {"step": 0, "curves": {}, "phases": {"x": [], "y": {}}, "events": [], "settings": {}, "environment": {}, "telling": []}  # fmt: skip
+        return {**nothing, **why, "findings": [dataclasses.asdict(finding)]}
 
 
 def _run(shown: Shown) -> dict[str, Any]:

@@ -9,7 +9,8 @@
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see policy/checkpoint.py
 
-Invariant: lines are whole or absent to a reader; a resume cuts metrics and timings back to the checkpoint's offsets.
+Invariant: lines are whole or absent to a reader, also after a write that failed; a resume cuts metrics and timings back to the
+checkpoint's offsets. Events and errors hold no secrets; settings that would are refused before they are written.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gspo.config import Config, from_tree, read_toml, to_toml
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DiskError
+from gspo.observe.redact import known_secrets, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
 
@@ -62,12 +64,13 @@ class RunDir:
 
     def describe(self, config: Config) -> None:
         """Write the config and the environment; from now on the directory holds a run."""
-        (self.path / "rollouts").mkdir(exist_ok=True)
-        self.checkpoints.mkdir(exist_ok=True)
-        replace_text(self.path / "config.toml", to_toml(config))
-        replace_text(
-            self.path / "environment.json", json.dumps({"seed": config.seed, **_environment()}, indent=2) + "\n"
-        )
+        environment = redacted_values({"seed": config.seed, **_environment()}, known_secrets())
+        with self.writing("environment.json"):
+            (self.path / "rollouts").mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            replace_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        with self.writing("config.toml"):
+            replace_text(self.path / "config.toml", to_toml(config))
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:
@@ -89,21 +92,26 @@ class RunDir:
 
     def event(self, kind: str, **values: Any) -> None:
         """Append something that happened."""
-        self._append("events.jsonl", {"time": datetime.now().isoformat(timespec="seconds"), "event": kind, **values})
+        said = redacted_values(values, known_secrets())
+        self._append("events.jsonl", {"time": datetime.now().isoformat(timespec="seconds"), "event": kind, **said})
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write every reply of a step."""
         file = self.path / "rollouts" / f"{step:06d}.jsonl"
         partial = file.with_suffix(".tmp")
-        with partial.open("w", encoding="utf-8") as out:
-            out.writelines(_line(record) for record in records)
+        try:
+            with self.writing(f"rollouts/{file.name}"), partial.open("w", encoding="utf-8") as out:
+                out.writelines(_line(record) for record in records)
+        except DiskError:
+            partial.unlink(missing_ok=True)
+            raise
         partial.rename(file)
 
     def offsets(self) -> dict[str, int]:
         """How long the step files are now, on disk; part of a checkpoint."""
         for name in STEP_FILES:
             if (self.path / name).exists():
-                with (self.path / name).open("rb") as file:
+                with self.writing(name), (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
         return {name: (self.path / name).stat().st_size for name in STEP_FILES if (self.path / name).exists()}  # fmt: skip
 
@@ -136,13 +144,22 @@ class RunDir:
     def discard_if_empty(self) -> None:
         """Remove the directory of a run that never started, unless something else is in it."""
         if not self.started:
-            (self.path / ".lock").unlink(missing_ok=True)
-            with suppress(OSError):
-                self.path.rmdir()
+            for name in (".lock", "environment.json"):
+                (self.path / name).unlink(missing_ok=True)
+            for folder in (self.path / "rollouts", self.checkpoints, self.path):
+                with suppress(OSError):
+                    folder.rmdir()
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """A file of the run is being written: if that fails, the error says which, and how to go on."""
+        how = f"gspo train --resume {self.path}" if self.started else "repeat the command"
+        with writing(self.path / name, f"make room there, then: {how}"):
+            yield
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as out:
-            out.write(_line(values))
+        with self.writing(name):
+            _append_whole(self.path / name, _line(values).encode("ascii"))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -156,8 +173,43 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new one, never a part."""
     partial = path.with_name(f".tmp-{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
+    try:
+        with writing(path, "make room there, or write to another place"):
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(path)
+    except DiskError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Something is written to a path: if that fails, the error names it, which the system's own does not."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # tokenizers raises a bare Exception
+            raise
+        reason = error.__cause__ if isinstance(error, DiskError) else error
+        raise DiskError(
+            f"{path}: cannot be written: {getattr(reason, 'strerror', None) or reason}; {remedy}"
+        ) from reason
+
+
+def _append_whole(path: Path, data: bytes) -> None:
+    """Add bytes to a file, all of them or, if that fails, none: a torn line would swallow the one after it."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        before = os.fstat(file).st_size
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+        except OSError:
+            os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)
 
 
 def _line(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """`gspo watch --text`: runs as sparklines and sentences, for a terminal over ssh.
 
 In: run directories. Out: text that is drawn anew while a run goes on, or printed once where there is no terminal.
-Invariant: what a model or a run wrote is printed without control characters.
+Invariant: what a model or a run wrote is printed without control characters and secrets.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gspo.errors import ConfigError
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
 from gspo.observe.diagnosis import WINDOW
 from gspo.observe.panels import PANELS, PHASES
+from gspo.observe.printed import line, terminal
 from gspo.observe.watched import STEP_TIME
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,7 +33,7 @@ WIDEST, BESIDE = 72, 46
 
 def watch_text(paths: Sequence[str | Path], console: Console | None = None) -> int:
     """Show runs until interrupted; once, if nothing is a terminal or no run goes on."""
-    watchlist, console = Watchlist(paths), console or Console()
+    watchlist, console = Watchlist(paths), console or Console(file=terminal())
     if not watchlist.runs:
         raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
     if not (console.is_terminal and sys.stdout.isatty()):
@@ -51,12 +52,21 @@ def screen(watchlist: Watchlist, *, width: int, height: int | None) -> Group:
     """Every run, one under the other: the sentences first, then as many curves as there is height for."""
     parts: list[Any] = []
     for name, shown in watchlist.runs.items():
-        shown.run.refresh()
-        sentences = _sentences(shown)
-        taken = 4 + sum(1 + len(line.plain) // (width + BESIDE) for line in sentences)
-        most = None if height is None else max(2, height // len(watchlist.runs) - taken)
-        parts += [_title(name, shown), *sentences, _curves(shown, width, most), _times(shown), Text("")]
+        try:
+            parts += _run(name, shown, width, None if height is None else height // len(watchlist.runs))
+        except Exception as error:
+            # A run that cannot be read must not take the others down with it.
+            parts += [Text(line(f"{name}  unreadable: {type(error).__name__}: {error}")[:300], style="red"), Text("")]
     return Group(*parts)
+
+
+def _run(name: str, shown: Shown, width: int, height: int | None) -> list[Any]:
+    """One run, in about so many lines."""
+    shown.run.refresh()
+    sentences = _sentences(shown)
+    taken = 4 + sum(1 + len(s.plain) // (width + BESIDE) for s in sentences)
+    most = None if height is None else max(2, height - taken)
+    return [_title(name, shown), *sentences, _curves(shown, width, most), _times(shown), Text("")]
 
 
 def _width(console: Console) -> int:
@@ -71,19 +81,12 @@ def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     return "".join(" " if level is None else BARS[level] for level in levels)
 
 
-def plain(text: str) -> str:
-    """Text that cannot move a cursor, ring a bell or turn the line around."""
-    return "".join(
-        c if c.isprintable() and c not in "\u200e\u200f\u061c" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-
-
 def _title(name: str, shown: Shown) -> Text:
     run = shown.run
     of = run.planned_steps
     pace = run.pace()
     said = f"{name}  {run.state}, step {run.step:,}" + ("" if of is None else f" of {of:,}")
-    return Text(plain(said + (f", {pace:.3g} s per step" if pace else "")), style="bold")
+    return Text(line(said + (f", {pace:.3g} s per step" if pace else "")), style="bold")
 
 
 def _curves(shown: Shown, width: int, most: int | None) -> Table:
@@ -96,8 +99,8 @@ def _curves(shown: Shown, width: int, most: int | None) -> Table:
         for curve in panel.curves:
             values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
             if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
-                line = sparkline(found[curve.key]["y"], min(values), max(values))
-                table.add_row(Text(curve.key, style="dim"), line, _shown(_latest(shown, curve.key), panel.form))
+                bars = sparkline(found[curve.key]["y"], min(values), max(values))
+                table.add_row(Text(curve.key, style="dim"), bars, _shown(_latest(shown, curve.key), panel.form))
     return table
 
 
@@ -123,10 +126,10 @@ def _times(shown: Shown) -> Text:
 def _sentences(shown: Shown) -> list[Text]:
     lines = []
     for finding in shown.run.findings():
-        line = Text("● ", style=COLOURS[finding.level])
-        line.append(plain(finding.what), style="default")
-        line.append(plain(f" {finding.remedy}" if finding.remedy else ""), style="dim")
-        lines.append(line)
+        sentence = Text("● ", style=COLOURS[finding.level])
+        sentence.append(line(finding.what), style="default")
+        sentence.append(line(f" {finding.remedy}" if finding.remedy else ""), style="dim")
+        lines.append(sentence)
     return lines
 
 

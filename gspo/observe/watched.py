@@ -18,7 +18,7 @@ import numpy as np
 from gspo.observe.columns import Columns, downsample
 from gspo.observe.diagnosis import WINDOW, Finding, Look, diagnose
 from gspo.observe.panels import KEYS, PHASES
-from gspo.observe.redact import redacted_settings
+from gspo.observe.redact import redacted_values
 from gspo.observe.regular import Place, open_regular, read_regular
 
 MOST_EVENTS = 500
@@ -28,6 +28,10 @@ SAMPLED = 1000
 """Lines of a long file that are looked at before it was read."""
 LONGEST_EVENT = 1000
 """Characters of an event's text that are kept."""
+LARGEST_SETTINGS = 1 << 20
+DEEPEST, MOST_ITEMS, LONGEST_TEXT, LONGEST_NAME = 6, 500, 20_000, 200
+"""Of settings and the environment: levels, items of one level, and characters of a text or a name that are kept."""
+MOST_EVALUATIONS = 10_000
 STEP_TIME = "time/step_s"
 
 
@@ -80,21 +84,20 @@ class Watched:
         file = self.path / "config.toml"
         try:
             status = file.stat()
-            if (status.st_mtime_ns, status.st_size) != self._read_settings:
-                self._settings = dict(redacted_settings(tomllib.loads(read_regular(file))))
-                self._read_settings = (status.st_mtime_ns, status.st_size)
-        except (OSError, tomllib.TOMLDecodeError, RecursionError):
+        except OSError:
             return {}
+        if (status.st_mtime_ns, status.st_size) != self._read_settings:
+            self._settings, self._read_settings = _tables(file), (status.st_mtime_ns, status.st_size)
         return self._settings
 
     @property
     def environment(self) -> dict[str, Any]:
         """`environment.json`; empty while there is none."""
         try:
-            found = json.loads(read_regular(self.path / "environment.json"))
+            found = json.loads(read_regular(self.path / "environment.json", LARGEST_SETTINGS))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return bounded(found) if isinstance(found, dict) else {}
 
     @property
     def events(self) -> Sequence[Mapping[str, Any]]:
@@ -169,7 +172,7 @@ class Watched:
         columns = {key: self.metrics.values(key) for key in keys if key in self.metrics.columns}
         if "eval/accuracy" not in columns:
             return []
-        rows = np.flatnonzero(~np.isnan(columns["eval/accuracy"]))
+        rows = np.flatnonzero(~np.isnan(columns["eval/accuracy"]))[-MOST_EVALUATIONS:]
         found = [{k: float(c[i]) for k, c in columns.items() if not np.isnan(c[i])} for i in rows]
         return [row for row in found if {"step", "eval/accuracy_low", "eval/accuracy_high"} <= row.keys()]
 
@@ -265,13 +268,40 @@ class Lines:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                self.rows.append({k: _short(v) for k, v in list(row.items())[:MOST_FIELDS] if _sound(k, v)})
+                self.rows.append(
+                    {k[:LONGEST_NAME]: _short(v) for k, v in list(row.items())[:MOST_FIELDS] if _sound(k, v)}
+                )
                 self._seen += 1
         del self.rows[: -self.most]
 
 
+def _tables(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file that anybody may have written, without secrets; empty if it is none."""
+    try:
+        return dict(redacted_values(bounded(tomllib.loads(read_regular(file, LARGEST_SETTINGS)))))
+    except (OSError, ValueError, RecursionError):  # tomllib raises ValueError also for a number of too many digits
+        return {}
+
+
+def bounded(value: Any, depth: int = DEEPEST) -> Any:
+    """A value of a file that anybody may have written, as it can be shown: short texts, numbers that a page can hold, and no
+    more than a few levels and items."""
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 1 << 53 else f"a number of about {value.bit_length() * 0.30103:.0f} digits"
+    if isinstance(value, Mapping | list) and not depth:
+        return "…"
+    if isinstance(value, Mapping):
+        return {str(k)[:LONGEST_NAME]: bounded(v, depth - 1) for k, v in list(value.items())[:MOST_ITEMS]}
+    if isinstance(value, list):
+        return [bounded(v, depth - 1) for v in value[:MOST_ITEMS]]
+    return str(value)[:LONGEST_TEXT]
+
+
 def _short(value: Any) -> Any:
     """A value of an event as it can be shown."""
+    value = bounded(value)
     if isinstance(value, int | float) or value is None:
         return value
     return (value if isinstance(value, str) else json.dumps(value))[:LONGEST_EVENT]

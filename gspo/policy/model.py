@@ -8,7 +8,10 @@ uninterrupted one does; no code from the model's repository unless it was asked 
 from __future__ import annotations
 
 import difflib
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 
 from gspo.config import ModelConfig, RoutingConfig
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, panics_as_errors
 from gspo.policy import adapter
 from gspo.policy.alignment import align
 from gspo.policy.head import head_of
@@ -26,6 +29,7 @@ from gspo.policy.packing import reads_packed
 from gspo.policy.quantized import quantize
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY_PARAMETERS = 5_000_000
 """Below this, threads cost more than they give."""
 
@@ -84,8 +88,41 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     path, options = location(config)
     if adapter.base_of(config.path) and (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
         path, options = os.path.expanduser(config.path), {}
-    with load_errors(config):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
+    with load_errors(config), _tokenizer_errors(Path(path)):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ConfigError(f"model.path: {path}: its tokenizer knows no tokens; its files ({', '.join(TOKENIZER_FILES)}) are missing: fetch them again")  # fmt: skip
+    return tokenizer
+
+
+@contextmanager
+def _tokenizer_errors(folder: Path) -> Iterator[None]:
+    """What the libraries say of a tokenizer's damaged files, with the file: they raise anything, and panic."""
+    try:
+        with panics_as_errors():
+            yield
+    except ImportError:
+        raise
+    except Exception as error:
+        broken = next((name for name in TOKENIZER_FILES if _broken_json(folder / name)), None)
+        if broken is None and isinstance(error, OSError | ValueError):
+            raise
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise ValueError(f"{broken or ' or '.join(TOKENIZER_FILES)} is damaged ({reason:.200}); fetch the tokenizer's files again") from error  # fmt: skip
+
+
+def _broken_json(file: Path) -> bool:
+    try:
+        return file.is_file() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def _check_vocabulary(model: Any, tokenizer: Any, config: ModelConfig) -> None:
+    """Ids that the model has no embedding for would end the run at the first prompt that holds one."""
+    known = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocab_size > known:
+        raise ConfigError(f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {known}: they do not belong together; fetch the tokenizer's files again")  # fmt: skip
 
 
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
@@ -94,6 +131,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and graphs go to the current card
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
+    _check_vocabulary(model, tokenizer, config)
     align(model)
     _settle(model, config)
     _choose_threads(model, config, device)

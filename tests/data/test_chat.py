@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from gspo.data.chat import render, render_all
@@ -63,3 +66,59 @@ def test_many_is_one_at_a_time(plain_tokenizer):
     texts = ["a", "", "abc d"]
     assert render_all(texts, plain_tokenizer, chat="auto") == [render(t, plain_tokenizer, chat="auto") for t in texts]
     assert render_all([], plain_tokenizer, chat="auto") == []
+
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "one operation": "{% set x = 10 ** 9000000 // 7 ** 6000000 %}",
+}
+
+
+@pytest.mark.parametrize("name", list(ENDLESS))
+def test_a_template_that_never_ends_is_an_error_that_names_it(make_tokenizer, monkeypatch, name):
+    monkeypatch.setattr("gspo.data.chat.MOST_SECONDS", 1)
+    tokenizer = make_tokenizer(template=ENDLESS[name])
+    tokenizer.name_or_path = "some/model"
+    with pytest.raises(
+        ConfigError, match=r"some/model: the chat template takes more than 1 s .* prompt 1; mend chat_te"
+    ):
+        render_all(["a", "b"], tokenizer, chat="auto")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' * 10 ** 10 }}", "{{ ('x' * 10 ** 8) | center(10 ** 10) }}", "{{ 'x' * 10 ** 8 }}"]
+)
+def test_a_template_that_takes_all_memory_is_refused(make_tokenizer, template):
+    done = render_all(["a", "b"], make_tokenizer(template=template), chat="auto")
+    assert all(isinstance(row, DataError) for row in done)
+    assert re.search(r"memory|characters|refuses", str(done[0]))
+
+
+def test_a_range_without_end_is_refused(make_tokenizer):
+    done = render_all(["a"], make_tokenizer(template="{% for i in range(10 ** 12) %}{% endfor %}"), chat="auto")
+    assert "the chat template refuses it: Range too big" in str(done[0])
+
+
+def test_the_rows_before_a_template_that_ends_the_process_are_counted(make_tokenizer, monkeypatch):
+    monkeypatch.setattr("gspo.data.chat.MOST_SECONDS", 1)
+    template = f"{{% if messages[0].content == 'b' %}}{ENDLESS['loops']}{{% endif %}}ok"
+    with pytest.raises(ConfigError, match="for prompt 3"):
+        render_all(["a", "c", "b", "a"], make_tokenizer(template=template), chat="auto")
+
+
+def test_any_text_comes_back_from_a_template_as_it_was(chat_tokenizer):
+    for text in ("a\nb\r\n\t", "\u2028 \x00 \x85", "東京 👩", '"quotes" \\ {{ x }}', ""):
+        assert render_all([text], chat_tokenizer, chat="auto")[0][0] == render(text, chat_tokenizer, chat="auto")[0]
+        assert text in render_all([text], chat_tokenizer, chat="auto")[0][0]
+
+
+def test_a_tokenizer_that_panics_is_an_error_that_names_it(make_tokenizer):
+    from tokenizers import Tokenizer
+
+    tokenizer = make_tokenizer(bos=True)
+    inner = json.loads(tokenizer.backend_tokenizer.to_str())
+    inner["post_processor"]["special_tokens"] = {}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(inner))
+    tokenizer.name_or_path = "some/model"
+    with pytest.raises(ConfigError, match=r"some/model: its tokenizer cannot read a prompt.*tokenizer.json is damaged"):
+        render_all(["a"], tokenizer, chat="auto")

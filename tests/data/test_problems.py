@@ -350,7 +350,7 @@ def test_formats_without_lines_name_the_row(tmp_path, load, name):
         ("d.json", b'{"a": 1}', r"must hold a list of objects"),
         ("d.json", b'{"a": [1], "b": [2]}', r"must hold a list of objects"),
         ("d.json", b'["\n\xff"]', r"d\.json:2: not UTF-8"),
-        ("d.json", b"[" * 100_000, r"d\.json: invalid JSON"),
+        ("d.json", b"[" * 100_000, r"d\.json: nested deeper than 100 levels"),
         ("d.csv", b"", r"d\.csv: has no rows"),
         ("d.csv", b"prompt,answer\n", r"d\.csv: has no rows"),
         ("d.csv", b"a,a\n1,2\n", r"d\.csv:1: the header names 'a' more than once"),
@@ -588,3 +588,53 @@ def test_order_differs_between_epochs_and_seeds():
     order = PromptOrder(50, 0)
     assert order.take(0, 50) != order.take(50, 50)
     assert order.take(0, 50) != PromptOrder(50, 1).take(0, 50)
+
+
+@pytest.mark.parametrize("depth", [150, 400, 100_000])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json"])
+def test_a_field_that_is_nested_without_end_is_named(tmp_path, load, name, depth):
+    row = '{"prompt": "p", "answer": "a", "meta": ' + "[" * depth + "]" * depth + "}"
+    (tmp_path / name).write_text(row + "\n" if name == "d.jsonl" else f"[{row}]")
+    with pytest.raises(DataError, match=r"d\.jsonl?.*nested deeper than 100 levels"):
+        load(path=tmp_path / name)
+
+
+def test_a_compressed_file_that_grows_out_of_proportion_is_refused(tmp_path, load):
+    with gzip.open(tmp_path / "d.jsonl.gz", "wb") as out:
+        for _ in range(80):
+            out.write(b" " * (1 << 20))
+    assert (tmp_path / "d.jsonl.gz").stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"d\.jsonl\.gz: grows from \d+ bytes to more than 64 MB.*decompress it"):
+        load(path=tmp_path / "d.jsonl.gz")
+
+
+def test_a_parquet_file_whose_one_value_stands_in_every_row_is_refused(tmp_path, load):
+    import pyarrow
+    import pyarrow.parquet
+
+    indices = pyarrow.array([0] * 200, type=pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["x" * 1_000_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "d.parquet", compression="zstd")
+    assert (tmp_path / "d.parquet").stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"d\.parquet: grows from \d+ bytes to more than 64 MB"):
+        load(path=tmp_path / "d.parquet")
+
+
+def test_a_parquet_file_of_too_many_rows_is_refused(tmp_path, load, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("gspo.data.sources._MOST_ROWS", 1000)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.nulls(1001)}), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet: has 1001 rows"):
+        load(path=tmp_path / "d.parquet")
+
+
+def test_a_line_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path, load, monkeypatch):
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr("gspo.data.chat._ids", never)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "x" * 3_000_000, "answer": "a"}) + "\n")
+    with pytest.raises(DataError, match=r"d\.jsonl:1: field 'prompt': 3000000 characters.*data.max_prompt_tokens"):
+        load(path=tmp_path / "d.jsonl", max_prompt_tokens=1000)

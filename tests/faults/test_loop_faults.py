@@ -5,6 +5,7 @@ Every injector counts its shots: a test whose fault did not happen fails. Number
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from ends import run_of, same_end
 import gspo.loop
 import gspo.policy.update
 from gspo.config import Config
-from gspo.errors import AlarmError, CheckpointError, ConfigError, MemoryLimitError, NumericalError
+from gspo.errors import AlarmError, CheckpointError, ConfigError, DiskError, MemoryLimitError, NumericalError
 from gspo.observe.alarms import ALARMS, holding
 from gspo.observe.run_dir import read_jsonl
 from gspo.policy import checkpoint
@@ -463,6 +464,19 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, at: int, error: OSError) -> Injec
     return Injector(monkeypatch, checkpoint, "save_file", at, shot)
 
 
+def fail_always(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Every save fails but for the first ones."""
+    save, calls = checkpoint.save_file, [0]
+
+    def instead(*arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_file", instead)
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
 def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
     error: OSError, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
@@ -489,6 +503,49 @@ def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
         with pytest.raises(CheckpointError, match=r"No space left.*--resume"):
             train(cut, display)
     assert injector.shots == 1
+    resume(run_of(cut), display)
+    same_end(run_of(whole), run_of(cut))
+
+
+class FullDisk:
+    """The system writes a part of what is appended to files of a name, from the `at`-th time on, and then says that the disk is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
+        self.name, self.at, self.seen, self.write = name, at, 0, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{file}").endswith(self.name):
+            self.seen += 1
+            if self.seen == self.at:
+                return self.write(file, data[:7])
+            if self.seen > self.at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.write(file, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "room"), [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)]
+)  # fmt: skip
+def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exact(
+    name: str, at: int, room: bool, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`room`: there is some left for the checkpoint. Every file holds whole lines alone, also before the resume."""
+    whole, cut = tiny("steps=2", run_dir="whole"), tiny("steps=2", run_dir="cut")
+    train(whole, display)
+    with monkeypatch.context() as patch:
+        disk = FullDisk(patch, name, at)
+        if not room:
+            fail_always(patch, after=at - 1)
+        with pytest.raises(DiskError, match=r"No space left on device.*--resume") as stopped:
+            train(cut, display)
+    assert disk.seen > at
+    assert f"{run_of(cut)}/{name}: cannot be written" in str(stopped.value)
+    assert ("no room for the checkpoint" in str(stopped.value)) is not room
+    for file in run_of(cut).glob("*.jsonl"):
+        assert file.read_bytes().endswith(b"\n") or not file.stat().st_size
+        assert all(json.loads(line) for line in file.read_text().splitlines())
+    assert not list(run_of(cut).rglob(".tmp-*"))
     resume(run_of(cut), display)
     same_end(run_of(whole), run_of(cut))
 

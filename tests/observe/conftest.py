@@ -34,7 +34,7 @@ class Served:
         self.process = process
         self.link = self.next_link()
         self.port = int(re.search(r":(\d+)/", self.link)[1])  # type: ignore[index]
-        self.cookie = ""
+        self.token = ""
 
     def next_link(self) -> str:
         assert self.process.stdout
@@ -59,11 +59,21 @@ class Served:
 
     def get(self, path: str, **headers: str) -> Answer:
         """A request of a page that may ask."""
-        if not self.cookie:
-            key = self.link.partition("/?")[2]
-            self.cookie = self.ask(f"/?{key}").headers["set-cookie"].partition(";")[0]
+        if not self.token:
+            self.token = self.exchange(self.link).body.decode()
             self.link = self.next_link()
-        return self.ask(path, headers={"Cookie": self.cookie, **headers})
+        return self.ask(path, headers={**self.allowed, **headers})
+
+    def exchange(self, link: str, *, method: str = "GET") -> Answer:
+        """What the page does first with the key in its link."""
+        return self.ask(
+            "/api/session", method=method, headers={"Authorization": f"Bearer {link.partition('#key=')[2]}"}
+        )
+
+    @property
+    def allowed(self) -> dict[str, str]:
+        """The header of a request that may be made."""
+        return {"Authorization": f"Bearer {self.token}"}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +140,40 @@ def test_of_too_many_names_those_that_are_shown_are_kept(tmp_path: Path) -> None
     assert len(columns.columns) == 2000
     assert columns.latest("reward/mean") == 0.5
     assert columns.latest("step") == 1
+
+
+NAMES = {f"k{i}": 1 for i in range(2000)}
+BOMBS = {
+    "many names and many empty lines": lines(NAMES) + "{}\n" * 20_000 + lines(NAMES),
+    "another name in each line": "".join(f'{{"k{i % 2000}": 1}}\n' for i in range(60_000)),
+    "empty lines": "{}\n" * 300_000,
+    "a nested line": '{"a": [' + "{}," * 200_000 + "{}]}\n",
+}
+
+
+@pytest.mark.parametrize("name", list(BOMBS))
+def test_memory_grows_with_the_file_and_not_with_its_lines_times_its_names(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(BOMBS[name])
+    columns = Columns(path)
+    tracemalloc.start()
+    try:
+        columns.refresh()
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(columns) == BOMBS[name].count("\n")
+    assert kept < 4_000_000 + 12 * path.stat().st_size
+    assert most < 64_000_000
+
+
+def test_numbers_of_lines_with_different_names_stay_in_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(lines(*({"step": s, **({"a": s} if s % 3 else {"b": s})} for s in range(1, 1001))))
+    columns = Columns(path)
+    columns.refresh()
+    steps, a, b = (columns.values(key) for key in ("step", "a", "b"))
+    assert np.array_equal(np.where(steps % 3, steps, np.nan), a, equal_nan=True)
+    assert np.array_equal(np.where(steps % 3, np.nan, steps), b, equal_nan=True)
+    assert columns.latest("b") == 999
+    assert columns.last(2) == [{"step": 999.0, "b": 999.0}, {"step": 1000.0, "a": 1000.0}]

@@ -29,9 +29,7 @@ def test_clients_that_never_read_cost_little_and_nobody_waits(tmp_path: Path, se
     served = serve(run)
     served.get("/api/runs/made")
     before = memory_mb(served.process.pid)
-    request = (
-        f"GET /api/runs/made?points=2000 HTTP/1.1\r\nHost: {served.host}\r\nCookie: {served.cookie}\r\n\r\n".encode()
-    )
+    request = f"GET /api/runs/made?points=2000 HTTP/1.1\r\nHost: {served.host}\r\nAuthorization: Bearer {served.token}\r\n\r\n".encode()
     clients = []
     for _ in range(60):
         client = socket.create_connection(("127.0.0.1", served.port))

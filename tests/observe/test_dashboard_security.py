@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -16,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shown_runs import make_run
+from rich.console import Console
+from shown_runs import make_run, reply
+from tokenizers import Tokenizer
 
 from gspo.observe.dashboard import answers
 from gspo.observe.dashboard.guard import HEADERS, Keys
 from gspo.observe.dashboard.server import application
 from gspo.observe.dashboard.watchlist import Watchlist
 from gspo.observe.report import page
+from gspo.observe.terminal import watch_text
+from gspo.observe.watched import Watched
 
 ROUTES = [
     "/", "/page/style.css", "/page/chart.js", "/page/tokens.js", "/page/app.js", "/api/setup", "/api/runs", "/api/runs/made",
@@ -42,7 +47,7 @@ def served(run: Path, serve: Callable[..., Any]) -> Any:
 
 
 def test_the_routes_tested_are_all_there_are(tmp_path: Path) -> None:
-    app = application(Watchlist([make_run(tmp_path / "made")]), Keys(print), cookie="c").app
+    app = application(Watchlist([make_run(tmp_path / "made")]), Keys(print)).app
     patterns = [route.path_regex for route in app.routes]
     assert all(any(p.fullmatch(path) for path in ROUTES) for p in patterns)
     assert all(route.methods == {"GET", "HEAD"} for route in app.routes)
@@ -60,25 +65,39 @@ def test_it_listens_on_loopback_alone(served: Any) -> None:
     assert listening == [f"0100007F:{served.port:04X}"]
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/nowhere", "/api/runs/none"])
+@pytest.mark.parametrize("path", [*(r for r in ROUTES if "/api/" in r), "/nowhere", "/api/runs/none", "/api/session"])
 def test_nothing_is_answered_without_the_token(served: Any, path: str) -> None:
-    """D2."""
+    """D2: the page's own files are the same for everybody; all that is known of a run needs the token."""
+    served.get("/")
     assert served.ask(path).status == 401
-    for wrong in ({"Cookie": f"gspo-{served.port}=wrong"}, {"Authorization": "Bearer wrong"}, {"Cookie": "x" * 2000}):
-        assert served.ask(path, headers=wrong).status == 401
-    assert served.ask(f"{path}?key=wrong").status == 401
-    assert served.get(path).status == (404 if "no" in path else 200)
+    for wrong in ("Bearer wrong", "Bearer ", "", served.token, f"Basic {served.token}", "x" * 2000):
+        assert served.ask(path, headers={"Authorization": wrong}).status == 401
+    assert served.ask(f"{path}?key={served.token}").status == 401
+    assert (
+        served.ask(path, headers={"Cookie": f"gspo-{served.port}={served.token}; token={served.token}"}).status == 401
+    )
+    assert served.get(path).status == (404 if "no" in path or "session" in path else 200)
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/api/session", "/nowhere"])
+def test_no_cookie_is_ever_set(served: Any, path: str) -> None:
+    """A browser would send it to every program that listens on another port of this machine."""
+    served.get("/")
+    assert not [name for name in served.get(path).headers if name.lower() == "set-cookie"]
+    assert not [name for name in served.exchange(served.link).headers if name.lower() == "set-cookie"]
+    served.link = served.next_link()
 
 
 def test_a_link_opens_one_browser(run: Path, serve: Callable[..., Any]) -> None:
     served = serve(run)
-    key = served.link.partition("/?")[2]
-    first = served.ask(f"/?{key}")
-    assert first.status == 303
-    assert {"HttpOnly", "SameSite=Strict"} <= set(first.headers["set-cookie"].split("; "))
-    assert served.ask(f"/?{key}").status == 401
-    assert served.ask(f"/?{key}", method="HEAD").status == 401
-    assert served.ask(f"/?{served.next_link().partition('/?')[2]}").status == 303
+    first = served.exchange(served.link)
+    assert first.status == 200
+    assert served.ask("/api/runs", headers={"Authorization": f"Bearer {first.body.decode()}"}).status == 200
+    assert served.exchange(served.link).status == 401
+    second = served.next_link()
+    assert served.exchange(second, method="HEAD").status == 401
+    assert served.ask("/api/runs", headers={"Authorization": f"Bearer {second.partition('#key=')[2]}"}).status == 401
+    assert served.exchange(second).body == first.body
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,7 @@ def test_nothing_can_be_changed(served: Any, method: str, run: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in sorted(run.rglob("*"))}
     for path in ROUTES:
         served.get(path)
-        answer = served.ask(path, method=method, headers={"Cookie": served.cookie})
+        answer = served.ask(path, method=method, headers=served.allowed)
         assert answer.status == 405
     assert {p: p.stat().st_mtime_ns for p in sorted(run.rglob("*"))} == before
 
@@ -179,6 +198,19 @@ def test_secrets_do_not_leave(tmp_path: Path, serve: Callable[..., Any]) -> None
     assert "key=" not in Path(f"/proc/{served.process.pid}/cmdline").read_text()
 
 
+def asked(app: Any, keys: Keys, path: str) -> list[dict[str, Any]]:
+    """What an application sends for a request, without a server."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:1"), (b"authorization", f"Bearer {keys.token}".encode())]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, None, send))
+    return sent
+
+
 def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D11."""
 
@@ -187,14 +219,8 @@ def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pyt
 
     monkeypatch.setattr("gspo.observe.dashboard.answers.about", broken)
 
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
     keys = Keys(print)
-    scope = {"type": "http", "method": "GET", "path": "/api/runs/made/about", "query_string": b"", "headers": [(b"host", b"127.0.0.1:1"), (b"authorization", f"Bearer {keys.token}".encode())]}  # fmt: skip
-    asyncio.run(application(Watchlist([run]), keys, cookie="c")(scope, None, send))
+    sent = asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")
     assert sent[0]["status"] == 500
     assert b"secret detail" not in sent[1]["body"]
     assert re.search(rb"error [0-9a-f]{8}", sent[1]["body"])
@@ -205,7 +231,7 @@ def test_a_request_with_a_body_is_refused(served: Any, body: bytes) -> None:
     """D8."""
     served.get("/api/runs")
     try:
-        answer = served.ask("/api/runs", method="POST", headers={"Cookie": served.cookie}, body=body)
+        answer = served.ask("/api/runs", method="POST", headers=served.allowed, body=body)
         assert answer.status == 413
     except (BrokenPipeError, ConnectionResetError):
         pass
@@ -251,16 +277,17 @@ def test_a_taken_port_is_said_in_one_line(served: Any, run: Path) -> None:
 @pytest.mark.parametrize("others", ['prefs={"a":1}; ', "foo bar[]=x; ", "a=b=c;;; =; ", 'q="unclosed; '])
 def test_cookies_of_other_programs_do_not_lock_the_user_out(served: Any, others: str) -> None:
     """Browsers share cookies over all ports of a host."""
-    served.get("/")
-    assert served.ask("/api/runs", headers={"Cookie": others + served.cookie}).status == 200
+    assert served.get("/api/runs", Cookie=others).status == 200
 
 
+HUGE = "1" + "0" * 400
 ODD_FILES = {
-    "config.toml": ['objective = "gspo"', "steps = 99999999999999999999999", "a = " + "[" * 5000, 'steps = "x"\n[learner]\nmini_batches = "4"'],
-    "events.jsonl": ['{"event": "\\ud800", "n": 99999999999999999999999, "step": 1e300}\n', "[" * 200_000 + "\n", '{"event": "alarm", "step": "x"}\n'],
-    "environment.json": ['{"a": "\\ud800", "n": 99999999999999999999999}', "[" * 200_000],
-    "metrics.jsonl": ['{"step": 1e300, "reward/mean": 1e308}\n', '{"eval/accuracy": 0.5, "step": 1}\n' * 3, '{"reward/mean": [1]}\n', '{"step": "a"}\n'],
-    "timings.jsonl": ['{"time/rollout_s": 1}\n' * 3, '{"step": 1}\n' * 2],
+    "config.toml": [f"steps = {HUGE}", "steps = 0x" + "f" * 9000, "steps = " + "9" * 5000, f"[objective]\nname = {HUGE}\n[learner]\nmini_batches = {HUGE}", "seed = nan\nsteps = inf", "a" + ".a" * 300 + " = 1", "d = 1979-05-27T07:32:00Z", f'name = "{"x" * 900_000}"', 'objective = "gspo"', "steps = 99999999999999999999999", "a = " + "[" * 5000, 'steps = "x"\n[learner]\nmini_batches = "4"'],
+    "events.jsonl": [f'{{"event": "stop", "step": {HUGE}, "signal": {HUGE}}}\n', f'{{"event": {HUGE}, "{"k" * 9000}": [{HUGE}]}}\n', '{"event": "alarm", "a": NaN, "b": Infinity}\n', '{"event": "x", "a": ' + "[" * 900 + "]" * 900 + "}\n", '{"event": "\\ud800", "n": 99999999999999999999999, "step": 1e300}\n', "[" * 200_000 + "\n", '{"event": "alarm", "step": "x"}\n'],
+    "environment.json": [f'{{"device": {HUGE}, "packages": {HUGE}}}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "9" * 5000, '{"a": "\\ud800", "n": 99999999999999999999999}', "[" * 200_000],
+    "metrics.jsonl": [f'{{"step": {HUGE}, "reward/mean": {HUGE}}}\n', '{"step": 1e400, "eval/accuracy": -1e400}\n', '{"step": 1, "eval/accuracy": 1e308, "eval/accuracy_low": -1e308, "eval/accuracy_high": 1e308}\n' * 3, "".join(f'{{"step": {s}, "reward/mean": {v}1e308, "grad/norm": {v}1e308, "length/mean": -1}}\n' for s, v in ((-5, ""), (1, "-"), (2, ""), (3, "-"), (4, ""), (5, ""), (6, ""))), '{"step": 1e300, "reward/mean": 1e308}\n', '{"eval/accuracy": 0.5, "step": 1}\n' * 3, '{"reward/mean": [1]}\n', '{"step": "a"}\n'],
+    "rollouts/000005.jsonl": ['{"sample": 1e300, "reward": 1e300, "token_ids": [1e300, -1]}\n', '{"sample": 0, "reward": 1e308, "advantage": -1e308, "sequence_ratio": 1e-320, "parts": {"a": {}}, "token_ids": [true, 1e18]}\n' * 2, "{}\n" * 60_000, '{"text": ' + "[" * 900 + "]" * 900 + "}\n", '{"token_ids": [1], "text": "' + "x" * 300_000 + '"}\n'],
+    "timings.jsonl": [f'{{"step": 1, "time/step_s": {HUGE}, "time/rollout_s": -1e308}}\n', '{"time/rollout_s": 1}\n' * 3, '{"step": 1}\n' * 2],
 }  # fmt: skip
 
 
@@ -277,9 +304,15 @@ def test_a_run_with_odd_files_is_shown_and_does_not_take_others_down(tmp_path: P
         answers.overview(watchlist.runs["odd"], {}),
         answers.about(watchlist.runs["odd"]),
         answers.step(watchlist.runs["odd"], 5, {}),
+        answers.step(watchlist.runs["odd"], 5, {"order": "ratio"}),
+        answers.reply(watchlist.runs["odd"], 5, 0, 0),
     ):
-        answers.encode(answer)
-    assert page(watchlist)
+        assert len(answers.encode(answer)) < 20_000_000
+    assert "unreadable" not in page(watchlist)
+    said = io.StringIO()
+    watch_text([tmp_path / "good", tmp_path / "odd"], Console(file=said, width=120))
+    assert "finished, step 12" in said.getvalue()
+    assert "unreadable" not in said.getvalue()
 
 
 def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,3 +326,49 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.
     assert found["good"]["state"] == "finished"
     assert found["bad"]["state"] == "unreadable"
     assert "odd" in found["bad"]["why"]
+
+
+def test_a_run_that_cannot_be_read_leaves_the_others_in_the_report_and_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    paths = [make_run(tmp_path / "good"), make_run(tmp_path / "bad")]
+    findings = Watched.findings
+
+    def broken(run: Watched) -> Any:
+        if run.path.name == "bad":
+            raise RuntimeError("odd")
+        return findings(run)
+
+    monkeypatch.setattr(Watched, "findings", broken)
+    assert "This run cannot be read: RuntimeError: odd" in page(Watchlist(paths))
+    said = io.StringIO()
+    watch_text(paths, Console(file=said, width=120))
+    assert "unreadable: RuntimeError: odd" in said.getvalue()
+    assert "finished, step 12" in said.getvalue()
+
+
+PANICKING = {
+    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "model": {"type": "WordLevel", "vocab": {" ": 0, "a": 1}, "unk_token": "a"},
+    "decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 5},
+}  # fmt: skip
+"""The library reads this, and panics over its decoder as soon as it decodes a token that is shorter than what it strips."""
+
+
+def test_a_tokenizer_that_panics_costs_the_pieces_and_not_the_answer(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", replies=[reply("train/1", 0, "x", token_ids=[0, 1, 0])])
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer.json").write_text(json.dumps(PANICKING))
+    with pytest.raises(BaseException, match=r"index out of bounds|overflow") as panic:
+        Tokenizer.from_str(json.dumps(PANICKING)).decode([0])
+    assert not isinstance(panic.value, Exception)
+    found = answers.reply(Watchlist([run]).runs["made"], 5, 0, 0)
+    assert found["text"] == "x"
+    assert found["pieces"][0] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_panic_anywhere_is_an_answer(run: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Any]) -> None:
+    def broken(*_: Any) -> None:
+        Tokenizer.from_str(json.dumps(PANICKING)).decode([0])
+
+    monkeypatch.setattr("gspo.observe.dashboard.answers.about", broken)
+    keys = Keys(print)
+    assert asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")[0]["status"] == 500

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from shown_runs import HOSTILE, make_run, reply, write_lines
@@ -82,6 +84,67 @@ def test_curves_move_while_a_run_trains(page: Any, serve: Callable[..., Any], tm
     finally:
         trainer.kill()
         trainer.wait()
+
+
+class Eavesdropper(BaseHTTPRequestHandler):
+    """Another program of this machine, on another port: it keeps what browsers send it."""
+
+    heard: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.heard.append(str(self.headers))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<title>another</title>")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_session_survives_a_reload_and_no_other_port_hears_of_it(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    served = serve(make_run(tmp_path / "made"))
+    opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    assert "key=" not in page.url
+    page.reload()
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    other = page.context.new_page()
+    other.goto(f"http://{served.host}/#/made/5")
+    other.get_by_role("heading", name="Step 5").wait_for()
+    assert page.context.cookies() == []
+    token = page.evaluate("localStorage.getItem('gspo-token')")
+    assert token
+    with ThreadingHTTPServer(("127.0.0.1", 0), Eavesdropper) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        other.goto(f"http://127.0.0.1:{listener.server_port}/")
+        assert other.title() == "another"
+        assert other.evaluate("localStorage.getItem('gspo-token')") is None
+        listener.shutdown()
+    assert Eavesdropper.heard
+    assert token not in "".join(Eavesdropper.heard)
+
+
+def test_a_used_link_says_so_and_the_next_one_opens_the_same_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    served = serve(make_run(tmp_path / "made"))
+    used = served.link
+    served.exchange(used)
+    page.goto(used)
+    page.get_by_text("each link opens one browser").wait_for()
+    page.wrong.clear()  # the browser's console names the two answers that were refused
+    page.goto(served.next_link())
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+
+
+def test_a_run_with_impossible_numbers_leaves_the_others_on_the_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    odd = make_run(tmp_path / "runs" / "odd")
+    make_run(tmp_path / "runs" / "good")
+    (odd / "config.toml").write_text(f"steps = 1{'0' * 400}\n")
+    opened(page, serve(tmp_path / "runs"))
+    page.get_by_text("finished, step 12 of 40").wait_for()
+    assert page.locator(".chip").count() == 2
+    page.goto(page.url.partition("#")[0] + "#/odd/5")
+    page.get_by_role("heading", name="Step 5").wait_for()
 
 
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

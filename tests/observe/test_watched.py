@@ -13,7 +13,7 @@ import pytest
 from shown_runs import make_run, metrics, reply, write_lines
 
 from gspo.observe.dashboard.watchlist import Watchlist
-from gspo.observe.redact import HIDDEN, known_secrets, redacted, redacted_settings, sounds_secret
+from gspo.observe.redact import HIDDEN, known_secrets, redacted, redacted_values, sounds_secret
 from gspo.observe.replies import FILTERS, LARGEST, LONGEST, Replies
 from gspo.observe.watched import Watched
 
@@ -227,7 +227,7 @@ def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "log": {"api_key": "k", "max_tokens": 5, "list": [{"password": "p"}], "headers": {"X-Api-Key": "x", "Accept": "json"}},
         "empty_secret": "", "api_keys": ["k1", "k2"], "secret": {"value": "v"}, "authToken": "t", "openai_key": "o",
     }  # fmt: skip
-    assert redacted_settings(tree) == {
+    assert redacted_values(tree) == {
         "log": {"api_key": HIDDEN, "max_tokens": 5, "list": [{"password": HIDDEN}], "headers": {"X-Api-Key": HIDDEN, "Accept": "json"}},
         "empty_secret": "", "api_keys": [HIDDEN, HIDDEN], "secret": {"value": HIDDEN}, "authToken": HIDDEN, "openai_key": HIDDEN,
     }  # fmt: skip

@@ -43,7 +43,9 @@ def _plain(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, list | tuple):
         # Curves are nearly all of an answer, and hold nothing that would have to change.
         return value if set(map(type, value)) <= {float, type(None)} else [_plain(v, secrets) for v in value]
-    return float(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
+    if isinstance(value, int) and abs(value) >= 1 << 53:
+        return float(value) if abs(value) < 1 << 1000 else None
+    return value
 
 
 def page_setup() -> dict[str, Any]:
@@ -67,7 +69,12 @@ def _line_or_why(name: str, shown: Shown) -> dict[str, Any]:
     try:
         return _line(name, shown)
     except Exception as error:
-        return {"name": name, "state": "unreadable", "why": f"{type(error).__name__}: {error}"[:300], "version": "", "step": 0, "steps": None, "pace_s": None}  # fmt: skip
+        return {"name": name, "version": "", "step": 0, "steps": None, "pace_s": None, **unreadable(error)}
+
+
+def unreadable(error: Exception) -> dict[str, Any]:
+    """What is said of a run that cannot be shown."""
+    return {"state": "unreadable", "why": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _line(name: str, shown: Shown) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """Who may ask, and how answers are marked. In: any request. Out: the application's answer, or a refusal.
 
 Checks, in this order: the host is this machine's loopback name (a page elsewhere cannot rebind its name to it), no other
-page asks (Origin, Sec-Fetch-Site), the request has no body, and it carries the session's cookie or token. A link with a
-one-time key is exchanged for the cookie. Invariant: every path, known or not, goes through all of it.
+page asks (Origin, Sec-Fetch-Site), the request has no body, and it carries the session's token. The files of the page itself
+are the same for everybody and need none: they read the one-time key that the link has behind its `#`, exchange it for the
+token at `/api/session`, and keep that in the browser's storage. No cookie holds it, because a browser sends cookies to every
+port of a host, and so to whatever other program listens there. Invariant: every path, known or not, goes through all of it.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 NO_KEY = "This page needs the link that 'gspo watch' printed; each link opens one browser. A new one is printed each time one was used.\n"
+SESSION = "/api/session"
+PUBLIC = ("/", "/page/")
+"""The page's own files: this path, and what is below this folder."""
 
 
 class Keys:
@@ -51,8 +55,8 @@ class Keys:
 class Guard:
     """The outermost layer of the application."""
 
-    def __init__(self, app: Any, keys: Keys, cookie: str) -> None:
-        self.app, self.keys, self.cookie = app, keys, cookie
+    def __init__(self, app: Any, keys: Keys) -> None:
+        self.app, self.keys = app, keys
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -62,14 +66,13 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        refusal = self._refusal(headers)
+        refusal, bearer = self._refusal(headers), _bearer(headers)
         if refusal:
             await _plain(send, *refusal)
-        elif self._allowed(headers):
+        elif _public(scope["path"]) or _same(bearer, self.keys.token):
             await self._answer(scope, receive, send)
-        elif scope["path"] == "/" and scope["method"] == "GET" and self.keys.exchange(_key(scope)):
-            cookie = f"{self.cookie}={self.keys.token}; HttpOnly; SameSite=Strict; Path=/"
-            await _plain(send, 303, "", {"location": "/", "set-cookie": cookie})
+        elif scope["path"] == SESSION and scope["method"] == "GET" and self.keys.exchange(bearer):
+            await _plain(send, 200, self.keys.token)
         else:
             await _plain(send, 401, NO_KEY)
 
@@ -85,14 +88,6 @@ class Guard:
             return 413, "a request has no body here\n"
         return None
 
-    def _allowed(self, headers: Mapping[str, str]) -> bool:
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if bearer and _same(bearer, self.keys.token):
-            return True
-        # By hand: other programs of this host set cookies of any form, and a parser that stops at one would lock us out.
-        cookies = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-        return any(name == self.cookie and _same(value, self.keys.token) for name, _, value in cookies)
-
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         async def marked(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -107,12 +102,18 @@ def _same(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode())
 
 
-def _key(scope: Mapping[str, Any]) -> str:
-    return dict(urllib.parse.parse_qsl(scope["query_string"].decode("latin-1"))).get("key", "")
+def _bearer(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token if scheme == "Bearer" else ""
 
 
-async def _plain(send: Any, status: int, text: str, extra: Mapping[str, str] | None = None) -> None:
+def _public(path: str) -> bool:
+    page, folder = PUBLIC
+    return path == page or path.startswith(folder)
+
+
+async def _plain(send: Any, status: int, text: str) -> None:
     body = text.encode()
-    headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **HEADERS, **(extra or {})}  # fmt: skip
+    headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **HEADERS}
     await send({"type": "http.response.start", "status": status, "headers": [(k.encode(), v.encode()) for k, v in headers.items()]})  # fmt: skip
     await send({"type": "http.response.body", "body": body})

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, panics_as_errors
 from gspo.observe.dashboard import answers
 from gspo.observe.dashboard.guard import Guard, Keys
 from gspo.observe.dashboard.watchlist import NAME, Shown, Watchlist
@@ -40,13 +40,13 @@ def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], 
     watchlist = Watchlist(paths)
     listener = _listener(port)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    keys = Keys(announce=lambda key: ready(f"opened; for another browser: {address}/?key={key}"))
-    app = application(watchlist, keys, cookie=f"gspo-{listener.getsockname()[1]}")
+    keys = Keys(announce=lambda key: ready(f"opened; for another browser: {address}/#key={key}"))
+    app = application(watchlist, keys)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", http=_protocol(), ws="none",
         limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=5, h11_max_incomplete_event_size=16384, server_header=False,
     )  # fmt: skip
-    ready(f"{len(watchlist.runs)} {'run' if len(watchlist.runs) == 1 else 'runs'} at {address}/?key={keys.once}")
+    ready(f"{len(watchlist.runs)} {'run' if len(watchlist.runs) == 1 else 'runs'} at {address}/#key={keys.once}")
     ready(f"from another machine: ssh -L {address.rpartition(':')[2]}:{address[7:]} HOST, then the same link there. Ctrl-C ends it.")  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
@@ -65,7 +65,7 @@ def _listener(port: int) -> socket.socket:
     return listener
 
 
-def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
+def application(watchlist: Watchlist, keys: Keys) -> Guard:
     """The whole application, guarded."""
     from starlette.applications import Starlette
     from starlette.responses import Response
@@ -77,10 +77,14 @@ def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
             raise answers.NotFoundError(f"no run {name[:64]!r}")
         return watchlist.runs[name]
 
+    def encoded(answer: Callable[[Any], Any], request: Any) -> bytes:
+        with panics_as_errors():
+            return answers.encode(answer(request))
+
     def route(path: str, answer: Callable[[Any], Any]) -> Route:
         async def respond(request: Any) -> Response:
             try:
-                body = await asyncio.to_thread(lambda: answers.encode(answer(request)))
+                body = await asyncio.to_thread(encoded, answer, request)
             except answers.NotFoundError as error:
                 return Response(f"not found: {error}\n", 404, media_type="text/plain")
             except answers.BadQueryError as error:
@@ -125,7 +129,7 @@ def application(watchlist: Watchlist, keys: Keys, *, cookie: str) -> Guard:
         route("/api/runs/{run}/steps/{step}", lambda r: answers.step(shown(r), number(r, "step"), r.query_params)),
         route("/api/runs/{run}/steps/{step}/{group}/{sample}", reply),
     ]
-    return Guard(Starlette(routes=routes), keys, cookie)
+    return Guard(Starlette(routes=routes), keys)
 
 
 def _protocol() -> Any:

@@ -8,11 +8,26 @@ const problem = document.getElementById("problem");
 const etags = new Map();
 const state = { setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [], data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null };
 
+// The session's token. Storage belongs to this very address with its port; a cookie would go to other ports of this machine too.
+let token = "";
+const allowed = (secret) => ({ Authorization: `Bearer ${secret}` });
+
+async function openSession() {
+  try { token = localStorage.getItem("gspo-token") || ""; } catch { /* a browser without storage asks for a new link at each load */ }
+  const key = location.hash.match(/^#key=([\w-]+)$/)?.[1];
+  if (!key) return;
+  history.replaceState(null, "", location.pathname);
+  const response = await fetch("/api/session", { headers: allowed(key) });
+  if (!response.ok) return;
+  token = await response.text();
+  try { localStorage.setItem("gspo-token", token); } catch { /* as above */ }
+}
+
 async function ask(path) {
   const known = etags.get(path);
-  const response = await fetch(path, { headers: known ? { "If-None-Match": known.etag } : {} });
+  const response = await fetch(path, { headers: { ...allowed(token), ...(known ? { "If-None-Match": known.etag } : {}) } });
   if (response.status === 304) return known.value;
-  if (response.status === 401) throw new Error("This session has ended: open the link that 'gspo watch' printed.");
+  if (response.status === 401) throw new Error("This page needs the link that 'gspo watch' printed last; each link opens one browser.");
   if (!response.ok) throw Object.assign(new Error((await response.text()).trim()), { status: response.status });
   const value = await response.json();
   etags.set(path, { etag: response.headers.get("etag"), value });
@@ -285,8 +300,9 @@ async function begin() {
   let saved = "system";
   try { saved = localStorage.getItem("gspo-theme") || saved; } catch { /* as above */ }
   theme(themes.includes(saved) ? saved : "system");
-  try { state.setup = await ask("/api/setup"); } catch (error) { complain(error.message); return; }
-  window.addEventListener("hashchange", route);
+  // A link that is pasted into an open page changes only what is behind the #.
+  window.addEventListener("hashchange", () => (location.hash.startsWith("#key=") ? location.reload() : state.setup && route()));
+  try { await openSession(); state.setup = await ask("/api/setup"); } catch (error) { complain(error.message); return; }
   await route();
   await refresh(true);
   setInterval(refresh, POLL_MS);
