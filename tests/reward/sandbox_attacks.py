@@ -82,7 +82,7 @@ class Attack:
 
     @property
     def limits(self) -> Limits:
-        return SHORT if "timeout" in self.ends else LIMITS
+        return SHORT if self.ends[0] == "timeout" else LIMITS
 
 
 def refused(least: int) -> Callable[[Notes, Mapping[str, Any]], None]:
@@ -354,7 +354,7 @@ def solve(x):
     "S13 closing everything": Attack(code="def solve(x): os.closerange(0, 64)", ends=("died",)),
     "S13 turning stdout round": Attack(
         code="def solve(x):\n    for fd in range(3, 21):\n        try: os.dup2(1, fd)\n        except OSError: pass",
-        ends=("died", "timeout"),
+        ends=("timeout", "died"),
     ),
     "S14 searching for the answer": Attack(
         code="""

@@ -159,6 +159,7 @@ def test_a_machine_that_stands_still_is_no_zero(level: Level, monkeypatch: pytes
 def test_a_program_that_waits_is_tried_again_and_scores_0(
     suite: Any, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 100.0)  # however busy this machine is
     modes: list[str] = []
     init = Box.__init__
 
@@ -174,7 +175,8 @@ def test_a_program_that_waits_is_tried_again_and_scores_0(
     assert len(modes) == 3  # twice the program, once the reference
 
 
-def test_a_program_that_was_stopped_once_has_its_second_try(level: Level) -> None:
+def test_a_program_that_was_stopped_once_has_its_second_try(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 100.0)
     program = "import time\nwhile time.process_time() < 1.0: pass\n" + GOOD
     with stopping(1) as stopped:
         (grade,) = grade_all([program], CALLS, level, LIMITS)
