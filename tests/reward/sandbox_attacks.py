@@ -689,6 +689,23 @@ def solve(x):
         ends=("timeout",),
     ),
     "S25 a pipe that nobody fills": Attack(code="def solve(x): os.read(os.pipe()[0], 1)", ends=("timeout",)),
+    "S25 a first thread that ends": Attack(
+        code="""
+import threading
+def solve(x):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    call(60 if X86 else 93, 0)
+""",
+        ends=("timeout", "died"),
+    ),
+    "S25 a name like another's figures": Attack(
+        code="""
+def solve(x):
+    call(157 if X86 else 167, 15, b") S 1 (0 0 0)", 0, 0, 0)
+    while True: pass
+""",
+        ends=("timeout",),
+    ),
     "S25 deaf in the kernel": Attack(
         code="def solve(x):\n    while True: call(324 if X86 else 283, 1, 0, 0)", ends=("timeout", "error")
     ),
