@@ -82,7 +82,7 @@ class Attack:
 
     @property
     def limits(self) -> Limits:
-        return SHORT if "timeout" in self.ends else LIMITS
+        return SHORT if self.ends[0] == "timeout" else LIMITS
 
 
 def refused(least: int) -> Callable[[Notes, Mapping[str, Any]], None]:
@@ -354,7 +354,7 @@ def solve(x):
     "S13 closing everything": Attack(code="def solve(x): os.closerange(0, 64)", ends=("died",)),
     "S13 turning stdout round": Attack(
         code="def solve(x):\n    for fd in range(3, 21):\n        try: os.dup2(1, fd)\n        except OSError: pass",
-        ends=("died", "timeout"),
+        ends=("timeout", "died"),
     ),
     "S14 searching for the answer": Attack(
         code="""
@@ -689,6 +689,23 @@ def solve(x):
         ends=("timeout",),
     ),
     "S25 a pipe that nobody fills": Attack(code="def solve(x): os.read(os.pipe()[0], 1)", ends=("timeout",)),
+    "S25 a first thread that ends": Attack(
+        code="""
+import threading
+def solve(x):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    call(60 if X86 else 93, 0)
+""",
+        ends=("timeout", "died"),
+    ),
+    "S25 a name like another's figures": Attack(
+        code="""
+def solve(x):
+    call(157 if X86 else 167, 15, b") S 1 (0 0 0)", 0, 0, 0)
+    while True: pass
+""",
+        ends=("timeout",),
+    ),
     "S25 deaf in the kernel": Attack(
         code="def solve(x):\n    while True: call(324 if X86 else 283, 1, 0, 0)", ends=("timeout", "error")
     ),

@@ -41,16 +41,22 @@ from sandbox_attacks import (
     refused,
 )
 
-from gspo.reward.sandbox import probe
+from gspo.reward.sandbox import clock, probe
 from gspo.reward.sandbox.box import Box
-from gspo.reward.sandbox.clock import Busy
 from gspo.reward.sandbox.grade import End, Grade, grade_all, longest_s
 from gspo.reward.sandbox.level import FIRST_USER, NAMES, USERS, Level
 from gspo.reward.sandbox.probe import flaw
 from gspo.reward.sandbox.suite import read_suite
 
 ROOT = Path(__file__).parent.parent.parent
+PATIENT = 100.0
 SECRET = "hunter2-planted-in-the-environment"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, it comes to an end with each program."""
+    monkeypatch.setattr(clock, "PATIENCE_ALONE", PATIENT)
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +143,10 @@ def test_attack_on_the_verdict_at_every_level(name: str, level: Level, places: M
 
 def attack_fails(attack: Attack, level: Level, places: Mapping[str, Any]) -> None:
     grade, seconds, neighbour = graded(attack, level, places)
-    if isinstance(grade, Busy):  # this machine had no time for it
-        assert "timeout" in attack.ends
-    else:
-        assert isinstance(grade, Grade), grade
-        assert grade.end in attack.ends, grade
-        assert grade.value(all_or_nothing=True) == 0.0
-    assert seconds < longest_s(attack.limits.limit_s)
+    assert isinstance(grade, Grade), grade
+    assert grade.end in attack.ends, grade
+    assert grade.value(all_or_nothing=True) == 0.0
+    assert seconds < PATIENT / clock.PATIENCE * longest_s(attack.limits.limit_s)
     assert isinstance(neighbour, Grade), neighbour
     assert neighbour.end is End.PASSED, neighbour
     if attack.check:
@@ -183,7 +186,7 @@ def test_as_an_ordinary_user(level: Level, places: Mapping[str, Any], user: tupl
     python, identity = user
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "WANDB_API_KEY": SECRET}
     arguments = [python, "-m", "sandbox_attacks", str(level.number), json.dumps({**places, "pid": os.getpid()})]
-    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=120, **identity)
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=600, **identity)
     assert run.returncode == 0, run.stderr[-2000:]
     results = json.loads(run.stdout)
     assert SECRET not in run.stdout
@@ -212,7 +215,7 @@ def test_secret_in_the_trainers_environment(level: Level, user: tuple[str, dict[
     python, identity = user
     environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "HF_TOKEN": SECRET, "PATH": os.environ["PATH"]}
     arguments = [python, "-c", ENVIRON, str(level.number)]
-    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=60, **identity)
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=600, **identity)
     assert run.returncode == 0, run.stderr[-2000:]
     ((inside,), (outside,)) = json.loads(run.stdout)
     assert inside[1] in ("PermissionError", "FileNotFoundError")
@@ -254,7 +257,7 @@ def test_threads_are_counted_by_sandbox_and_not_by_user(level: Level, user: tupl
     python, identity = user
     environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PATH": os.environ["PATH"]}
     arguments = [python, "-c", NEIGHBORS, str(level.number), STARTER]
-    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=60, **identity)
+    run = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd="/", timeout=600, **identity)
     assert run.returncode == 0, run.stderr[-2000:]
     *greedy, honest = json.loads(run.stdout)
     assert all(20 <= count <= 40 for count in greedy), greedy
