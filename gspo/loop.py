@@ -128,10 +128,10 @@ class Loop:
             raise DiskError(f"{error} ({self._says_saved()})") from error
 
     def _says_saved(self) -> str:
-        if self._saved is None:
-            return "nothing was saved yet, so it begins anew"
-        lost = self._last is not None and self._saved != self._last.step
-        return f"it goes on from step {self._saved}{', because there was no room for the checkpoint of the step after it' if lost else ''}"
+        if self._saved is None or self._last is None:
+            return "no step was finished before that"
+        lost = f", because there was no room for a checkpoint of step {self._last.step}"
+        return f"it goes on from step {self._saved}{lost if self._saved != self._last.step else ''}"
 
     def _look_around(self, *, done: int) -> None:
         """Before anything is spent: which sandbox rewards use, how an adapter reaches the engine, and whether the checkpoints

@@ -541,7 +541,7 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
             train(cut, display)
     assert disk.seen > at
     assert f"{run_of(cut)}/{name}: cannot be written" in str(stopped.value)
-    assert ("no room for the checkpoint" in str(stopped.value)) is not room
+    assert ("no room for a checkpoint of step 2" in str(stopped.value)) is not room
     for file in run_of(cut).glob("*.jsonl"):
         assert file.read_bytes().endswith(b"\n") or not file.stat().st_size
         assert all(json.loads(line) for line in file.read_text().splitlines())
