@@ -198,8 +198,9 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
         if row.fault:
             raise _BadRow(row.fault)
         content = _filled(row.fields, config) if config.prompt_template else _content(row.fields, config.prompt_field)
-        used = (config.answer_field, "" if config.prompt_template else config.prompt_field)
-        columns = {k: v for k, v in row.fields.items() if k not in used}
+        # A problem in a field called `prompt` reaches rewards as `prompts`, by which every function takes it.
+        double = "" if config.prompt_template or config.prompt_field != "prompt" else "prompt"
+        columns = {k: v for k, v in row.fields.items() if k != double}
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
         return _candidate(row.index, row.where, content, columns, config, key=_text_key(content))

@@ -15,11 +15,13 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
+from gspo.hub import unreachable_host
 
 _LARGEST_CELL = 2**31 - 1
 _DEEPEST = 100
@@ -68,13 +70,17 @@ def read_file(path: str) -> list[Row]:
 
 
 def read_hub(name: str, *, config: str, split: str) -> list[Row]:
-    """Every row of a split of a hub data set."""
+    """Every row of a split of a hub data set; without a network, of the copy that was fetched before."""
     import datasets
 
+    host = "" if Path(name).exists() else unreachable_host()
     try:
-        rows = list(datasets.load_dataset(name, config or None, split=split))
+        with _offline(datasets.config) if host else nullcontext():
+            rows = list(datasets.load_dataset(name, config or None, split=split))
     except Exception as error:  # `datasets` raises dozens of kinds: network, names, formats
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if host and isinstance(error, OSError):
+            reason = f"is not among the data sets fetched before, and {host} cannot be reached"
         raise DataError(
             f"data.hub={name}: {reason}; check data.hub, data.hub_config and data.split={split}, "
             "or give a downloaded file as data.path"
@@ -83,6 +89,16 @@ def read_hub(name: str, *, config: str, split: str) -> list[Row]:
     if not found:
         raise DataError(f"data.hub={name}: split {split} has no rows")
     return found
+
+
+@contextmanager
+def _offline(settings: Any) -> Iterator[None]:
+    """`datasets` looks at what was fetched before and makes no request, which it would repeat for half a minute."""
+    before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before
 
 
 def plain(value: Any, depth: int = _DEEPEST) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from gspo.doctor.case import Case, Pace
 from gspo.doctor.findings import Finding, note, ok
+from gspo.doctor.machine import digits
 from gspo.objective.counted import keeps
 
 
@@ -27,7 +28,7 @@ def check_time(case: Case) -> Iterator[Finding]:
     steps = config.steps
     detail = [
         f"{'sampling':<24} {_range(low, high)}",
-        f"{'rewards':<24} {duration(reward * _draws(case))}   {1000 * pace.reward_s / pace.replies:.3g} ms per reply with {config.reward.workers} workers",
+        f"{'rewards':<24} {duration(reward * _draws(case))}   {digits(1000 * pace.reward_s / pace.replies, 3)} ms per reply with {config.reward.workers} workers",
         f"{'learning':<24} {duration(learn)}   old and new forward, backward; without the optimiser's step",
         f"{'an evaluation':<24} {duration(evaluation)}   {runs} times",
     ]
@@ -71,5 +72,5 @@ def duration(seconds: float) -> str:
     """12 ms, 3.4 s, 25 min, 7.5 h, 3 days."""
     for unit, scale in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * scale:
-            return f"{seconds / scale:.2g} {unit}"
-    return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+            return f"{digits(seconds / scale, 2)} {unit}"
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds >= 0.1 else f"{digits(1000 * seconds, 2)} ms"

@@ -472,7 +472,7 @@ def _time(look: Look) -> Finding | None:
     }  # fmt: skip
     for key, (limit, doing, remedy) in remedies.items():
         if share[key] >= limit:
-            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({total / len(rows):.3g} s per step).", remedy=remedy)  # fmt: skip
+            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({seconds(total / len(rows))} per step).", remedy=remedy)  # fmt: skip
     return None
 
 
@@ -504,6 +504,11 @@ def _ends(look: Look, key: str) -> tuple[float, float] | None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
+def seconds(value: float) -> str:
+    """A duration in seconds with three digits, or with all that stand before the point."""
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
 def _step(row: Row) -> int:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gspo.errors import ConfigError
 from gspo.observe.dashboard.watchlist import Shown, Watchlist
-from gspo.observe.diagnosis import WINDOW
+from gspo.observe.diagnosis import WINDOW, seconds
 from gspo.observe.panels import PANELS, PHASES
 from gspo.observe.printed import line, terminal
 from gspo.observe.watched import STEP_TIME
@@ -86,7 +86,7 @@ def _title(name: str, shown: Shown) -> Text:
     of = run.planned_steps
     pace = run.pace()
     said = f"{name}  {run.state}, step {run.step:,}" + ("" if of is None else f" of {of:,}")
-    return Text(line(said + (f", {pace:.3g} s per step" if pace else "")), style="bold")
+    return Text(line(said + (f", {seconds(pace)} per step" if pace else "")), style="bold")
 
 
 def _curves(shown: Shown, width: int, most: int | None) -> Table:

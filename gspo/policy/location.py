@@ -9,18 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from safetensors import SafetensorError
 
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
+from gspo.hub import unreachable_host
 from gspo.policy import adapter
 
 _BLOCK, _BLOCKS = 1 << 20, 1 << 10
@@ -80,10 +78,10 @@ def _looks_local(path: str) -> bool:
 
 def _from_hub(name: str) -> str:
     """A hub name; without a network the copy that was fetched before, or an error at once instead of a minute of retries."""
-    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    if is_offline_mode() or getproxies() or _resolves(host):
+    host = unreachable_host()
+    if not host:
         return name
     try:
         kept = try_to_load_from_cache(name, "config.json")
@@ -92,14 +90,6 @@ def _from_hub(name: str) -> str:
     if isinstance(kept, str):
         return os.path.dirname(kept)
     raise ConfigError(f"model.path: {name!r} is not here, neither as a directory nor among the models fetched before, and {host} cannot be reached; give a directory or a .gguf file")  # fmt: skip
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def fingerprint_of(config: ModelConfig) -> str:

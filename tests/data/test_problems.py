@@ -11,11 +11,13 @@ import time
 from decimal import Decimal
 from itertools import islice
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.config import DataConfig
+from gspo.data import sources
 from gspo.data.problems import PromptOrder, demonstrations, fresh_problems, load_problems, shown
 from gspo.errors import ConfigError, DataError
 
@@ -94,6 +96,28 @@ def test_hub_data_set(tmp_path, load):
         load(hub=str(tmp_path), prompt_field="question")
 
 
+def test_a_hub_data_set_without_a_network_is_refused_without_a_request(load, monkeypatch):
+    def refuse(*given, **options):
+        raise AssertionError("a request was made")
+
+    monkeypatch.setattr(sources, "unreachable_host", lambda: "hub.invalid")
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    with pytest.raises(DataError, match=r"someone/nothing: is not among .* and hub\.invalid cannot be reached"):
+        load(hub="someone/nothing")
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_without_a_network_the_copy_that_was_fetched_before_is_read(load, monkeypatch):
+    def load_dataset(name, config, *, split):
+        assert datasets.config.HF_HUB_OFFLINE, "with this set, datasets reads its cache and makes no request"
+        return ROWS
+
+    monkeypatch.setattr(sources, "unreachable_host", lambda: "hub.invalid")
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(load(hub="someone/something").train) == 20
+
+
 def test_parquet_values_become_json_values(tmp_path, load):
     import pyarrow
     import pyarrow.parquet
@@ -162,7 +186,13 @@ def test_csv_with_large_and_multi_line_cells(tmp_path, load):
 def test_field_names_and_answer_kinds(tmp_path, load):
     rows = [{"q": "1", "gold": value, "extra": [1]} for value in ("7", 7, 7.5, [7, 8], "1,234")]
     problems = load(write_jsonl(tmp_path / "d.jsonl", rows), prompt_field="q", answer_field="gold")
-    assert [p.columns for p in problems.train] == [{"extra": [1], "answer": row["gold"]} for row in rows]
+    assert [p.columns for p in problems.train] == [{**row, "answer": row["gold"]} for row in rows]
+
+
+def test_the_answer_and_the_field_that_it_comes_from_both_reach_rewards(tmp_path, load):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"question": "1", "solution": "so #### 7", "answer": "other"}])
+    problems = load(path, prompt_field="question", answer_field="solution", answer_after="####")
+    assert problems.train[0].columns == {"question": "1", "solution": "so #### 7", "answer": "7"}
 
 
 def test_no_answer_field(tmp_path, load):
@@ -220,7 +250,7 @@ def test_a_template_makes_the_problem_of_several_fields(load, tmp_path):
     (prompt,) = made.train
     assert prompt.content == "Dan had 3 left. How many {more}? (Sum)"
     assert prompt.text == "Dan had 3 left. How many {more}? (Sum)\nBe brief."
-    assert prompt.columns == {"Body": "Dan had 3 left.", "Question": "How many {more}?", "Type": "Sum", "answer": 4.0}
+    assert prompt.columns == {**SVAMP[0], "answer": 4.0}
 
 
 def test_rows_that_do_not_fit_the_template_are_bad(load, tmp_path):

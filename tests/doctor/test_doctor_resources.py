@@ -186,9 +186,10 @@ def test_sampling_and_learning_that_would_be_killed_are_refused(
     assert [f.level for f in ratio.check_ratio(found.case)] == ["note", "ok"], "smaller micro-batches will do"
 
 
-def test_a_container_s_limit_counts(monkeypatch: Any) -> None:
-    limits = {"memory.max": 10**9, "memory.current": 4 * 10**8}
-    monkeypatch.setattr(machine, "_number", lambda path: limits.get(path.name))
+def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, number in {"memory.max": 10**9, "memory.current": 4 * 10**8}.items():
+        (tmp_path / name).write_text(f"{number}\n")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     free, total = machine.free_memory(torch.device("cpu"))
     assert (free, total) == (6 * 10**8, 10**9)
 
@@ -324,3 +325,51 @@ def test_refills_and_references_take_time(tiny: Callable[..., Config], examined:
 def test_durations() -> None:
     shown = [pace.duration(s) for s in (0.0123, 3.42, 42, 130, 7300, 1e6)]
     assert shown == ["12 ms", "3.4 s", "42 s", "2.2 min", "2 h", "12 days"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat"),
+    [
+        ("memory.max", "memory.current", "anon 5\ninactive_file {cache}\nactive_file 100\n"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "inactive_file 1\ntotal_inactive_file {cache}\ntotal_active_file 100\n",
+        ),
+    ],
+)
+def test_page_cache_of_a_container_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, stat: str
+) -> None:
+    """After a model was read, the usage of a container is at its limit, and nearly all of it is cache."""
+    most, cache = 1 << 30, 900 << 20
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text(f"{most}\n")
+    (tmp_path / used).write_text(f"{most - 4096}\n")
+    (tmp_path / used).with_name("memory.stat").write_text(stat.format(cache=cache))
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    assert machine.free_memory(torch.device("cpu")) == (4096 + cache + 100, most)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (6100, "102 min"),
+        (0.0999, "100 ms"),
+        (150 * 86400, "150 days"),
+        (0.012, "12 ms"),
+        (3.44, "3.4 s"),
+        (7.5 * 3600, "7.5 h"),
+    ],
+)
+def test_durations_read_as_people_write_them(seconds: float, text: str) -> None:
+    assert pace.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999.7e6, "1000 MB"), (1.5e9, "1.5 GB"), (340e6, "340 MB"), (2.5e15, "2500 TB")]
+)
+def test_sizes_read_as_people_write_them(size: float, text: str) -> None:
+    assert machine.human(size) == text

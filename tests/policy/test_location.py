@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from gspo import hub
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
-from gspo.policy import location as locations
 from gspo.policy.location import fingerprint_of, location
 from gspo.policy.model import build_model, load_policy, load_tokenizer
 
@@ -28,7 +28,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nothing)
-    monkeypatch.setattr(locations, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(constants, "ENDPOINT", f"https://{HOST}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     cache = tmp_path / "fetched"
@@ -72,7 +72,7 @@ def test_a_model_that_was_fetched_before_is_used(offline: Path) -> None:
 def test_a_proxy_or_a_network_leaves_the_name_to_the_hub(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(path="someone/some-model")
     with monkeypatch.context() as patch:
-        patch.setattr(locations, "getproxies", lambda: {"https": "http://proxy.invalid"})
+        patch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.invalid"})
         assert location(config) == ("someone/some-model", {})
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given: [])
     assert location(config) == ("someone/some-model", {})
