@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gspo import trust
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
 from gspo.errors import (
@@ -345,7 +346,8 @@ class Loop:
         if self._saved == state.step:
             return
         try:
-            checkpoint.save(
+            self.run.check_held()
+            saved = checkpoint.save(
                 self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
             )
         except OSError as error:
@@ -357,6 +359,8 @@ class Loop:
             self.display.message(f"warning: {text}; the next one is tried in {self.config.checkpoint.every} steps")
             return
         self._saved = state.step
+        # Model code that this process has run and saved with its weights is not a stranger's when the run resumes.
+        trust.remember(self.run.path, trust.model_code(self.config.model, [saved]))
         self.run.event("checkpoint", step=state.step)
 
     # ---- evaluation

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo import trust
 from gspo.config import Config, ModelConfig, RolloutConfig, check
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
@@ -34,6 +35,7 @@ from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
 from gspo.policy.adapter import adapted, base_of
+from gspo.policy.checkpoint import TrainerState
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
 from gspo.policy.optimizer import Optimizer
@@ -73,16 +75,19 @@ def train(config: Config, display: Display) -> Outcome:
         check_file(path)
     run = RunDir.create(config)
     try:
+        trust.remember(run.path, trust.all_code(config, [config.model.path]))
         return _run(run, config, objective, display, begin=None)
     finally:
         run.discard_if_empty()
 
 
-def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
-    """Continue a run from its newest whole checkpoint; `steps` moves its end."""
+def resume(path: str | Path, display: Display, *, steps: int | None = None, trust_run: bool = False) -> Outcome:
+    """Continue a run from its newest whole checkpoint; `steps` moves its end; `trust_run`: also with code that was not
+    asked for here before."""
     run, config = RunDir.open(path)
     try:
         begin = _where_to_resume(run, display)
+        trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
         if steps is not None and steps < done:
             raise ConfigError(
@@ -96,16 +101,41 @@ def resume(path: str | Path, display: Display, *, steps: int | None = None) -> O
         run.close()
 
 
+def _models(run: RunDir, config: Config, begin: Path | None) -> list[Path | str]:
+    """Where the models of a resumed run are loaded from: the policy, and the reference of a KL penalty."""
+    kept = run.path / "reference"
+    return [begin or config.model.path, *([kept if kept.is_dir() else config.model.path] if run_objective(config).kl else [])]  # fmt: skip
+
+
 def _where_to_resume(run: RunDir, display: Display) -> Path | None:
     """The newest checkpoint that can be used; None if there never was one."""
     if not checkpoint.saved(run.checkpoints):
         display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
         return None
-    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: run.lacks(state.offsets))
+    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: _unfit(run, state))
     for complaint in complaints:
         run.event("damaged checkpoint", what=complaint)
         display.message(f"passed over a damaged checkpoint: {complaint}")
     return begin
+
+
+def _unfit(run: RunDir, state: TrainerState) -> str | None:
+    """What the run's own log says against a checkpoint: it is shorter, or was written by another run."""
+    if lacking := run.lacks(state.offsets):
+        return lacking
+    last = run.last_row(state.offsets.get("metrics.jsonl", 0))
+    step = state.step if state.pending is None else state.step - 1
+    if last is None and step < 0:
+        return None
+    if last is None or last.get("step") != step:
+        return f"metrics.jsonl ends at another step than {step} where the checkpoint says that step ended"
+    sampled = last.get("tokens/sampled")
+    known = isinstance(sampled, int) and (sampled == state.tokens if state.pending is None else sampled <= state.tokens)
+    return (
+        None
+        if known
+        else f"metrics.jsonl has {sampled} sampled tokens after step {step}, the checkpoint {state.tokens}"
+    )
 
 
 def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> Config:
