@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.policy import adapter
+from gspo.policy.causal import check_causal
 from gspo.policy.head import head_of
 from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.location import load_errors, location
 from gspo.policy.packing import reads_packed
 from gspo.policy.quantized import quantize
+from gspo.policy.recompute import recompute_activations
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TINY_PARAMETERS = 5_000_000
@@ -93,6 +96,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
         torch.cuda.set_device(device)  # kernels, events and graphs go to the current card
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
     _settle(model, config)
+    check_causal(model)
     _choose_threads(model, config, device)
     if device.type == "cpu":
         replace_norms(model)
@@ -231,7 +235,7 @@ def char_tokenizer(alphabet: str) -> Any:
 
 
 def _settle(model: Any, config: ModelConfig) -> None:
-    """No dropout anywhere; checkpointed layers only recompute in train mode, which is otherwise left off."""
+    """No dropout anywhere, and nothing that would stop a save."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -240,12 +244,24 @@ def _settle(model: Any, config: ModelConfig) -> None:
                 setattr(module, name, 0.0)
     model.eval()
     if config.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(
-                f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
-            )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        recompute_activations(model)
+    _settle_generation(model)
+
+
+def _settle_generation(model: Any) -> None:
+    """A generation config that transformers loads but refuses to save would end the run at its first checkpoint."""
+    from transformers import GenerationConfig
+
+    given = model.generation_config
+    for do_sample in (given.do_sample, True):  # a temperature or top_p without do_sample is meant for sampling
+        given.do_sample = do_sample
+        try:
+            return given.validate(strict=True)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+    warnings.warn(f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep its token ids alone", RuntimeWarning, stacklevel=2)  # fmt: skip
+    kept = {key: getattr(given, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**kept)
 
 
 def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:
