@@ -190,15 +190,17 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.recipe or options.run_dir or options.model_path or options.seed is not None or overrides:
+    if options.recipe or options.run_dir or options.model_path or options.seed is not None:
         raise ConfigError(
-            "train --resume: a run continues with its own settings (RUN/config.toml); only --steps may be given"
+            "train --resume: a run continues with its own model, seed and directory; leave out all but --steps and settings"
         )
     _quiet_libraries()
     from gspo.observe.progress import make_display
     from gspo.train import resume
 
-    return _report(resume(options.resume, make_display(), steps=options.steps, trust_run=options.trust_run))
+    return _report(
+        resume(options.resume, make_display(), steps=options.steps, overrides=overrides, trust_run=options.trust_run)
+    )
 
 
 def _report(outcome: object) -> int:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo import trust
-from gspo.config import Config, ModelConfig, RolloutConfig, check
+from gspo.config import Config, ModelConfig, RolloutConfig, check, differing, flat, override, to_toml
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
 from gspo.errors import ConfigError, GspoError, MemoryLimitError
 from gspo.evaluate import Estimate
-from gspo.loop import Loop
+from gspo.loop import MAY_CHANGE, Loop
 from gspo.objective.advantage import batch_whitened, external
 from gspo.objective.auto_clip import AutoClip, take_auto
 from gspo.objective.counted import overlong_range
@@ -38,11 +39,14 @@ from gspo.policy.adapter import adapted, base_of
 from gspo.policy.checkpoint import TrainerState
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
-from gspo.policy.optimizer import Optimizer
+from gspo.policy.optimizer import TUNABLE, Optimizer
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
 from gspo.step import Parts
 from gspo.stop import StopRequest
+
+OWN_OPTION = ("name", "run_dir", "steps")
+"""Settings that a resume takes by an option of its own, or from where the run lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +85,19 @@ def train(config: Config, display: Display) -> Outcome:
         run.discard_if_empty()
 
 
-def resume(path: str | Path, display: Display, *, steps: int | None = None, trust_run: bool = False) -> Outcome:
-    """Continue a run from its newest whole checkpoint; `steps` moves its end; `trust_run`: also with code that was not
-    asked for here before."""
+def resume(
+    path: str | Path,
+    display: Display,
+    *,
+    steps: int | None = None,
+    overrides: Sequence[str] = (),
+    trust_run: bool = False,
+) -> Outcome:
+    """Continue a run from its newest whole checkpoint; `steps` moves its end; `overrides` are settings that may change
+    during a run; `trust_run`: also with code that was not asked for here before."""
     run, config = RunDir.open(path)
     try:
+        config = _with_overrides(config, overrides)
         begin = _where_to_resume(run, display)
         trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
@@ -96,9 +108,20 @@ def resume(path: str | Path, display: Display, *, steps: int | None = None, trus
         if steps is not None and steps != config.steps:
             config = _with_new_end(run, config, steps, display)
         check(config)
+        if overrides:
+            run.describe(config)
         return _run(run, config, run_objective(config), display, begin=begin)
     finally:
         run.close()
+
+
+def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """The run's settings with those of the command line, which must be ones that a run may change."""
+    new = override(tomllib.loads(to_toml(config)), overrides, where="command line")
+    refused = [k for k in differing([flat(config), flat(new)]) if not k.startswith(MAY_CHANGE) or k in OWN_OPTION]
+    if refused:
+        raise ConfigError(f"train --resume: a run continues with its own settings (RUN/config.toml); {', '.join(refused)} cannot be given, --steps and {', '.join(f'learner.{name}' for name in TUNABLE)} and those of logs, checkpoints, alarms and limits can")  # fmt: skip
+    return new
 
 
 def _models(run: RunDir, config: Config, begin: Path | None) -> list[Path | str]:

@@ -73,7 +73,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     """Write `folder/STEP`, then delete all but the newest `keep` (0: none are deleted)."""
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
-        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower learner.learning_rate")  # fmt: skip
+        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE")  # fmt: skip
     target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
     if os.path.lexists(target) and not _ours(target):
         raise FileExistsError(f"{target} is there, and is not a checkpoint; move it away")
