@@ -72,6 +72,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     """Train by a recipe, or continue a run."""
     if options.resume:
         return _resume(options, overrides)
+    if options.trust_run:
+        raise ConfigError("--trust-run: has no effect without --resume: a recipe that you name is run as it is; leave it out")  # fmt: skip
     if not options.recipe:
         raise ConfigError("train: name a recipe (a .toml file), or --resume RUN")
     return _train(options.recipe, options, overrides)
@@ -91,6 +93,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     return evaluate_model(
         options.model, data=options.data, recipe=options.recipe, ks=ks, samples=options.samples or max(ks), limit=options.limit,
         greedy=options.greedy, json_path=options.json, replies_path=options.replies, seed=options.seed, overrides=overrides,
+        trust_run=options.trust_run,
     )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     return run(
         Request(
             recipe=options.recipe, objectives=options.objectives, seeds=options.seeds, tokens=options.tokens,
-            out=options.out, jobs=options.jobs, overrides=steps + overrides,
+            out=options.out, jobs=options.jobs, overrides=steps + overrides, trust_run=options.trust_run,
         )
     )  # fmt: skip
 
@@ -134,7 +137,7 @@ def replay(options: argparse.Namespace, overrides: list[str]) -> int:
     return run(
         Request(
             run=options.run_dir, step=options.step, objectives=options.objectives, sweeps=options.sweep,
-            mini_batch=options.mini_batch, out=options.out, device=options.device,
+            mini_batch=options.mini_batch, out=options.out, device=options.device, trust_run=options.trust_run,
         )
     )  # fmt: skip
 
@@ -210,15 +213,17 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.recipe or options.run_dir or options.model_path or options.seed is not None or overrides:
+    if options.recipe or options.run_dir or options.model_path or options.seed is not None:
         raise ConfigError(
-            "train --resume: a run continues with its own settings (RUN/config.toml); only --steps may be given"
+            "train --resume: a run continues with its own model, seed and directory; leave out all but --steps and settings"
         )
     _quiet_libraries()
     from gspo.observe.progress import make_display
     from gspo.train import resume
 
-    return _report(resume(options.resume, make_display(), steps=options.steps))
+    return _report(
+        resume(options.resume, make_display(), steps=options.steps, overrides=overrides, trust_run=options.trust_run)
+    )
 
 
 def _report(outcome: object) -> int:
@@ -279,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("train", train, "Train by a recipe, or continue a run.", epilog)
     sub.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
     sub.add_argument("--resume", metavar="RUN", help="continue the run in this directory")
+    _trust_run(sub)
     _common(sub)
     _common(command("demo", demo, "A small mixture-of-experts model learns addition on this machine, offline.", "Any setting of 'gspo train --help' can be overridden."))  # fmt: skip
     sub = command("eval", evaluate, "pass@k and avg@k with intervals.", "Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer")  # fmt: skip
@@ -288,6 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe",
         help="take data, reward and sampling settings from this recipe (a run: its own), and its held-out problems",
     )
+    _trust_run(sub)
     sub.add_argument("--k", default="1", help="comma-separated, for example 1,8")
     sub.add_argument("--samples", type=int, help="replies per problem (default: the largest k)")
     sub.add_argument("--limit", type=int, help="use at most this many problems")
@@ -305,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)"
     )
+    _trust_run(sub)
     sub.add_argument("--report", metavar="DIR", help="only write the report of this comparison anew")
     sub = command("replay", replay, "What every objective would have done with a step that a run has taken.", "The run directory is only read, also while the run goes on; docs/replay.md has more.")  # fmt: skip
     sub.add_argument("run_dir", metavar="RUN", help="the directory of the run")
@@ -314,6 +322,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--mini-batch", type=_positive, metavar="K", help="look at the weights of optimiser step K of the step, from 1 (default: the last)")  # fmt: skip
     sub.add_argument("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
     sub.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
+    _trust_run(sub)
     sub = command("doctor", doctor, "Look a recipe over before it costs anything; exit code 1 if something would fail.", "Settings are given as to 'gspo train'; docs/doctor.md has every check.")  # fmt: skip
     sub.add_argument("recipe", help="a .toml recipe, or the name of a shipped one")
     sub.add_argument("--quick", action="store_true", help="load no weights: only what files and settings can tell")
@@ -341,6 +350,10 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("objectives", objectives, "The table of objectives, with papers and defaults.")
     sub.add_argument("--json", action="store_true", help="for programs")
     return parser
+
+
+def _trust_run(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--trust-run", action="store_true", help="run the reward file and the model code that the run directory names; not needed for runs started here")  # fmt: skip
 
 
 def _common(sub: argparse.ArgumentParser) -> None:

@@ -26,6 +26,14 @@ class CheckpointError(GspoError, RuntimeError):
     """No checkpoint to resume from, or one that is not whole."""
 
 
+class RunLockedError(ConfigError):
+    """Another process works in a directory, or it is no longer where it was."""
+
+
+class TrustError(GspoError, RuntimeError):
+    """A run directory names code that this user has not asked for."""
+
+
 class NumericalError(GspoError, RuntimeError):
     """Loss, gradient or weights are not finite, or gradients keep jumping."""
 

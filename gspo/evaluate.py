@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo import config as settings
+from gspo import trust
 from gspo.config import Config
 from gspo.errors import ConfigError, GspoError
 from gspo.observe.run_dir import replace_text, writing
@@ -109,7 +110,7 @@ def interval(values: Sequence[float]) -> Estimate:
 
 def evaluate_model(
     model: str, *, data: str | None, recipe: str | None, ks: Sequence[int], samples: int, limit: int | None, greedy: bool,
-    json_path: str | None, replies_path: str | None, seed: int, overrides: Sequence[str],
+    json_path: str | None, replies_path: str | None, seed: int, overrides: Sequence[str], trust_run: bool = False,
 ) -> int:  # fmt: skip
     """Measure a model as `gspo eval` does: print the numbers, write what was asked for."""
     if samples < max(ks):
@@ -122,6 +123,7 @@ def evaluate_model(
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
     config = _eval_config(model, data, recipe, seed, overrides)
+    _check_trust(model, config, recipe, trust_run)
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
         sampling = config.rollout.sampling
@@ -155,7 +157,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
         raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
     tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
     whole = ("lora", "quantize") if base_of(model) is None else ()  # whatever the run was that the recipe is of
-    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "path", *whole)} | {"path": model}  # fmt: skip
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "build_options", "path", *whole)} | {"path": model}  # fmt: skip
     tree["cold_start"] = {}
     if data:
         _put_data(tree, data)
@@ -163,6 +165,20 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     config = settings.override(tree, overrides, where=recipe or "eval")
     settings.check(config)
     return config
+
+
+def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool) -> None:
+    """Code that only the run directory names must be asked for; a recipe and overrides of the command line ask for theirs."""
+    own = Path(model) / "config.toml"
+    if recipe or config.model.path == model:
+        if trust_run:
+            raise ConfigError(
+                "--trust-run: has no effect here: no settings are taken from a run directory; leave it out"
+            )
+        return
+    named = set(trust.all_code(settings.from_tree(settings.read_toml(own), where=str(own)), [config.model.path]))
+    code = [c for c in trust.all_code(config, [config.model.path]) if c in named]
+    trust.check(Path(model), code, trust=trust_run)
 
 
 def _put_data(tree: dict[str, Any], data: str) -> None:

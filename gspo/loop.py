@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gspo import trust
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
 from gspo.errors import (
@@ -44,6 +45,7 @@ from gspo.policy import checkpoint
 from gspo.policy.adapter import adapted
 from gspo.policy.checkpoint import TrainerState
 from gspo.policy.location import fingerprint_of
+from gspo.policy.optimizer import TUNABLE
 from gspo.start import describe, supervised_start
 from gspo.step import Collected, Learned, Parts, collect, learn
 from gspo.stop import Interrupted, StopRequest
@@ -52,10 +54,11 @@ from gspo.types import Sampling, Status
 MAY_CHANGE = (
     "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
     "reward.timeout_s", "reward.memory_mb", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
-    "learner.old_logp",
+    "learner.old_logp", *(f"learner.{name}" for name in TUNABLE),
 )  # fmt: skip
-"""Settings (or sections) that a resume may find changed in `config.toml`: they do not change what is learned, but for
-`learner.old_logp`, without which a run whose engine has drifted too far could never go on."""
+"""Settings (or sections) that a resume may find changed. Most do not change what is learned. The others are the remedies for
+a run that could not continue otherwise: `learner.old_logp` for an engine that has drifted too far, the optimizer's step for
+updates that diverge. The objective, the batch and the data stay: with others it would be another run."""
 
 LEFT_OUT = {
     "unscored": "could not be scored",
@@ -196,10 +199,10 @@ class Loop:
             raise ConfigError("data: the problems are not those the run began with (rows, order, template, tokenizer or the version of gspo changed); put them back, or start a new run")  # fmt: skip
         if state.model != self._given and state.model:
             raise ConfigError(f"model.path: the weights in {self.config.model.path} are not those the run began with; put them back, or start a new run")  # fmt: skip
-        self._check_settings(state.settings)
+        changed = self._check_settings(state.settings)
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
-        self.run.event("resume", step=state.step)
+        self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._look_around(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
@@ -211,16 +214,17 @@ class Loop:
         state = self._reached(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
 
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        """Say which settings differ from those of the checkpoint; refuse a difference that would make it another run."""
+    def _check_settings(self, saved: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Say which settings differ from those of the checkpoint, then and now; refuse what would make it another run."""
         now = flat(self.config)
-        changed = [k for k in differing([saved, now]) if saved and k not in ("steps", "run_dir")]
-        said = [f"{k}: {saved.get(k)!r} then, {now.get(k)!r} now" for k in changed]
+        changed = {k: [saved.get(k), now.get(k)] for k in differing([saved, now]) if k not in ("steps", "run_dir")}
+        said = [f"{key}: {before!r} then, {after!r} now" for key, (before, after) in changed.items()]
         if said:
             self.display.message("settings changed since the checkpoint: " + "; ".join(said))
         refused = [text for key, text in zip(changed, said, strict=True) if not key.startswith(MAY_CHANGE)]
         if refused:
             raise ConfigError(f"{self.run.path}/config.toml: a resume cannot change {'; '.join(refused)}; put it back, or start a new run")  # fmt: skip
+        return changed
 
     def _keep_reference(self) -> None:
         """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that. With
@@ -373,8 +377,8 @@ class Loop:
                 self.display.message(f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {update.grad_norm:g}: {update.skipped}")  # fmt: skip
             if in_row >= self.config.learner.max_skipped:
                 raise NumericalError(
-                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} (learner.max_skipped); lower "
-                    f"learner.learning_rate, or resume from the last checkpoint: gspo train --resume {self.run.path}"
+                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} (learner.max_skipped); resume "
+                    f"from the last checkpoint with a lower rate: gspo train --resume {self.run.path} --learner.learning_rate={self.config.learner.learning_rate / 3:.1g}"
                 )
         return in_row
 
@@ -393,7 +397,8 @@ class Loop:
         if self._saved == state.step:
             return
         try:
-            checkpoint.save(
+            self.run.check_held()
+            saved = checkpoint.save(
                 self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
             )
         except OSError as error:
@@ -405,6 +410,8 @@ class Loop:
             self.display.message(f"warning: {text}; the next one is tried in {self.config.checkpoint.every} steps")
             return
         self._saved = state.step
+        # Model code that this process has run and saved with its weights is not a stranger's when the run resumes.
+        trust.remember(self.run.path, trust.model_code(self.config.model, [saved]))
         self.run.event("checkpoint", step=state.step)
 
     # ---- evaluation

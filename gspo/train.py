@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, ModelConfig, RolloutConfig, anchored, check, check_single_process
+from gspo import trust
+from gspo.config import (
+    Config,
+    ModelConfig,
+    RolloutConfig,
+    anchored,
+    check,
+    check_single_process,
+    differing,
+    flat,
+    override,
+    to_toml,
+)
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
 from gspo.errors import ConfigError, DiskError, GspoError, MemoryLimitError
 from gspo.evaluate import Estimate
-from gspo.loop import Loop
+from gspo.loop import MAY_CHANGE, Loop
 from gspo.objective.advantage import batch_whitened, external
 from gspo.objective.auto_clip import AutoClip, take_auto
 from gspo.objective.counted import overlong_range
@@ -34,13 +47,17 @@ from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.sinks import Sinks
 from gspo.policy import checkpoint
 from gspo.policy.adapter import adapted, base_of
+from gspo.policy.checkpoint import TrainerState
 from gspo.policy.memory import out_of_memory
 from gspo.policy.model import Policy, load_policy, load_tokenizer
-from gspo.policy.optimizer import Optimizer
+from gspo.policy.optimizer import TUNABLE, Optimizer
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
 from gspo.step import Parts
 from gspo.stop import StopRequest
+
+OWN_OPTION = ("name", "run_dir", "steps")
+"""Settings that a resume takes by an option of its own, or from where the run lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +97,28 @@ def train(config: Config, display: Display) -> Outcome:
         check_file(path)
     run = RunDir.create(config)
     try:
+        trust.remember(run.path, trust.all_code(config, [config.model.path]))
         return _run(run, config, objective, display, begin=None)
     finally:
         run.discard_if_empty()
 
 
-def resume(path: str | Path, display: Display, *, steps: int | None = None) -> Outcome:
-    """Continue a run from its newest whole checkpoint; `steps` moves its end."""
+def resume(
+    path: str | Path,
+    display: Display,
+    *,
+    steps: int | None = None,
+    overrides: Sequence[str] = (),
+    trust_run: bool = False,
+) -> Outcome:
+    """Continue a run from its newest whole checkpoint; `steps` moves its end; `overrides` are settings that may change
+    during a run; `trust_run`: also with code that was not asked for here before."""
     check_single_process()
     run, config = RunDir.open(path)
     try:
+        config = _with_overrides(config, overrides)
         begin = _where_to_resume(run, display)
+        trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
         if steps is not None and steps < done:
             raise ConfigError(
@@ -99,9 +127,26 @@ def resume(path: str | Path, display: Display, *, steps: int | None = None) -> O
         if steps is not None and steps != config.steps:
             config = _with_new_end(run, config, steps, display)
         check(config)
+        if overrides:
+            run.describe(config)
         return _run(run, config, run_objective(config), display, begin=begin)
     finally:
         run.close()
+
+
+def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """The run's settings with those of the command line, which must be ones that a run may change."""
+    new = override(tomllib.loads(to_toml(config)), overrides, where="command line")
+    refused = [k for k in differing([flat(config), flat(new)]) if not k.startswith(MAY_CHANGE) or k in OWN_OPTION]
+    if refused:
+        raise ConfigError(f"train --resume: a run continues with its own settings (RUN/config.toml); {', '.join(refused)} cannot be given, --steps and {', '.join(f'learner.{name}' for name in TUNABLE)} and those of logs, checkpoints, alarms and limits can")  # fmt: skip
+    return new
+
+
+def _models(run: RunDir, config: Config, begin: Path | None) -> list[Path | str]:
+    """Where the models of a resumed run are loaded from: the policy, and the reference of a KL penalty."""
+    kept = run.path / "reference"
+    return [begin or config.model.path, *([kept if kept.is_dir() else config.model.path] if run_objective(config).kl else [])]  # fmt: skip
 
 
 def _where_to_resume(run: RunDir, display: Display) -> Path | None:
@@ -109,11 +154,30 @@ def _where_to_resume(run: RunDir, display: Display) -> Path | None:
     if not checkpoint.saved(run.checkpoints):
         display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
         return None
-    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: run.lacks(state.offsets))
+    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: _unfit(run, state))
     for complaint in complaints:
         run.event("damaged checkpoint", what=complaint)
         display.message(f"passed over a damaged checkpoint: {complaint}")
     return begin
+
+
+def _unfit(run: RunDir, state: TrainerState) -> str | None:
+    """What the run's own log says against a checkpoint: it is shorter, or was written by another run."""
+    if lacking := run.lacks(state.offsets):
+        return lacking
+    last = run.last_row(state.offsets.get("metrics.jsonl", 0))
+    step = state.step if state.pending is None else state.step - 1
+    if last is None and step < 0:
+        return None
+    if last is None or last.get("step") != step:
+        return f"metrics.jsonl ends at another step than {step} where the checkpoint says that step ended"
+    sampled = last.get("tokens/sampled")
+    known = isinstance(sampled, int) and (sampled == state.tokens if state.pending is None else sampled <= state.tokens)
+    return (
+        None
+        if known
+        else f"metrics.jsonl has {sampled} sampled tokens after step {step}, the checkpoint {state.tokens}"
+    )
 
 
 def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> Config:

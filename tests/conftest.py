@@ -6,7 +6,7 @@ Tests use `OMP_NUM_THREADS` threads (default 1). `GSPO_TESTS_OFFSET=8` has all l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,15 @@ def tiny_tree(run_dir: Path) -> dict[str, Any]:
         "eval": {"every": 2},
         "checkpoint": {"every": 1, "keep": 0},
     }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where runs of this session are remembered, also by the processes they start."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture

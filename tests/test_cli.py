@@ -131,7 +131,7 @@ MISTAKES = [
     (["train", "demo", "--reward.functions=nope"], "nope"),
     (["train", "demo", "--reward.functions=nope.py:f"], "nope.py"),
     (["train", "--resume", "nowhere"], "nowhere: not a run directory"),
-    (["train", "--resume", "nowhere", "--learner.learning_rate=1"], "only --steps may be given"),
+    (["train", "--resume", "nowhere", "--seed=1"], "leave out all but --steps and settings"),
     (["eval", "./nowhere", "--data", "addition"], "./nowhere: no such directory"),
     (["eval", "./nowhere"], "./nowhere: no such run or model"),
     (["train", "demo", "--rollout.engine_options.slots=abc"], "rollout.engine_options.slots"),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from gspo.cli import main
+from gspo.config import Config
 from gspo.evaluate import Evaluation
+from gspo.train import train
 from gspo.types import Score, Status
 
 
@@ -51,3 +56,12 @@ def test_intervals_hold_the_value_and_keep_a_width_at_the_ends() -> None:
     assert 0.8 < sure.low < 0.9
     half = evaluation(*["+", "-"] * 50).accuracy
     assert (half.low, half.high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
+
+
+def test_a_run_with_a_model_of_other_sizes_is_evaluated(
+    tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("model.build_options={num_hidden_layers = 1, hidden_size = 32}", "steps=1", "eval.every=0")
+    train(config, display)
+    assert main(["eval", config.run_dir]) == 0
+    assert "8 problems" in capsys.readouterr().out

@@ -306,6 +306,34 @@ def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> 
     assert resume(run_of(config), display).step == 3  # finished: nothing to do, and nothing was broken by the attempts
 
 
+def test_a_lower_learning_rate_is_taken_by_a_resume_and_written_down(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=2", "eval.every=0")
+    train(config, display)
+    run = run_of(config)
+    resume(run, display, steps=3, overrides=["--learner.learning_rate=1e-5", "--learner.max_grad_norm=0.5"])
+    rates = [row["learning_rate"] for row in read_jsonl(run / "metrics.jsonl")[1:]]
+    assert rates == [1e-3, 1e-3, 1e-5]
+    event = next(e for e in read_jsonl(run / "events.jsonl") if e["event"] == "resume")
+    assert event["changed"] == {"learner.learning_rate": [1e-3, 1e-5], "learner.max_grad_norm": [1.0, 0.5]}
+    assert "learning_rate = 1e-05" in (run / "config.toml").read_text()
+    assert resume(run, display, steps=4).step == 4
+    assert read_jsonl(run / "metrics.jsonl")[-1]["learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.replies=2", "run_dir=elsewhere"]
+)
+def test_a_resume_takes_no_setting_that_makes_another_run(
+    override: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    before = (run_of(config) / "config.toml").read_text()
+    with pytest.raises(ConfigError, match=rf"{override.partition('=')[0]} cannot be given"):
+        resume(run_of(config), display, steps=2, overrides=[override])
+    assert (run_of(config) / "config.toml").read_text() == before
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     """Make the loss of some micro-batches NaN."""
     from gspo.policy import update as module

@@ -46,6 +46,8 @@ class Request:
     out: str | None = None
     jobs: int | None = None
     overrides: Sequence[str] = ()
+    trust_run: bool = False
+    """Passed on to the runs that are resumed."""
 
 
 def compare(request: Request) -> int:
@@ -65,7 +67,7 @@ def compare(request: Request) -> int:
         )
         kept = kept.joined([arm.label for arm in arms], seeds)
         tokens = request.tokens or shared.tokens or kept.tokens
-        comparison = _Comparison(out=out, shared=shared, configs=configs, seeds=seeds, jobs=request.jobs or default_jobs(shared))  # fmt: skip
+        comparison = _Comparison(out=out, shared=shared, configs=configs, seeds=seeds, jobs=request.jobs or default_jobs(shared), trust_run=request.trust_run)  # fmt: skip
         comparison.check(tokens)
         record.write(out, replace(kept, tokens=tokens))
         replace_text(out / "recipe.toml", settings.to_toml(shared))
@@ -97,6 +99,7 @@ class _Comparison:
     configs: Mapping[str, Config]
     seeds: Sequence[int]
     jobs: int
+    trust_run: bool
 
     def check(self, tokens: int | None) -> None:
         """Refuse to mix with runs of other settings, before anything is written. Without a budget no arm has begun."""
@@ -105,7 +108,7 @@ class _Comparison:
 
     def start(self, stop: StopRequest) -> list[Failure]:
         """Make the cold starts."""
-        return run_jobs(self._starts(), side_by_side=self.jobs, say=_say, stop=stop)
+        return run_jobs(self._starts(), side_by_side=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
 
     def ready(self) -> Sequence[int]:
         """Seeds that have their cold start."""
@@ -130,7 +133,7 @@ class _Comparison:
             check_same(job)
         done = sum(job.finished for job in jobs)
         _say(f"{len(jobs)} runs, {done} of them finished, {self.jobs} at a time, in {self.out}")
-        return run_jobs(jobs, side_by_side=self.jobs, say=_say, stop=stop)
+        return run_jobs(jobs, side_by_side=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
 
     def _starts(self) -> list[Job]:
         return [start_job(self.out, self.shared, seed) for seed in self.seeds] if needs_start(self.shared) else []

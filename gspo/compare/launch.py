@@ -66,7 +66,9 @@ def _on_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def run_jobs(jobs: Sequence[Job], *, side_by_side: int, say: Say, stop: StopRequest) -> list[Failure]:
+def run_jobs(
+    jobs: Sequence[Job], *, side_by_side: int, say: Say, stop: StopRequest, trust_run: bool = False
+) -> list[Failure]:
     """Run what is not finished. After a stop, those under way have saved what they had."""
     waiting = [job for job in jobs if not job.finished]
     failures: list[Failure] = []
@@ -78,7 +80,7 @@ def run_jobs(jobs: Sequence[Job], *, side_by_side: int, say: Say, stop: StopRequ
             while waiting and len(running) < side_by_side and not stop:
                 job = waiting.pop(0)
                 say(f"{job.label}: {'goes on' if job.begun else 'begins'}")
-                running[_start(job, side_by_side)] = job
+                running[_start(job, side_by_side, trust_run)] = job
             if stop and not told:
                 _terminate(running)
                 told = True
@@ -88,13 +90,13 @@ def run_jobs(jobs: Sequence[Job], *, side_by_side: int, say: Say, stop: StopRequ
     return failures
 
 
-def _start(job: Job, side_by_side: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, side_by_side: int, trust_run: bool) -> subprocess.Popen[bytes]:
     _wait_until_free(job.path)
     clear_unborn(job.path)
     for file in (job.config_file, job.log):
         file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(job.config_file, to_toml(job.config))
-    what = ["--resume", str(job.path)] if job.begun else [str(job.config_file)]
+    what = ["--resume", str(job.path), *(["--trust-run"] if trust_run else [])] if job.begun else [str(job.config_file)]
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // side_by_side)), **os.environ} if side_by_side > 1 else None
     parent = os.getpid()
     with job.log.open("ab") as log:

@@ -54,6 +54,7 @@ def rebuild(source: Source, step: int, start: int, *, device: str | None, look: 
             say(f"learning from the replies of step {now} again ({now - start} of {step - start})")
         learner = replace(learner, objective=auto.scaled(row, scale) if auto else row)
         recorded = _recorded(source, now, learner)
+        learner.optimizer.config = source.learner_at(now)
         learner.optimizer.total_updates = source.steps_planned(now) * source.config.learner.mini_batches
         learned = _learn(source, learner, recorded, now, look if now == step else None)
         agreements.append(agreement(now, learner.objective, recorded, learned, source.metrics(now)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo import trust
 from gspo.counterfactual.agreement import Agreement
 from gspo.counterfactual.candidates import ALL, Candidate, LeftOut, candidates, without_reference
 from gspo.counterfactual.numbers import Numbers, look
@@ -38,6 +39,8 @@ class Request:
     """From 1; None: the last."""
     out: str | None = None
     device: str | None = None
+    trust_run: bool = False
+    """Also run model code that was not asked for here before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,8 @@ def compute(request: Request) -> Replay:
     source, sweeps = open_run(request.run), [parse_sweep(text) for text in request.sweeps]
     _check(source, request, sweeps)
     step, start = source.start_of(request.step)
+    models = [source.checkpoints[start], *((m.path,) if (m := reference_model(source, request.device)) else ())]
+    trust.check(source.path, trust.model_code(source.config.model, models), trust=request.trust_run)
     watcher = _Watcher(source, request, step, sweeps)
     done = rebuild(source, step, start, device=request.device, look=watcher, say=_say)
     assert watcher.numbers is not None

@@ -7,16 +7,17 @@ is locked, so the run that works in it never notices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, from_tree, read_toml
-from gspo.errors import CheckpointError, ConfigError
+from gspo.config import Config, LearnerConfig, from_tree, read_toml
+from gspo.errors import CheckpointError, ConfigError, DataError
 from gspo.observe.run_dir import read_jsonl
 from gspo.policy import checkpoint
+from gspo.policy.optimizer import TUNABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,23 @@ class Source:
                 ends = [(at, value) for at, value in ends if at < int(event["step"])] + [(int(event["step"]), planned)]
         return next((value for at, value in reversed(ends) if at < step), planned)
 
+    def learner_at(self, step: int) -> LearnerConfig:
+        """The learner's settings when the run took this step: a resume may change some, and says so in its event."""
+        resumes = [e for e in self.events if e.get("event") == "resume"]
+        values = {}
+        for name in TUNABLE:
+            key, at, before = f"learner.{name}", step, resumes
+            first = next((e["changed"][key][0] for e in resumes if key in e.get("changed", {})), None)
+            value = getattr(self.config.learner, name) if first is None else first
+            while last := max((i for i, e in enumerate(before) if int(e["step"]) < at), default=-1) + 1:
+                event, before = before[last - 1], before[: last - 1]
+                if key in event.get("changed", {}):
+                    value = event["changed"][key][1]
+                    break
+                at = int(event["step"])
+            values[name] = value
+        return replace(self.config.learner, **values)
+
 
 def open_run(path: str | Path) -> Source:
     """Look at a run directory."""
@@ -99,8 +117,19 @@ def open_run(path: str | Path) -> Source:
         config=from_tree(read_toml(file), where=str(file)),
         checkpoints={int(p.name): p for p in checkpoint.saved(folder / "checkpoints")},
         recorded=frozenset(int(p.stem) for p in (folder / "rollouts").glob("*.jsonl") if p.stem.isdecimal()),
-        events=read_jsonl(folder / "events.jsonl"),
+        events=_checked(read_jsonl(folder / "events.jsonl"), folder / "events.jsonl"),
     )
+
+
+def _checked(events: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """Events of which those that a replay depends on hold what a run writes."""
+    needed = {"start": "steps", "new end": "steps", "resume": "step"}
+    for event in events:
+        key, changed = needed.get(str(event.get("event")), ""), event.get("changed", {})
+        pairs = isinstance(changed, dict) and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
+        if key and not (type(event.get(key)) is int and pairs):
+            raise DataError(f"{file}: an event {event['event']!r} is not what a run writes")
+    return events
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -179,7 +179,7 @@ def _fallen(look: Look, now: str, best: Row, last: Row) -> Finding:
         )  # fmt: skip
     return Finding(
         name="forgetting", level="bad", what=f"{best_now}.",
-        remedy="Go back to the checkpoint near that step with a lower learner.learning_rate or a narrower clip range.",
+        remedy="Start a new run from the checkpoint near that step (model.path), with a lower learner.learning_rate or a narrower clip range.",
     )  # fmt: skip
 
 

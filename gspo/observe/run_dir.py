@@ -10,7 +10,8 @@
     checkpoints/000020/    see policy/checkpoint.py
 
 Invariant: lines are whole or absent to a reader, also after a write that failed; a resume cuts metrics and timings back to the
-checkpoint's offsets. Events and errors hold no secrets; settings that would are refused before they are written.
+checkpoint's offsets. Events and errors hold no secrets; settings that would are refused before they are written. Nothing outside
+the directory is written or deleted, whatever links a stranger has put into it; one trainer at a time works in it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,27 @@ import json
 import math
 import os
 import platform
+import re
+import stat
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gspo.config import Config, from_tree, read_toml, to_toml
-from gspo.errors import ConfigError, DiskError
+from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
 from gspo.observe.redact import known_secrets, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
+FILES = (".lock", "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "tensorboard", "wandb")
+RENAMED = ("rollouts", "checkpoints")
+"""Folders whose files are never written in place, so that a second name of a file is left alone."""
+LONGEST_ROW = 1 << 20
+_STEP = re.compile("[0-9]{6,18}")
 
 
 class RunDir:
@@ -43,6 +52,11 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock = lock(path, busy="another trainer is working in this run directory", option="--run-dir")
+        try:
+            check_plain(path)
+        except BaseException:
+            self._lock.close()
+            raise
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
@@ -82,6 +96,10 @@ class RunDir:
             )
         return cls(Path(path)), from_tree(read_toml(file), where=str(file))
 
+    def check_held(self) -> None:
+        """Refuse to write where this run no longer is: its directory was moved, replaced, or taken by another trainer."""
+        self._lock.check()
+
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append a step's metrics."""
         self._append("metrics.jsonl", values)
@@ -99,8 +117,9 @@ class RunDir:
         """Write every reply of a step."""
         file = self.path / "rollouts" / f"{step:06d}.jsonl"
         partial = file.with_suffix(".tmp")
+        partial.unlink(missing_ok=True)
         try:
-            with self.writing(f"rollouts/{file.name}"), partial.open("w", encoding="utf-8") as out:
+            with self.writing(f"rollouts/{file.name}"), partial.open("x", encoding="utf-8") as out:
                 out.writelines(_line(record) for record in records)
         except DiskError:
             partial.unlink(missing_ok=True)
@@ -123,13 +142,24 @@ class RunDir:
                 return f"{name} has {size} bytes, {length - size} fewer than when it was saved"
         return None
 
+    def last_row(self, length: int) -> dict[str, Any] | None:
+        """The last object in the first `length` bytes of the metrics; None: there is none, or no whole one."""
+        if not length:
+            return None
+        with (self.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, length - LONGEST_ROW))
+            *_, last, end = (b"", *file.read(min(length, LONGEST_ROW)).split(b"\n"))
+        with suppress(ValueError, RecursionError):
+            return _object(json.loads(last)) if not end else None
+        return None
+
     def rewind(self, step: int, offsets: Mapping[str, int]) -> None:
         """Forget everything after a checkpoint."""
         for name in STEP_FILES:
             if (self.path / name).exists():
                 os.truncate(self.path / name, offsets.get(name, 0))
         for file in (self.path / "rollouts").glob("*.jsonl"):
-            if file.stem.isdecimal() and int(file.stem) > step:
+            if _STEP.fullmatch(file.stem) and int(file.stem) > step:
                 file.unlink()
 
     def close(self) -> None:
@@ -143,7 +173,7 @@ class RunDir:
 
     def discard_if_empty(self) -> None:
         """Remove the directory of a run that never started, unless something else is in it."""
-        if not self.started:
+        if not self.started and self._lock.in_place():
             for name in (".lock", "environment.json"):
                 (self.path / name).unlink(missing_ok=True)
             for folder in (self.path / "rollouts", self.checkpoints, self.path):
@@ -158,6 +188,7 @@ class RunDir:
             yield
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        self.check_held()
         with self.writing(name):
             _append_whole(self.path / name, _line(values).encode("ascii"))
 
@@ -166,8 +197,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file; a torn last line is passed over."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [_object(json.loads(line)) for line in lines[:-1] if line]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: a line is not a JSON object ({error}); no run writes such a file") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}")
+    return value
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -175,7 +215,9 @@ def replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f".tmp-{path.name}")
     try:
         with writing(path, "make room there, or write to another place"):
-            partial.write_text(text, encoding="utf-8")
+            partial.unlink(missing_ok=True)  # it may be a link, or another name of a file elsewhere
+            with partial.open("x", encoding="utf-8") as out:
+                out.write(text)
             partial.rename(path)
     except DiskError:
         with suppress(OSError):
@@ -230,18 +272,95 @@ def finite(value: Any) -> Any:
     return value
 
 
-def lock(path: Path, *, busy: str, option: str) -> Any:
-    """Hold a directory until the handle is closed or the process ends; `busy` says who else may hold it."""
+class Held:
+    """A directory that this process alone works in, until it is closed or the process ends."""
+
+    def __init__(self, path: Path, folder: int, file: int, *, by_folder: bool) -> None:
+        self.path, self._handles = path, [file, folder]
+        self._is = [(os.fstat(folder), path)] if by_folder else [(os.fstat(folder), path), (os.fstat(file), path / ".lock")]  # fmt: skip
+
+    def in_place(self) -> bool:
+        """Whether the path still leads to what is held."""
+        try:
+            return all(os.path.samestat(known, os.stat(path)) for known, path in self._is)
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raise if it does not."""
+        if not self.in_place():
+            raise RunLockedError(f"{self.path}: was moved, deleted, or taken over while it was worked in; nothing more is written there")  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of it."""
+        while self._handles:
+            os.close(self._handles.pop())
+
+    __del__ = close
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def lock(path: Path, *, busy: str, option: str) -> Held:
+    """Hold a directory until the handle is closed or the process ends; `busy` says who else may hold it.
+
+    The directory itself is locked, because anyone may delete a lock file; `.lock` is for those who want to know, and for
+    file systems that cannot lock a directory."""
+    with ExitStack() as undo:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(path / ".lock", flags, 0o644)
+            undo.callback(os.close, file)
+            by_folder = _locks_folders(folder)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLockedError(f"{path}: {busy}; stop it first") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another {option}") from None
+        undo.pop_all()
+        return Held(path, folder, file, by_folder=by_folder)
+
+
+def _locks_folders(folder: int) -> bool:
+    """Whether the file system locks folders (NFS does not); if it does, this one is locked now."""
     try:
-        handle = (path / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another {option}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError:
-        handle.close()
-        raise ConfigError(f"{path}: {busy}; stop it first") from None
-    return handle
+        return False
+    return True
+
+
+def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str] = FOLDERS) -> None:
+    """Refuse a directory in which writing could change something outside: links, files with a second name, pipes."""
+    for entry in (path / name for name in (*files, *folders)):
+        if os.path.lexists(entry):
+            found = entry.lstat()
+            is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+            if not (is_file if entry.name in files else stat.S_ISDIR(found.st_mode)):
+                raise ConfigError(_leads_out(entry))
+    for name in folders:
+        for folder, inner, names in os.walk(path / name) if name != "wandb" else ():  # wandb puts links into its own
+            for entry in (Path(folder) / n for n in (*inner, *names)):
+                found = entry.lstat()
+                shared = stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and name not in RENAMED
+                if shared or not _plain(found.st_mode):
+                    raise ConfigError(_leads_out(entry))
+
+
+def _plain(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _leads_out(entry: Path) -> str:
+    return f"{entry}: is a link, has a second name elsewhere, or is not what a run writes under this name; a run writes only to files of its own: put a copy in its place, or take it away"  # fmt: skip
 
 
 def _environment() -> dict[str, Any]:

@@ -10,6 +10,7 @@
 Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory without that
 prefix is whole; one that is replaced is exchanged, so that at every instant there is a whole one. Loading checks a checkpoint
 against its manifest, which names plain files beside it and nothing else; a damaged one is named and passed over, never loaded.
+Only what this program wrote is ever deleted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,11 +34,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError, NumericalError
-from gspo.policy import adapter
+from gspo.policy import adapter, trainer_state
 from gspo.policy.model import Policy
 from gspo.policy.optimizer import Optimizer
 
 TRAINER = "trainer.tensors"
+_NAME, _LEFT_OVER = re.compile("[0-9]{6,18}"), re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
+"""What the folders of checkpoints are called, and those of saves that did not finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +73,10 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     """Write `folder/STEP`, then delete all but the newest `keep` (0: none are deleted)."""
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
-        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower learner.learning_rate")  # fmt: skip
+        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE")  # fmt: skip
     target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
+    if os.path.lexists(target) and not _ours(target):
+        raise FileExistsError(f"{target} is there, and is not a checkpoint; move it away")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         _write(partial, policy, optimizer, state)
@@ -79,7 +85,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
         raise
     _put(partial, target)
     _flush(folder)
-    _retire(folder, keep)
+    _retire(folder, keep, state.step)
     return target
 
 
@@ -175,15 +181,22 @@ def size_of(model: Any) -> int:
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; other folders beside them are nobody's business."""
-    return sorted((p for p in folder.glob("*") if p.is_dir() and p.name.isdecimal()), key=lambda p: int(p.name))
+    """The checkpoints of a run, oldest first, damaged ones too; other folders beside them are nobody's business."""
+    return sorted((p for p in folder.glob("*") if _NAME.fullmatch(p.name) and p.is_dir()), key=lambda p: int(p.name))
+
+
+def _ours(path: Path) -> bool:
+    """Whether this program wrote a folder: damage may have taken one of the files that only a checkpoint has, not two."""
+    own = ("manifest.json", "trainer.json", TRAINER)
+    return not path.is_symlink() and sum((path / name).is_file() for name in own) >= 2
 
 
 def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda state: None) -> tuple[Path, list[str]]:
     """The newest checkpoint that is whole and not `unfit`, and a sentence for each newer one that was passed over."""
     complaints: list[str] = []
     for path in reversed(saved(folder)):
-        complaint = damage(path) or unfit(read_state(path))
+        complaint = damage(path) or trainer_state.fault_in(path)
+        complaint = complaint or unfit(read_state(path))
         if complaint is None:
             return path, complaints
         complaints.append(f"{path.name}: {complaint}")
@@ -214,7 +227,7 @@ def damage(path: Path) -> str | None:
         return complaint
     except FileNotFoundError as error:
         return f"{error.filename}: missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{path}: unreadable manifest ({type(error).__name__})"
 
 
@@ -229,6 +242,8 @@ def _strange(path: Path, names: Iterable[str]) -> str | None:
 
 def read_state(path: Path) -> TrainerState:
     """The trainer's state of a whole checkpoint."""
+    if fault := trainer_state.fault_in(path):
+        raise CheckpointError(f"{fault}; no run writes such a file")
     return TrainerState(**json.loads((path / "trainer.json").read_text()))
 
 
@@ -240,9 +255,13 @@ def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
         raise CheckpointError(f"{path / TRAINER}: {error}") from error
 
 
-def _retire(folder: Path, keep: int) -> None:
-    """Delete what is too old, and what saves that did not come to their end have left."""
-    for path in (*(saved(folder)[:-keep] if keep else ()), *folder.glob(".tmp-*")):
+def _retire(folder: Path, keep: int, step: int) -> None:
+    """Delete what is too old, and what saves that did not come to their end have left.
+
+    A checkpoint of a later step was passed over when the run resumed, so it is not one of those that are kept instead."""
+    own = [path for path in saved(folder) if _ours(path) and int(path.name) <= step]
+    left = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    for path in (*(own[:-keep] if keep else ()), *left):
         shutil.rmtree(path)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _found: WeakKeyDictionary[Any, torch.nn.Linear | None] = WeakKeyDictionary()
+_keeps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def head_of(model: Any) -> torch.nn.Linear | None:
@@ -26,7 +27,22 @@ def head_of(model: Any) -> torch.nn.Linear | None:
         if obstacle is not None:
             warnings.warn(f"log-probabilities are computed from all logits at once, which takes memory: {obstacle}", RuntimeWarning, stacklevel=2)  # fmt: skip
         _found[model] = model.get_output_embeddings() if obstacle is None else None
+        keeps_last(model)
     return _found[model]
+
+
+def keeps_last(model: Any) -> bool:
+    """Whether the model gives its last logits alone when asked by `logits_to_keep`; tried once per model.
+
+    A forward may not know the option, or take it with other keywords and ignore it."""
+    if model not in _keeps:
+        try:
+            whole, last = _try(model), _try(model, logits_to_keep=2)
+            apart = (last - whole[:, -2:]).square().mean().sqrt() / whole.std() if last.shape[1] == 2 else torch.inf
+            _keeps[model] = bool(apart <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1))
+        except Exception:  # any failure inside foreign model code means the same: do not ask
+            _keeps[model] = False
+    return _keeps[model]
 
 
 def obstacle_to_head(model: Any) -> str | None:
@@ -74,7 +90,7 @@ def _same(hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _try(model: Any) -> Tensor:
+def _try(model: Any, **options: Any) -> Tensor:
     ids = torch.arange(1, 9, device=model.device).view(2, 4) % model.get_input_embeddings().num_embeddings
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: Tensor = model(input_ids=ids, use_cache=False, **options).logits
     return logits

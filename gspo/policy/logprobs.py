@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo.policy.batch import MicroBatch, Plan
-from gspo.policy.head import gradient_buffer, head_of, passed_by
+from gspo.policy.head import gradient_buffer, head_of, keeps_last, passed_by
 from gspo.policy.kernels.selected import selected_logprobs
 from gspo.policy.memory import out_of_memory
 from gspo.policy.packing import read
@@ -44,8 +44,8 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     # Outputs before the first position that predicts a reply token are never read, so the head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
-    first = int(column_N.min())
-    logits = read(model, batch, logits_to_keep=width - first)
+    first = int(column_N.min()) if keeps_last(model) else 0
+    logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normaliser_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normaliser_N

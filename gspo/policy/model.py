@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError, panics_as_errors
 from gspo.policy import adapter
 from gspo.policy.alignment import align
+from gspo.policy.causal import check_causal
 from gspo.policy.head import head_of
 from gspo.policy.kernels.norm import replace_norms
 from gspo.policy.location import load_errors, location
 from gspo.policy.packing import reads_packed
 from gspo.policy.quantized import quantize
+from gspo.policy.recompute import recompute_activations
 from gspo.policy.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -134,6 +137,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     _check_vocabulary(model, tokenizer, config)
     align(model)
     _settle(model, config)
+    check_causal(model)
     _choose_threads(model, config, device)
     if device.type == "cpu":
         replace_norms(model)
@@ -272,7 +276,7 @@ def char_tokenizer(alphabet: str) -> Any:
 
 
 def _settle(model: Any, config: ModelConfig) -> None:
-    """No dropout anywhere; checkpointed layers only recompute in train mode, which is otherwise left off."""
+    """No dropout anywhere, and nothing that would stop a save."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -281,12 +285,24 @@ def _settle(model: Any, config: ModelConfig) -> None:
                 setattr(module, name, 0.0)
     model.eval()
     if config.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(
-                f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
-            )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        recompute_activations(model)
+    _settle_generation(model)
+
+
+def _settle_generation(model: Any) -> None:
+    """A generation config that transformers loads but refuses to save would end the run at its first checkpoint."""
+    from transformers import GenerationConfig
+
+    given = model.generation_config
+    for do_sample in (given.do_sample, True):  # a temperature or top_p without do_sample is meant for sampling
+        given.do_sample = do_sample
+        try:
+            return given.validate(strict=True)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+    warnings.warn(f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep its token ids alone", RuntimeWarning, stacklevel=2)  # fmt: skip
+    kept = {key: getattr(given, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**kept)
 
 
 def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:

@@ -25,6 +25,10 @@ LEAST_SPREAD = 0.5
 """Of the logarithms: norms that hardly vary would make a spike of every doubling."""
 
 
+TUNABLE = ("learning_rate", "warmup_updates", "schedule", "final_fraction", "max_grad_norm", "spike")
+"""Settings of the learner that a resumed run may change: moments and masters keep their meaning."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Update:
     """What an optimiser step did."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gspo.errors import ConfigError
 from gspo.policy.batch import MicroBatch, Plan
+from gspo.policy.head import keeps_last
 from gspo.policy.memory import out_of_memory
 from gspo.policy.packing import read
 from gspo.policy.routing import Forced, Routers, Seen, changed
@@ -220,10 +221,11 @@ class Routing(Unrouted):
     def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
         """Count the flips of a forward that nothing is learned from."""
         micro = cpu_batch.to(updates_N.device)
+        options = {"logits_to_keep": 1} if keeps_last(model) else {}
         forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
         try:
             with self.routers.watch(forced) as seen, torch.no_grad():
-                read(model, micro, logits_to_keep=1)
+                read(model, micro, **options)
         except Exception as error:
             if not out_of_memory(error):
                 raise

@@ -130,6 +130,25 @@ def test_a_schedule_whose_end_was_moved(tmp_path: Path) -> None:
         assert rebuilt(run, step).agreements[-1].exact
 
 
+def test_a_learning_rate_that_a_resume_changed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "steps=2")
+    resume(run, PlainDisplay(), steps=3, overrides=["learner.learning_rate=1e-5"])
+    resume(run, PlainDisplay(), steps=4, overrides=["learner.learning_rate=1e-4"])
+    source = open_run(run)
+    assert [source.learner_at(step).learning_rate for step in (1, 2, 3, 4)] == [1e-3, 1e-3, 1e-5, 1e-4]
+    copy = copy_of(run, tmp_path, without=(1, 2, 3))
+    assert all(a.exact for a in rebuilt(copy, 4).agreements)
+
+
+@pytest.mark.parametrize("event", [{"event": "resume"}, {"event": "resume", "step": 1, "changed": [1]}, {"event": "new end", "steps": "x"}])  # fmt: skip
+def test_events_that_no_run_writes_are_refused(run: Path, tmp_path: Path, event: dict[str, Any]) -> None:
+    copy = copy_of(run, tmp_path)
+    with (copy / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    with pytest.raises(DataError, match=r"events\.jsonl"):
+        rebuilt(copy, 2)
+
+
 def test_records_that_lack_the_samplers_experts_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "steps=1", "model.build=tiny_moe", "routing.replay=sampler")
     file = run / "rollouts" / "000001.jsonl"

@@ -136,7 +136,7 @@ def edit(config: Config, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
-        ("learning_rate = 0.001", "learning_rate = 0.002", "learner.learning_rate"),
+        ("mini_batches = 2", "mini_batches = 1", "learner.mini_batches"),
         ("replies = 4", "replies = 3", "rollout.replies"),
         ('name = "gspo"', 'name = "grpo"', "objective.name"),
     ],

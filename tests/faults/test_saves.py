@@ -109,7 +109,7 @@ def signature(run: Path) -> tuple[Any, ...]:
 
 
 def goes_on(run: Path, golden: Path) -> None:
-    assert wait(forked(lambda: resume(run, Silent()))) == 0
+    assert wait(forked(lambda: resume(run, Silent(), trust_run=True))) == 0
     same_end(golden, run)
     assert len(checkpoint.saved(run / "checkpoints")) == 1
     assert not list((run / "checkpoints").glob(".tmp-*"))
@@ -211,11 +211,11 @@ def test_f6_five_resumes_each_killed_before_the_clean_up(prepared: Prepared, cop
     run, kills = copies(), 0
 
     def work() -> None:
-        def die(folder: Path, keep: int) -> None:
+        def die(*arguments: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         checkpoint._retire = die
-        resume(run, Silent(), steps=20)
+        resume(run, Silent(), steps=20, trust_run=True)
 
     for _ in range(5):
         assert wait(forked(work)) == -signal.SIGKILL
@@ -223,7 +223,7 @@ def test_f6_five_resumes_each_killed_before_the_clean_up(prepared: Prepared, cop
         assert len(checkpoint.saved(run / "checkpoints")) <= 1 + kills
         checkpoint.newest(run / "checkpoints")
     assert int(checkpoint.newest(run / "checkpoints")[0].name) == 1 + kills
-    assert wait(forked(lambda: resume(run, Silent(), steps=20)), 120) == 0
+    assert wait(forked(lambda: resume(run, Silent(), steps=20, trust_run=True)), 120) == 0
     assert [p.name for p in checkpoint.saved(run / "checkpoints")] == ["000020"]
     assert kills == 5
 

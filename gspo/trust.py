@@ -1,0 +1,163 @@
+"""Code that a run directory's settings would run, and whether this user asked for it.
+
+In: a run directory, its settings, and the folders its models would be loaded from. Out: nothing, or a `TrustError` that
+says what would run. Invariant: code that a run directory names runs only after it was asked for on the command line, by
+starting the run here or by `--trust-run`. What was asked for is remembered outside the run directory, in the user's state
+directory, under the path of the run and the content of each file, so that it is asked for again when either changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Config, ModelConfig
+from gspo.errors import ConfigError, RewardError, TrustError
+from gspo.policy.adapter import base_of
+from gspo.reward.function import Source, find_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Something that settings would run, or hand a secret to."""
+
+    what: str
+    """For the user: which setting, which file, which function."""
+    key: str
+    """The same thing again has the same key, whichever checkpoint it lies in."""
+    digest: str = ""
+    """SHA-256 of the file; empty: it cannot be told from here."""
+
+
+def all_code(config: Config, models: Sequence[Path | str]) -> list[Code]:
+    """Everything a run with these settings would run, if its models were loaded from `models`."""
+    return [*reward_code(config), *engine_code(config), *model_code(config.model, models)]
+
+
+def reward_code(config: Config) -> list[Code]:
+    """Reward files, and what lets a built-in reward start programs outside a sandbox."""
+    sources: list[Source] = []
+    for spec in config.reward.functions:
+        with suppress(ConfigError, RewardError):  # what cannot be found cannot run; the reward itself says so later
+            options = {spec: config.reward.options[spec]} if spec in config.reward.options else {}
+            sources += find_sources((spec,), options, None)
+    found = []
+    for source in sources:
+        if source.file:
+            what = f"reward.functions imports {source.file} and calls {source.function}()"
+            found.append(Code(what=what, key=f"{source.file}:{source.function}", digest=_digest(Path(source.file))))
+        elif source.spec == "code_tests" and source.options.get("python"):
+            program = str(source.options["python"])
+            what = f"reward.options.code_tests.python starts {program}"
+            found.append(Code(what=what, key=f"start {program}", digest=_digest(Path(program))))
+        if source.spec == "code_tests" and source.options.get("allow_unsafe"):
+            what = "reward.options.code_tests.allow_unsafe lets programs that the model writes run without a sandbox"
+            found.append(Code(what=what, key="no sandbox"))
+    return found
+
+
+def engine_code(config: Config) -> list[Code]:
+    """Settings of vLLM, which may name classes to import, and servers that get this user's token."""
+    options, where = config.rollout.engine_options, "rollout.engine_options"
+    found = []
+    if config.rollout.engine == "vllm" and options.get("settings"):
+        given = json.dumps(options["settings"], sort_keys=True, default=str)
+        found.append(Code(what=f"{where}.settings gives vLLM {given}", key=f"vLLM {given}"))
+    if config.rollout.engine == "vllm" and options.get("servers"):
+        given = ", ".join(map(str, options["servers"]))
+        found.append(Code(what=f"{where}.servers sends GSPO_SERVE_TOKEN to {given}", key=f"servers {given}"))
+    return found
+
+
+def model_code(config: ModelConfig, models: Sequence[Path | str]) -> list[Code]:
+    """Python that comes with the models, if the settings let it run."""
+    if not config.trust_remote_code:
+        return []
+    named = [str(m) for m in models if str(m)]
+    bases = [base for m in named if (base := base_of(m))]
+    return list(dict.fromkeys(code for model in (*named, *bases) for code in _code_in(model)))
+
+
+def _code_in(model: str) -> Iterator[Code]:
+    folder, why = Path(model).expanduser(), "model.trust_remote_code imports"
+    if not folder.is_dir():
+        if not folder.exists():
+            yield Code(what=f"{why} the code of {model} on the hub", key=f"hub {model}")
+        return
+    for file in sorted(folder.rglob("*.py")):
+        yield Code(what=f"{why} {file}", key=f"model {file.relative_to(folder)}", digest=_digest(file))
+    for file in sorted(folder.glob("*.json")):
+        for repository in sorted(_elsewhere(file)):
+            yield Code(what=f"{why} the code of {repository} on the hub ({file})", key=f"hub {repository}")
+
+
+def _elsewhere(file: Path) -> set[str]:
+    """The hub repositories whose code a model's settings name: `owner/name--module.Class`."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    found, waiting = set(), [(tree, False)]
+    while waiting:
+        value, in_map = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(v, in_map or k == "auto_map") for k, v in value.items()]
+        elif isinstance(value, list):
+            waiting += [(v, in_map) for v in value]
+        elif in_map and isinstance(value, str) and "--" in value:
+            found.add(value.partition("--")[0])
+    return found
+
+
+def check(run: Path, code: Sequence[Code], *, trust: bool) -> None:
+    """Refuse code that this user has not asked for; `trust`: it is asked for now."""
+    if trust:
+        remember(run, code)
+        return
+    known = _remembered(run)
+    strange = [c for c in code if known.get(c.key) != c.digest]
+    if strange:
+        told = "; ".join(c.what + (" (changed since it last ran here)" if c.key in known else "") for c in strange)
+        raise TrustError(f"{run}: the settings of this run directory run code that nobody has asked for here: {told}. If you trust it like your own, add --trust-run")  # fmt: skip
+
+
+def remember(run: Path, code: Sequence[Code]) -> None:
+    """Note that this user has asked for this code in this run. Without a place to note it, it will be asked for again."""
+    known = _remembered(run)
+    now = known | {c.key: c.digest for c in code}
+    if now == known:
+        return
+    file = _record(run)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = file.with_name(f".tmp-{os.getpid()}-{file.name}")
+        partial.write_text(json.dumps({"run": str(run.resolve()), "code": now}, indent=2) + "\n", encoding="utf-8")
+        partial.replace(file)
+
+
+def _remembered(run: Path) -> dict[str, str]:
+    try:
+        found: Any = json.loads(_record(run).read_text(encoding="utf-8"))["code"]
+        return {str(key): str(digest) for key, digest in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _record(run: Path) -> Path:
+    """The file that remembers a run, in the state directory of the XDG base directory specification."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "gspo" / "trusted" / f"{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()}.json"
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError:
+        return ""

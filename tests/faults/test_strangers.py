@@ -1,0 +1,375 @@
+"""Run directories from others: what they name is not run, what they link to is not written, what they state is checked.
+
+Every payload, were it imported, would make a folder (the canary).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ends import run_of
+
+from gspo import trust
+from gspo.cli import main
+from gspo.config import Config, from_tree, read_toml
+from gspo.errors import CheckpointError, ConfigError, DataError, GspoError, RunLockedError, TrustError
+from gspo.observe.run_dir import RunDir
+from gspo.policy import checkpoint
+from gspo.train import resume, train
+
+_trained: list[Path] = []
+
+
+@pytest.fixture
+def started(tiny: Callable[..., Config], display: Any) -> Path:
+    """A run of two steps that was started here."""
+    config = tiny("steps=2", "eval.every=0")
+    train(config, display)
+    return run_of(config)
+
+
+@pytest.fixture
+def stranger(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same as it would be unpacked elsewhere, with a reward file that this user never asked for."""
+    if not _trained:
+        config = tiny("steps=2", "eval.every=0")
+        train(config, display)
+        _trained.append(shutil.copytree(run_of(config), tmp_path_factory.mktemp("trained") / "run"))
+        shutil.rmtree(run_of(config))
+    run = shutil.copytree(_trained[0], tmp_path / "unpacked")
+    text = (tmp_path / "lengths.py").read_text()
+    (run / "reward.py").write_text(f"import os\nos.makedirs({str(tmp_path / 'canary')!r}, exist_ok=True)\n{text}")
+    settings = (run / "config.toml").read_text().splitlines()
+    settings = [f'functions = ["{run}/reward.py:shorter"]' if s.startswith("functions =") else s for s in settings]
+    (run / "config.toml").write_text("\n".join(settings) + "\n")
+    for path in checkpoint.saved(run / "checkpoints"):
+        change(path, lambda state: state["settings"].update({"reward.functions": [f"{run}/reward.py:shorter"]}))
+    return run
+
+
+@pytest.fixture
+def own(stranger: Path) -> Path:
+    """The same after it was asked for."""
+    config = from_tree(read_toml(stranger / "config.toml"), where="test")
+    trust.check(stranger, trust.all_code(config, []), trust=True)
+    return stranger
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    return tmp_path / "canary"
+
+
+def change(path: Path, how: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a checkpoint's trainer.json, and make its manifest fit."""
+    state = json.loads((path / "trainer.json").read_text())
+    how(state)
+    (path / "trainer.json").write_text(json.dumps(state))
+    fit(path)
+
+
+def fit(path: Path) -> None:
+    """Make a checkpoint's manifest fit what lies in it."""
+    files = [p for p in path.iterdir() if p.name != "manifest.json"]
+    entries = {p.name: {"size": p.stat().st_size, "sha256": checkpoint._digest(p)} for p in files}
+    (path / "manifest.json").write_text(json.dumps(entries))
+
+
+def with_model_code(run: Path, canary: Path) -> None:
+    """Let the settings run code that comes with the model, and put some beside it."""
+    text = (run / "config.toml").read_text().replace("trust_remote_code = false", "trust_remote_code = true")
+    (run / "config.toml").write_text(text)
+    for path in checkpoint.saved(run / "checkpoints"):
+        (path / "modeling_mine.py").write_text(f"import os\nos.makedirs({str(canary)!r})\nclass Mine: pass\n")
+        config = json.loads((path / "config.json").read_text())
+        config |= {
+            "model_type": "mine",
+            "auto_map": {"AutoConfig": "modeling_mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"},
+        }
+        (path / "config.json").write_text(json.dumps(config))
+        change(path, lambda state: state["settings"].update({"model.trust_remote_code": True}))
+
+
+# ------------------------------------------------------------------------------------------------- code
+
+
+def test_the_reward_file_of_an_unpacked_run_is_imported_only_when_asked_for(
+    stranger: Path, canary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = (["train", "--resume", str(stranger), "--steps=3"], ["eval", str(stranger)])
+    for command in commands:
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert f"imports {stranger}/reward.py and calls shorter()" in told
+        assert "--trust-run" in told
+        assert not canary.exists()
+    assert main([*commands[1], "--trust-run"]) == 0
+    assert canary.exists()
+
+
+def test_model_code_of_an_unpacked_run_is_imported_only_when_asked_for(
+    stranger: Path, canary: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with_model_code(stranger, canary)
+    commands = (
+        ["train", "--resume", str(stranger), "--steps=3"],
+        ["eval", str(stranger), "--reward.functions=exact_answer"],
+        ["replay", str(stranger), "-o", str(tmp_path / "replay")],
+        ["merge", str(stranger), str(tmp_path / "merged")],
+        ["report", str(stranger), "-o", str(tmp_path / "report.html")],
+    )
+    for command in commands:
+        main(command)
+        told = capsys.readouterr().err
+        assert not canary.exists()
+        if command[0] in ("train", "eval", "replay"):
+            assert "modeling_mine.py" in told
+            assert "--trust-run" in told
+            assert ("reward.py" in told) == (command[0] == "train")
+    with pytest.raises(Exception, match=r"Mine|mine"):  # it is no model; but now it is imported
+        main([*commands[2], "--trust-run"])
+    assert canary.exists()
+
+
+def test_a_run_that_was_started_here_resumes_until_its_code_changes(
+    started: Path, display: Any, tmp_path: Path
+) -> None:
+    assert resume(started, display, steps=3).step == 3
+    with (tmp_path / "lengths.py").open("a") as file:
+        file.write("# another line\n")
+    with pytest.raises(TrustError, match=r"lengths\.py and calls shorter\(\) \(changed since it last ran here\)"):
+        resume(started, display, steps=4)
+    assert resume(started, display, steps=4, trust_run=True).step == 4
+    assert resume(started, display, steps=5).step == 5
+
+
+def test_a_run_elsewhere_is_another_run(started: Path, display: Any, tmp_path: Path) -> None:
+    moved = started.rename(tmp_path / "moved")
+    with pytest.raises(TrustError, match=r"lengths\.py"):
+        resume(moved, display, steps=3)
+    moved.rename(started)
+    (tmp_path / "link").symlink_to(started)
+    assert resume(tmp_path / "link", display, steps=3).step == 3
+
+
+def test_without_a_state_directory_it_is_asked_for_each_time(
+    own: Path, display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert resume(own, display, steps=3, trust_run=True).step == 3
+    with pytest.raises(TrustError):
+        resume(own, display, steps=4)
+
+
+def test_a_forged_record_in_the_run_directory_is_not_read(
+    stranger: Path, canary: Path, display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = trust.reward_code(from_tree(read_toml(stranger / "config.toml"), where="test"))
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(stranger / ".local" / "state"))
+        trust.remember(stranger, code)
+    with pytest.raises(TrustError):
+        resume(stranger, display, steps=3)
+    assert not canary.exists()
+
+
+def test_everything_that_settings_can_run_is_named(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "someone/theirs--code.Config"}}))
+    config = tiny(
+        "reward.functions=code_tests", 'reward.options={code_tests = {python = "/x/python", allow_unsafe = true}}',
+        "rollout.engine=vllm", 'rollout.engine_options={settings = {worker_cls = "evil"}, servers = ["there:1"]}',
+        "model.build=", f"model.path={model}", "model.trust_remote_code=true",
+    )  # fmt: skip
+    told = " ".join(code.what for code in trust.all_code(config, [model]))
+    for words in ("starts /x/python", "without a sandbox", "worker_cls", "there:1", "the code of someone/theirs"):
+        assert words in told
+    assert trust.all_code(tiny("reward.functions=exact_answer"), [model]) == []
+
+
+@pytest.mark.parametrize("command", [["train", "demo"], ["eval", "nowhere", "--data", "addition"]])
+def test_the_option_is_refused_where_it_does_nothing(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--trust-run"]) == 1
+    assert "--trust-run: has no effect" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- links
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "curves.png")
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "tensorboard", "wandb")
+INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "tensorboard/events")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS, *INSIDE])
+def test_a_resume_writes_and_deletes_nothing_outside(
+    name: str, kind: str, stranger: Path, display: Any, tmp_path: Path
+) -> None:
+    outside, there = tmp_path / "outside", stranger / name
+    outside.mkdir()
+    there.parent.mkdir(exist_ok=True)
+    target = outside / there.name
+    if there.exists() or there.is_symlink():
+        there.rename(target)
+    elif name in FOLDERS or there.parent.name == "checkpoints":
+        target.mkdir()
+        (target / "precious").write_text("precious")
+    else:
+        target.write_text("precious")
+    if kind == "second name" and target.is_dir():
+        return  # there is no such thing
+    {"link": there.symlink_to, "second name": there.hardlink_to, "pipe": lambda _: os.mkfifo(there)}[kind](target)
+    before = contents(outside)
+    if kind == "second name" and name.startswith(("rollouts/", "checkpoints/")):  # those are replaced, never written
+        assert resume(stranger, display, steps=3, trust_run=True).step == 3
+    else:
+        with pytest.raises(ConfigError, match=re.escape(str(stranger if name in (".lock", "config.toml") else there))):
+            resume(stranger, display, steps=3, trust_run=True)
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_what_is_replaced_by_renaming_is_not_written_through(
+    link: bool, stranger: Path, display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    for path in (stranger / ".tmp-config.toml", stranger / ".tmp-environment.json"):
+        make = path.symlink_to if link else path.hardlink_to
+        make(tmp_path / "precious")
+    resume(stranger, display, steps=3, trust_run=True)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert "steps = 3" in (stranger / "config.toml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- what is deleted
+
+
+def test_only_checkpoints_are_retired(own: Path, display: Any) -> None:
+    settings = (own / "config.toml").read_text()
+    (own / "config.toml").write_text(settings.replace("keep = 0", "keep = 1"))
+    kept = ("000000-best", "20240101", "123456", "mine", ".tmp-mine", ".tmp-123")
+    for name in kept:
+        (own / "checkpoints" / name).mkdir()
+        (own / "checkpoints" / name / "data").write_text(name)
+    (own / "checkpoints" / "123456" / "manifest.json").write_text("{}")
+    resume(own, display, steps=4)
+    for name in kept:
+        assert (own / "checkpoints" / name / "data").read_text() == name
+    assert [p.name for p in checkpoint.saved(own / "checkpoints") if p.name not in kept] == ["000004"]
+
+
+def test_a_later_checkpoint_that_was_passed_over_does_not_push_out_the_new_one(own: Path, display: Any) -> None:
+    settings = (own / "config.toml").read_text()
+    (own / "config.toml").write_text(settings.replace("keep = 0", "keep = 1"))
+    (own / "checkpoints/000002").rename(own / "checkpoints/000009")
+    resume(own, display)
+    assert checkpoint.newest(own / "checkpoints")[0].name == "000002"
+
+
+def test_a_folder_in_the_way_of_a_checkpoint_is_not_replaced(own: Path, display: Any) -> None:
+    (own / "checkpoints/000003").mkdir()
+    (own / "checkpoints/000003/data").write_text("mine")
+    with pytest.raises(CheckpointError, match="000003 is there, and is not a checkpoint"):
+        resume(own, display, steps=3)
+    assert (own / "checkpoints/000003/data").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------- what is stated
+
+FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another step": lambda s: s.update(step=7),
+    "a step that is a text": lambda s: s.update(step="2"),
+    "a step that is true": lambda s: s.update(step=True),
+    "a negative cursor": lambda s: s.update(cursor=-1),
+    "a fraction of a cursor": lambda s: s.update(cursor=0.5),
+    "a cursor beyond all": lambda s: s.update(cursor=10**400),
+    "more updates than steps": lambda s: s.update(updates=1000),
+    "a scale of 0": lambda s: s.update(clip_scale=0),
+    "a scale that is none": lambda s: s.update(clip_scale=float("nan")),
+    "offsets elsewhere": lambda s: s["offsets"].update({"../../x": 1}),
+    "a negative offset": lambda s: s["offsets"].update({"metrics.jsonl": -1}),
+    "an offset in a line": lambda s: s["offsets"].update({"metrics.jsonl": s["offsets"]["metrics.jsonl"] - 5}),
+    "an offset of an earlier step": lambda s: s["offsets"].update({"metrics.jsonl": 0}),
+    "no settings": lambda s: s.update(settings={}),
+    "settings that are a list": lambda s: s.update(settings=[1]),
+    "fewer tokens than the log": lambda s: s.update(tokens=s["tokens"] - 1),
+    "a pending step of another time": lambda s: s.update(pending={"step": 1}),
+    "a pending step that is written": lambda s: s.update(pending={"step": 2}),
+    "another field": lambda s: s.update(more=1),
+    "a field less": lambda s: s.pop("tokens"),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_forged_state_is_passed_over(how: str, own: Path, display: Any) -> None:
+    for path in checkpoint.saved(own / "checkpoints")[:-1]:
+        shutil.rmtree(path)
+    newest = checkpoint.saved(own / "checkpoints")[-1]
+    change(newest, FORGED[how])
+    assert checkpoint.damage(newest) is None
+    before = (own / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: 000002: .*(trainer|metrics)\.json"):
+        resume(own, display, steps=3)
+    assert (own / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_state_nested_beyond_all_is_passed_over(own: Path, display: Any) -> None:
+    newest = checkpoint.saved(own / "checkpoints")[-1]
+    (newest / "trainer.json").write_text("[" * 100_000)
+    fit(newest)
+    assert resume(own, display, steps=3).step == 3
+    assert any("000002" in m and "cannot be read" in m for m in display.messages)
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", "[" * 100_000])
+def test_a_log_that_no_run_writes_is_named(line: str, own: Path, display: Any) -> None:
+    text = (own / "metrics.jsonl").read_text().splitlines(keepends=True)
+    text[0] = line[: len(text[0]) - 1].ljust(len(text[0]) - 1) + "\n"
+    (own / "metrics.jsonl").write_text("".join(text))
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        resume(own, display, steps=3)
+
+
+# ------------------------------------------------------------------------------------------------- two trainers
+
+
+def test_f9_a_deleted_lock_file_lets_nobody_in(own: Path, display: Any) -> None:
+    first, _ = RunDir.open(own)
+    (own / ".lock").unlink()
+    with pytest.raises(RunLockedError, match="another trainer"):
+        resume(own, display, steps=3)
+    first.check_held()
+    first.close()
+    assert resume(own, display, steps=3).step == 3
+
+
+def test_f9_a_trainer_stops_when_its_directory_is_another(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    config = tiny("steps=3", "eval.every=0")
+
+    class Moves(type(display)):  # type: ignore[misc]
+        def step(self, step: int, *rest: Any) -> None:
+            if step == 1:
+                run_of(config).rename(tmp_path / "moved")
+                run_of(config).mkdir()
+
+    with pytest.raises(GspoError, match="was moved, deleted, or taken over"):
+        train(config, Moves())
+    assert list(run_of(config).iterdir()) == []
