@@ -148,6 +148,7 @@ BOMBS = [
     r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 300 + "}",
     r"$\sum_{i=1}^{10000000} \frac{1}{i^i}$",
     r"\boxed{(x+y+z+w)^{200}}",
+    r"\boxed{((((9!)!)!)!)}",
     r"\boxed{\exp(\exp(\exp(\exp(9))))}",
 ]
 
@@ -167,14 +168,6 @@ def test_bombs_hurt_only_themselves(group):
     for (_, completions), row in zip(groups, scores, strict=True):
         for completion, score in zip(completions, row, strict=True):
             assert score.reward == float(completion.text == right), completion.text[:60]
-
-
-def test_bombs_that_outrun_math_verify_are_killed(group):
-    config = RewardConfig(functions=("math_answer",), options={"math_answer": {"limit_s": 60}}, timeout_s=1.0)
-    with RewardPool(config) as pool:
-        right, bomb = pool.score([group(["#### 72", BOMBS[1]], answer="72")])[0]
-    assert right.reward == 1.0
-    assert bomb.failure == "timeout: math_answer: no result after 1 s"
 
 
 def test_exact_answer(make_pool, group):
@@ -233,5 +226,4 @@ def test_reply_format(make_pool, group):
 def test_a_pattern_that_backtracks_for_ever(make_pool, group):
     pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     good, bad = pool.score([group(["aab", "a" * 60])])[0]
-    assert good.reward == 1.0
-    assert bad.failure == "timeout: reply_format: no result after 0.5 s"
+    assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"reply_format": ("timeout",)})

@@ -72,7 +72,7 @@ def _expected(text: str, limit_s: float) -> Answer | None:
     try:
         with _processor_limit(limit_s):
             found = read_expected(text)
-            return found if found and all(_parsed(part.text) for part in _formulas(found)) else None
+            return found if found and all(_usable(part) for part in _formulas(found)) else None
     except TimeoutException:
         return None
 
@@ -163,7 +163,12 @@ def _equal_formulas(expected: Answer, given: Answer) -> bool:
     if abs(a - b) <= max(abs(a), abs(b)) * Float(precision, 40):
         return True
     formula, number = (b, expected.number) if expected.number else (a, given.number)
-    return number is not None and formula.is_real and _rounds(Fraction(str(formula)), number)
+    return (
+        number is not None
+        and bool(formula.is_real)
+        and abs(formula) < 1e100
+        and _rounds(Fraction(str(formula)), number)
+    )
 
 
 def _meaning(answer: Answer) -> Any:
@@ -176,6 +181,12 @@ def _meaning(answer: Answer) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Expr) and bool(value.is_number) and bool(value.is_finite)
+
+
+def _usable(answer: Answer) -> bool:
+    """Whether an expected formula can be read and, if it is a number, computed: else every completion would fail on it."""
+    meaning = _meaning(answer)
+    return meaning is not None and (not _is_number(meaning) or bool(meaning.evalf(40).is_number))
 
 
 def _formulas(answer: Answer) -> Iterator[Answer]:
