@@ -18,7 +18,7 @@ READ = 20_000
 """Characters at the end of a text that are read."""
 _LONGEST = 100
 """Characters of one number."""
-SCALES = {
+SCALES: dict[str, int | Fraction] = {
     **{
         "hundred": 100,
         "thousand": 10**3,
@@ -29,6 +29,8 @@ SCALES = {
         "gross": 144,
     },
     **{"lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9, "k": 10**3},
+    **{"tenth": Fraction(1, 10), "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000)},
+    **{"millionth": Fraction(1, 10**6), "billionth": Fraction(1, 10**9)},
 }
 """What words after a number multiply it by."""
 _UNITS = (
@@ -106,7 +108,10 @@ _POWER = (
 )
 _CURRENCY = r"[$€£¥₹]|(?:USD|EUR|GBP)\b"
 _TWO_DIGITS = r"[0-9]\s?[0-9](?![0-9])"
-_LARGE = r"(?:hundred|thousand|million|billion|trillion|dozen|gross|lakh|crore|bn|mn)s?\b"
+_LARGE = (
+    r"(?:(?:ten|hundred|thousand|million|billion)th"
+    r"|hundred|thousand|million|billion|trillion|dozen|gross|lakh|crore|bn|mn)s?\b"
+)
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )[+-]\s?)?(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
     rf"(?:(?P<whole>{_INT})(?:\s?|\s(?:and\s)?)"
@@ -214,7 +219,7 @@ def numbers_spelled(text: str) -> list[Number]:
 
 
 def _of_words(text: str) -> Fraction:
-    total, part = 0, 0
+    total, part = Fraction(0), Fraction(0)
     for word in re.findall("[a-z]+", text):
         if word in _WORDS:
             part += _WORDS[word]
@@ -222,4 +227,4 @@ def _of_words(text: str) -> Fraction:
             part *= SCALES[word]
         elif word in SCALES:
             total, part = total + part * SCALES[word], 0
-    return Fraction(-(total + part) if text.startswith(("minus", "negative")) else total + part)
+    return -(total + part) if text.startswith(("minus", "negative")) else total + part

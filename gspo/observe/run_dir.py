@@ -5,7 +5,7 @@
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
     timings.jsonl          one object per step; everything that depends on the clock
     rollouts/000012.jsonl  every reply of the step
-    reward_errors/01.txt   the first failure of a reward function in each place: traceback, what it printed, the completion
+    reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
     tokenizer/             what the replies' token ids mean
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see policy/checkpoint.py

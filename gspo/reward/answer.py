@@ -57,7 +57,7 @@ _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(])
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
 _DENIED = re.compile(
-    r"(?i)\b(?:not|never|neither|nor|isn't|at least|at most|(?:more|less|greater|fewer|other) than)\s*"
+    r"(?i)(?:\b(?:not|never|neither|nor|isn't|at least|at most|(?:more|less|greater|fewer|other) than)|\\pm|\\mp)\s*"
     r"(?:(?:equal to|exactly|about|be|the|option)\s+)*[$€£(*\\]*\s*$"
 )
 _RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
@@ -91,7 +91,7 @@ def read_stated(text: str, stated: Stated, expected: Answer) -> Answer | None:
     said = _plain(text)
     if expected.choice:
         return _chosen(said, stated)
-    if _doubtful(said, several=bool(expected.items)):
+    if _doubtful(said, several=bool(expected.items)) or _contradictory(_sides(_trimmed(said))):
         return None
     found = read_formula(text)
     sentence = not stated.marked and found and found.items and not expected.items
@@ -160,7 +160,8 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
         return False
     before, between = said[: numbers[-2].start], said[numbers[-2].end : numbers[-1].start]
     ranged = bool(_RANGE.search(before)) and bool(re.search(r"(?i)\b(?:and|to)\b", between))
-    hedged = not several and bool(_UNSURE.search(between)) and "=" not in between
+    beside = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())  # no 1 234
+    hedged = not several and (beside or (bool(_UNSURE.search(between)) and "=" not in between))
     return len(between) < 40 and (ranged or hedged)
 
 
@@ -244,6 +245,13 @@ def _sides(text: str) -> list[str]:
     if _INEQUALITY.search(text):
         return [text]
     return [side.strip() for side in _RELATION.split(text) if side.strip()] or [text]
+
+
+def _contradictory(sides: list[str]) -> bool:
+    """Whether an equation states that two different whole numbers are one."""
+    numbers = [whole_number(side) for side in sides] if len(sides) > 1 else []
+    whole = {n.value for n in numbers if n and n.value.denominator == 1 and not n.percent}
+    return len(whole) > 1
 
 
 def _parts(text: str) -> tuple[str, list[str]]:

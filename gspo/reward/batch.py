@@ -1,20 +1,21 @@
-"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is enough.
+"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is
+enough.
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the time
-that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each with what
-became of it.
+exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the
+time that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each
+with what became of it.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
-while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts and
-theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores does not
-depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until one of a whole
-group is answered.
+while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts
+and theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores
+does not depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until
+one of a whole group is answered.
 
-Whose fault a failure is, is decided here, in `Batch.parts`: where a built-in reward hangs, dies or takes too much memory on one
-completion alone, and its reference can be scored (another completion of the prompt was, or an empty one is), the completion has
-caused it and scores 0. Everything else stays unscored.
+Whose fault a failure is, is decided here, in `Batch.parts`: where a built-in reward hangs, dies or takes too much
+memory on one completion alone, and its reference can be scored (another completion of the prompt was, or an empty one
+is), the completion has caused it and scores 0. Everything else stays unscored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SUSPECT = 0.5
 IDLE = 0.5
 """Share of the time of a call below which the processor time that it used says that it did not get to work."""
 RETRIES, RETRY_S = 4, 10.0
-"""Calls of a batch that are made once more because they did not get the processor, and the time beyond `timeout_s` for each."""
+"""Calls of a batch that are made once more because they did not get the processor; time for each beyond `timeout_s`."""
 SLOW, QUICK_S = 4.0, 0.1
 """A single reply is likely to hang when it takes this many times as long as any answered before it, and this long at least."""
 

@@ -380,7 +380,7 @@ def one_line(text: object, limit: int = 300) -> str:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """An exception's type, message and place, in one line: the last line of the user's file that led to it, if there is one."""
+    """An exception's type, message and place, in one line; the place is the last one in the user's file, if it has one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and f.filename != __file__]
     own = [f for f in frames if f.filename == file] or frames
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""

@@ -1,9 +1,10 @@
 """One worker process, seen from the trainer.
 
-In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: an answer bears the token of its
-call and has the form of an answer, so that what functions or libraries write into the pipe is ignored, or is at worst a failure
-of that call; every wait has a deadline on a monotonic clock, a worker that failed is killed with all it started and reaped, what it prints is drained and forgotten
-except for a short tail, and what it holds in memory beyond what its functions took to load has a limit.
+In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: an answer bears the
+token of its call and has the form of an answer, so that what functions or libraries write into the pipe is ignored,
+or is at worst a failure of that call; every wait has a deadline on a monotonic clock, a worker that failed is killed
+with all it started and reaped, what it prints is drained and forgotten except for a short tail, and what it holds in
+memory beyond what its functions took to load has a limit.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class WorkerProcess:
     def call(
         self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """The answer to one call; after `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone, but not what it printed."""
+        """The answer to one call. After `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone; `printed` is not."""
         self._tail = b""
         used = processor_seconds(self._process.pid) if self._process else 0.0
         try:

@@ -325,7 +325,7 @@ class RewardPool:
             self._fail(job, Part(**answer), worker.printed())
 
     def _lost(self, job: Job, reason: str, printed: str, cause: str, again: Sequence[Job], *, guilty: bool) -> None:
-        """After a hang or a death; a fresh process has been started, so that the pool is whole when the batch is done."""
+        """After a hang or a death. A fresh process was started, so that the pool is whole when the batch is done."""
         if job.probe:
             job.batch.probed(job, scored=False)
             return
@@ -343,7 +343,7 @@ class RewardPool:
         job.batch.record(job, [part] * len(job.replies))
 
     def _remember(self, job: Job, reply: int, part: Part, printed: str) -> None:
-        """Keep the first failure of each place for `new_faults`. What a completion does to a built-in is no fault of it."""
+        """Keep the first failure of each place for `new_faults`. What a completion does to a built-in is not one."""
         if not part.failure or (part.cause and not self._sources[job.function].file):
             return
         place = _PLACE.search(part.failure)

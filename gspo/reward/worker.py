@@ -1,10 +1,10 @@
 """A reward worker: the process in which reward functions run (`python -m gspo.reward.worker`).
 
-In: JSON lines on stdin: first the functions to load, then one call at a time, each with a token. Out: one line per line, the
-token and JSON, on the pipe that was stdout when the process began. Invariant: functions run on the main thread (math-verify's alarms need it), one
-at a time, and can neither read the requests nor write into the answers by printing: their stdin is /dev/null, and their
-output goes to stderr, of which the trainer keeps a short tail. The process ends with its trainer, and what functions have
-started ends with it (`overseer.py`).
+In: JSON lines on stdin: first the functions to load, then one call at a time, each with a token. Out: one line per
+line, the token and JSON, on the pipe that was stdout when the process began. Invariant: functions run on the main
+thread (math-verify's alarms need it), one at a time, and can neither read the requests nor write into the answers by
+printing: their stdin is /dev/null, and their output goes to stderr, of which the trainer keeps a short tail. The
+process ends with its trainer, and what functions have started ends with it (`overseer.py`).
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def test_a_reward_that_is_broken(
 
 
 def test_a_slow_reward_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
-    config = rewarded("time.sleep(0.05); return len(c) % 3", "rollout.prompts=500")
+    config = rewarded("time.sleep(0.3); return len(c) % 3", "rollout.prompts=500")
     finding = examined(config, *REPLIES, prompts=2)["reward on replies"][-1]
     assert finding.level == "warning"
-    assert 0.05 <= finding.numbers["seconds"] < 0.2
+    assert finding.numbers["seconds"] >= 0.1
     assert "reward.workers" in finding.do
 
 

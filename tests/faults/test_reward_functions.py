@@ -94,7 +94,8 @@ def wait_for(pool: Any, workers: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_f19_a_function_that_misbehaves(case: str, misbehaving: Callable[..., Any], group: Callable[..., Any]) -> None:
     bad, expected = CASES[case]
-    timeout_s = 20.0 if case == "prints 1 GB" else TIMEOUT_S  # printing takes more than a second here, and is no fault
+    slow = case in ("prints 1 GB", "eats 4 GB")  # takes its time on a busy machine, and the deadline is not the fault
+    timeout_s = 20.0 if slow else TIMEOUT_S
     pool, marks = misbehaving(bad, timeout_s=timeout_s)
     groups = [group(texts, id=f"train/{i}") for i, texts in enumerate(GROUPS)]
     began = time.monotonic()

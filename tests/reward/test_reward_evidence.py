@@ -1,4 +1,5 @@
-"""What a failing reward leaves behind: the user's own line, the traceback, what was printed, the completion; each once."""
+"""What a failing reward leaves behind: the user's own line, the traceback, what was printed, the completion; each
+once."""
 
 from __future__ import annotations
 
