@@ -252,7 +252,8 @@ def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate
     if samples > 1:
         print(f"  avg@k: of the first k replies of a problem; pass@k: estimated from all {samples}")
     if done.unscored:
-        print(f"  {done.unscored} replies have no verdict (unscored) and are left out")
+        why = next((f"; the first: {s.failure}" for scores in done.scores for s in scores if s.failure), "")
+        print(f"  {done.unscored} replies have no verdict (unscored) and are left out{why}")
 
 
 def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:

@@ -83,6 +83,7 @@ class Loop:
         """The step that this process went on from."""
         self._few = False
         """Whether a step was told of that had fewer updates than mini-batches."""
+        self._fault_file: Path | None = None
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
         read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
@@ -247,6 +248,7 @@ class Loop:
         with clock.measure("step"):
             with self.stop.interruptible():
                 collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
+            self._report_faults(step)
             self._check_scores(collected, state)
             with clock.measure("learn"):
                 learned = learn(parts, collected.gathered.groups, step=step)
@@ -350,10 +352,35 @@ class Loop:
         self.unscored += len(failed)
         if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
             self._save(state)
+            self._write_rollouts(self.parts, state.step + 1, collected, None)
             self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
             raise RewardError(
                 f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
-                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}. Mend the reward, then: gspo train --resume {self.run.path}"
+                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}.{self._evidence()} Mend the reward, then: "
+                f"gspo train --resume {self.run.path}"
+            )
+
+    def _report_faults(self, step: int) -> None:
+        """Write down, and say, each new way in which a reward function fails. The run may go on without the file."""
+        for fault in self.parts.rewards.new_faults():
+            try:
+                self._fault_file = self.run.reward_error(f"step {step}: {fault}")
+                where = f"; traceback, output and completion: {self._fault_file}"
+            except OSError as error:
+                where = f" (and that could not be written down: {error})"
+            self.run.event("reward failed", step=step, function=fault.function, what=fault.failure)
+            self.display.message(f"step {step}: {fault.failure}{where}")
+
+    def _evidence(self) -> str:
+        return f" The last new kind of failure is in {self._fault_file}." if self._fault_file else ""
+
+    def _check_first_evaluation(self, done: Evaluation) -> None:
+        """A reward that can score nothing is better known before the first step than after it."""
+        failed = [s.failure for scores in done.scores for s in scores if s.status is Status.UNSCORED]
+        if failed and len(failed) == sum(map(len, done.scores)):
+            raise RewardError(
+                f"the first evaluation: none of {len(failed)} completions could be scored; the first: {failed[0]}."
+                f"{self._evidence()} Mend the reward, or the answers of the held-out problems, before you train"
             )
 
     def _check_updates(self, step: int, collected: Collected, learned: Learned | None, in_row: int) -> int:
@@ -422,6 +449,9 @@ class Loop:
             return {}
         sampling = self.config.rollout.sampling
         done = self._held_out(sampling, settings.samples, "eval")
+        self._report_faults(state.step)
+        if state.step == 0:
+            self._check_first_evaluation(done)
         sampled = done.accuracy
         values = {
             "eval/unscored": done.unscored,

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from itertools import islice
 from typing import Any
 
@@ -56,6 +57,7 @@ def check_known(case: Case) -> Iterator[Finding]:
         known = _known(case, spec) if spec in BUILT_IN or place == 0 else []
         if known:
             yield from _judged(case, name, spec, known)
+            yield from _planted(case, name, spec, known)
     yield from _empty(case)
 
 
@@ -91,6 +93,60 @@ def _missed(
         return fail(f"{name} abstains on every one of the data's own answers, so no reply could ever be scored.", "The expected answers are not of the kind this reward reads; use another (exact_answer for words), or set data.answer_field and data.answer_after.", detail=example, **numbers)  # fmt: skip
     cause = f", and abstains on {silent}" if silent else ""
     return warning(f"{name} calls only {right} of {len(known)} of the data's own answers right{cause}: where it does not, no reply can be right.", "Check data.answer_field, data.answer_after and the reward's options against the example, or take these rows out.", detail=example, **numbers)  # fmt: skip
+
+
+def _planted(case: Case, name: str, spec: str, known: Sequence[Known]) -> Iterator[Finding]:
+    """A wrong final answer after right working must not be right: it is what a model learns to write otherwise."""
+    assert case.rewards is not None
+    if spec == "code_tests":
+        return
+    planted = [(k, texts) for k in known if (texts := _wrong_at_last(k, known))]
+    groups = [(k.prompt, [_reply(case, k.prompt, i, t) for i, t in enumerate(texts)]) for k, texts in planted]
+    scores = case.rewards.score(groups)
+    fooled = [
+        (k, text)
+        for (k, texts), group in zip(planted, scores, strict=True)
+        for text, score in zip(texts, group, strict=True)
+        if (score.parts.get(name) or 0.0) > case.config.reward.correct_above
+    ]
+    if fooled:
+        count, (first, text) = sum(len(texts) for _, texts in planted), fooled[0]
+        answer = first.prompt.columns.get("answer")
+        example = [f"{first.prompt.id}: expected {answer!r:.80}, tried {shown(text, 240)!r}"]
+        yield warning(
+            f"{name} calls {len(fooled)} of {count} completions right whose final answer is wrong after right working.",
+            "Make it read the final answer alone: what follows the thinking, in the form that the prompt asks for.",
+            detail=example,
+            function=name,
+            fooled=len(fooled),
+            planted=count,
+        )
+
+
+def _wrong_at_last(known: Known, others: Sequence[Known]) -> list[str]:
+    """Its own answer as working, in thought and aloud, and then a wrong answer in the same form."""
+    right = _first_answer(known)
+    wrong = _off_by_one(right)
+    if wrong is not None and all(right in text for text in known.texts):
+        pairs = [(text, wrong.join(text.rsplit(right, 1))) for text in known.texts]
+    else:
+        other = next((o for o in others if _first_answer(o) != right and len(o.texts) == len(known.texts)), None)
+        pairs = list(zip(known.texts, other.texts, strict=True)) if other else []
+    return [text for good, bad in pairs for text in (f"<think>{good}</think>\n{bad}", f"First: {good}\nNo. {bad}")]
+
+
+def _first_answer(known: Known) -> str:
+    answer = known.prompt.columns.get("answer")
+    return str(answer[0] if isinstance(answer, list) and answer else answer)
+
+
+def _off_by_one(answer: str) -> str | None:
+    """The next number; None if it is none."""
+    try:
+        number = Decimal(answer.replace(",", ""))
+    except InvalidOperation:
+        return None
+    return str(number + 1) if number.is_finite() and abs(number) < 10**15 else None
 
 
 def _empty(case: Case) -> Iterator[Finding]:
@@ -161,7 +217,13 @@ def _any(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     return [text for form in forms for text in _marked(columns, {}, form)]
 
 
-BUILT_IN = {"math_answer": _math, "exact_answer": _exact, "code_tests": _program, "task_answer": _any}
+BUILT_IN = {
+    "math_answer": _math,
+    "exact_answer": _exact,
+    "last_number": _exact,
+    "code_tests": _program,
+    "task_answer": _any,
+}
 """How a right reply looks, for rewards whose demands are known."""
 
 

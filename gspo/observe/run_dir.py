@@ -5,6 +5,7 @@
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
     timings.jsonl          one object per step; everything that depends on the clock
     rollouts/000012.jsonl  every reply of the step
+    reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
     tokenizer/             what the replies' token ids mean
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see policy/checkpoint.py
@@ -125,6 +126,14 @@ class RunDir:
             partial.unlink(missing_ok=True)
             raise
         partial.rename(file)
+
+    def reward_error(self, text: str) -> Path:
+        """Write down how a reward function failed."""
+        folder = self.path / "reward_errors"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{1 + len(list(folder.iterdir())):02d}.txt"
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return file
 
     def offsets(self) -> dict[str, int]:
         """How long the step files are now, on disk; part of a checkpoint."""

@@ -1,16 +1,21 @@
-"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is enough.
+"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is
+enough.
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the time
-that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each with what
-became of it.
+exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the
+time that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each
+with what became of it.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
-while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts and
-theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores does not
-depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until one of a whole
-group is answered.
+while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts
+and theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores
+does not depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until
+one of a whole group is answered.
+
+Whose fault a failure is, is decided here, in `Batch.parts`: where a built-in reward hangs, dies or takes too much
+memory on one completion alone, and its reference can be scored (another completion of the prompt was, or an empty one
+is), the completion has caused it and scores 0. Everything else stays unscored.
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.types import Completion, Prompt
@@ -31,6 +36,10 @@ SPARE_S = 0.8
 """What a batch may take beyond `timeout_s`."""
 SUSPECT = 0.5
 """Share of `timeout_s` after which a call is likely to hang."""
+IDLE = 0.5
+"""Share of the time of a call below which the processor time that it used says that it did not get to work."""
+RETRIES, RETRY_S = 4, 10.0
+"""Calls of a batch that are made once more because they did not get the processor; time for each beyond `timeout_s`."""
 SLOW, QUICK_S = 4.0, 0.1
 """A single reply is likely to hang when it takes this many times as long as any answered before it, and this long at least."""
 
@@ -46,6 +55,10 @@ class Part:
     failure: str | None = None
     notes: Sequence[str] = ()
     """Words on how it came about."""
+    cause: str = ""
+    """What the worker did on this completion alone: `timeout`, `died` or `memory`; empty if nothing of that kind."""
+    trace: str = ""
+    """Where a function raised, as Python prints it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +70,10 @@ class Job:
     function: int = 0
     replies: tuple[int, ...] = ()
     again: bool = False
+    last: bool = False
+    """It is not tried again, however little processor time it gets."""
+    probe: bool = False
+    """With an empty completion instead: can the reference be scored at all?"""
 
     @property
     def call(self) -> tuple[int, int]:
@@ -74,8 +91,8 @@ class Job:
         return {
             "function": self.function,
             "prompt": prompt.content,
-            "completions": [c.text for c in chosen],
-            "completion_ids": [c.token_ids for c in chosen],
+            "completions": [""] if self.probe else [c.text for c in chosen],
+            "completion_ids": [()] if self.probe else [c.token_ids for c in chosen],
             "columns": dict(prompt.columns),
         }
 
@@ -98,6 +115,7 @@ class Batch:
         workers: int,
         timeout_s: float,
         bounded_s: Mapping[int, float] | None = None,
+        built_in: Collection[int] = (),
     ) -> None:
         self.groups = groups
         self.functions = functions
@@ -105,6 +123,10 @@ class Batch:
         self.error: BaseException | None = None
         self._lock = threading.RLock()
         self._timeout_s, self._bounded_s = timeout_s, dict(bounded_s or {})
+        self._built_in = frozenset(built_in)
+        self._reference: dict[tuple[int, int], bool | None] = {}
+        """Whether the empty completion of a prompt could be scored; None while that is asked."""
+        self._retried = 0
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._meanwhile: dict[tuple[int, int, int], Part] = {}
         """Words on replies that were tried alone while the call of their group goes on."""
@@ -161,7 +183,7 @@ class Batch:
 
     def unwanted(self, job: Job) -> bool:
         """Whether nobody waits for a call any more."""
-        return self.done.is_set() or job.key(job.replies[0]) in self._parts
+        return self.done.is_set() or (not job.probe and job.key(job.replies[0]) in self._parts)
 
     @property
     def busy(self) -> bool:
@@ -217,7 +239,48 @@ class Batch:
 
     def parts(self, group: int, reply: int) -> list[Part]:
         """Every function's word on a reply, in the order of the functions."""
-        return [self._parts[group, f, reply] for f in range(self.functions)]
+        return [self._judged(group, f, self._parts[group, f, reply]) for f in range(self.functions)]
+
+    # ---- whose fault it is
+
+    def _judged(self, group: int, function: int, part: Part) -> Part:
+        """What the completion causes is a 0; what the function, the reference or the machine causes is unscored."""
+        if part.cause and function in self._built_in and self._reference_scored(group, function):
+            return Part(value=0.0, notes=(part.cause,))
+        return part
+
+    def _reference_scored(self, group: int, function: int) -> bool:
+        replies = range(len(self.groups[group][1]))
+        answered = (self._parts.get((group, function, reply)) for reply in replies)
+        return bool(self._reference.get((group, function))) or any(p and p.value is not None for p in answered)
+
+    def probe(self, job: Job) -> list[Job]:
+        """A call that shows whether a prompt's reference can be scored, if that may matter and nobody has asked."""
+        with self._lock:
+            asked = job.probe or job.call in self._reference or self.done.is_set()
+            if asked or job.function not in self._built_in or self._reference_scored(*job.call):
+                return []
+            self._reference[job.call] = None
+            self._left += 1
+            return [Job(batch=self, group=job.group, function=job.function, replies=(0,), again=True, probe=True)]
+
+    def probed(self, job: Job, *, scored: bool) -> None:
+        """What came of it."""
+        with self._lock:
+            self._reference[job.call] = scored
+            self._left -= 1
+            if not self._left:
+                self.done.set()
+
+    def idle(self, job: Job, processor_s: float) -> list[Job]:
+        """The call once more, if it hung without getting the processor; the batch may take longer for it."""
+        with self._lock:
+            worked = processor_s >= IDLE * self._timeout_s
+            if worked or job.last or job.function not in self._built_in or self._retried == RETRIES:
+                return []
+            self._retried += 1
+            self._whole.discard(job.call)
+            return [replace(job, again=True, last=True)]
 
     # ---- functions that keep failing
 
@@ -265,15 +328,22 @@ class Batch:
                 return
             now = time.monotonic()
             loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
-            limit_s = self._timeout_s + SPARE_S + self._answered_s + loading_s
+            limit_s = (
+                self._timeout_s + SPARE_S + self._answered_s + loading_s + self._retried * (self._timeout_s + RETRY_S)
+            )
             if self._began is None or now < self._began + limit_s:
                 return
             for job in [job for job in self._out if not job.again]:
                 self.failed(job)
-            trying = {job.key(reply): since for job, since in self._out.items() for reply in job.replies}
+            trying = {
+                job.key(reply): since for job, since in self._out.items() for reply in job.replies if not job.probe
+            }
             for alone in [alone for job in self.jobs() for alone in job.alone()]:
                 since = trying.get(alone.key(*alone.replies))
-                self.record(alone, [Part(failure=_late(name(alone.function), since))])
+                hung = since is not None and now - since >= SUSPECT * self._timeout_s
+                part = Part(failure=_late(name(alone.function), since), cause="timeout" if hung else "")
+                self.record(alone, [part])
+            self.done.set()  # whatever the probes say, if they are still out
 
 
 def _late(name: str, since: float | None) -> str:

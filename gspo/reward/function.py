@@ -43,7 +43,8 @@ from gspo.reward import rewards
 RESERVED = ("prompts", "completions", "completion_ids")
 """What every function may receive beside the row's columns."""
 
-
+TRACE = 20_000
+"""Characters of a traceback."""
 _WORD = re.compile(r"[a-z0-9_]{1,32}")
 
 
@@ -52,7 +53,8 @@ class RewardWarning(UserWarning):
 
 
 Result = dict[str, Any]
-"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`."""
+"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`, with `"trace"` where
+there is one."""
 
 
 class Noted(float):
@@ -162,6 +164,8 @@ class RewardFunction:
     options: Mapping[str, Any]
     about: str = ""
     """What it has to say of itself when a run begins."""
+    file: str = ""
+    """The user's file; empty for a built-in."""
     bounded_s: float = 0.0
     """Seconds within which it is done with one completion, whatever that does (`longest_s` of a built-in), so that a slow
     call is no sign of a hang. 0 if it does not limit the time itself."""
@@ -173,11 +177,11 @@ class RewardFunction:
 
     def __call__(
         self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
-    ) -> list[Result] | str:
-        """One result per reply, or in one line why the call as a whole failed."""
+    ) -> list[Result] | Result:
+        """One result per reply, or why the call as a whole failed."""
         missing = self.columns_needed - set(row)
         if missing:
-            return f"raised: {lacking(self.name, missing, row)}"
+            return {"failure": f"raised: {lacking(self.name, missing, row)}"}
         try:
             values = self.call(**self._arguments(prompt, texts, ids, row))
             values = _awaited(values) if inspect.iscoroutine(values) else values
@@ -185,8 +189,9 @@ class RewardFunction:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing the function does ends the run
             return self._failure(error)
 
-    def _failure(self, error: BaseException) -> str:
-        return f"{'timeout' if isinstance(error, TimeoutError) else 'raised'}: {self.name}: {describe(error)}"
+    def _failure(self, error: BaseException) -> Result:
+        kind = "timeout" if isinstance(error, TimeoutError) else "raised"
+        return {"failure": f"{kind}: {self.name}: {describe(error, self.file)}", "trace": traced(error)}
 
     def _arguments(
         self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
@@ -200,18 +205,19 @@ class RewardFunction:
         arguments.update(copy.deepcopy(dict(self.options)))
         return arguments if self.takes is None else {k: v for k, v in arguments.items() if k in self.takes}
 
-    def _results(self, values: Any, count: int) -> list[Result] | str:
+    def _results(self, values: Any, count: int) -> list[Result] | Result:
         if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
-            return f"nonsense: {self.name}: returned {_shown(values)} instead of a list"
+            return {"failure": f"nonsense: {self.name}: returned {_shown(values)} instead of a list"}
         items = list(islice(values, count + 1))
         if len(items) != count:
             most = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
-            return f"nonsense: {self.name}: returned {most} values for {count} {'reply' if count == 1 else 'replies'}"
+            replies = "reply" if count == 1 else "replies"
+            return {"failure": f"nonsense: {self.name}: returned {most} values for {count} {replies}"}
         return [self._result(item) for item in items]
 
     def _result(self, value: Any) -> Result:
         if isinstance(value, BaseException):
-            return {"failure": self._failure(value)}
+            return self._failure(value)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()  # numpy and torch scalars
         if value is None:
@@ -266,6 +272,7 @@ def load(source: Source) -> RewardFunction:
         needs=frozenset(name for name, p in named.items() if p.default is p.empty),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
+        file=source.file,
         bounded_s=module.longest_s(**source.options) if not source.file and hasattr(module, "longest_s") else 0.0,
         about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
     )
@@ -278,7 +285,8 @@ def _import(source: Source) -> ModuleType:
         return _import_text(source.file, source.text)
     except BaseException as error:  # a module may call sys.exit at import
         raise RewardError(
-            f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: {describe(error)}; "
+            f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: "
+            f"{describe(error, source.file)}; "
             "mend it so that Python can import it on its own"
         ) from None
 
@@ -372,12 +380,27 @@ def one_line(text: object, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def describe(error: BaseException) -> str:
-    """An exception's type, message and place, in one line."""
+def describe(error: BaseException, file: str = "") -> str:
+    """An exception's type, message and place, in one line; the place is the last one in the user's file, if it has one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and f.filename != __file__]
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    own = [f for f in frames if f.filename == file] or frames
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     message = one_line(error)
     return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
+
+
+def traced(error: BaseException) -> str:
+    """The traceback as Python prints it, without our own frames; the end of a long one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    lines = [*traceback.format_list(frames), *_last_line(error)]
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in "".join(lines)[-TRACE:])
+
+
+def _last_line(error: BaseException) -> list[str]:
+    try:
+        return traceback.format_exception_only(error)
+    except BaseException:  # a hostile __str__
+        return [f"unprintable {type(error).__name__}\n"]
 
 
 def _shown(value: Any) -> str:

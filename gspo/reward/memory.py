@@ -1,6 +1,6 @@
-"""How much memory a process and its descendants hold.
+"""How much memory a process and its descendants hold, and how much processor time they have used.
 
-In: a process id. Out: bytes. Invariant: what processes share is counted once, and a number is never an error: what has ended
+In: a process id. Out: bytes, or seconds. Invariant: what processes share is counted once, and a number is never an error: what has ended
 meanwhile holds nothing. Linux only; elsewhere the answer is 0.
 
 Memory is watched, not limited by `RLIMIT_AS`: that counts addresses, of which numpy, torch and CUDA reserve many times what
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
 def held(pid: int, at_least: int = 0) -> int:
@@ -19,6 +19,16 @@ def held(pid: int, at_least: int = 0) -> int:
     tree = [pid, *_descendants(pid)]
     rough = sum(map(_resident, tree))
     return rough if rough < at_least else sum(map(_proportional, tree))
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process and all below it, with the children that it has waited for."""
+    return sum(map(_used, [pid, *_descendants(pid)])) / _TICKS
+
+
+def _used(pid: int) -> int:
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) if len(fields) > 14 else 0
 
 
 def _descendants(pid: int) -> list[int]:

@@ -1,15 +1,19 @@
 """One worker process, seen from the trainer.
 
-In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: every wait has a deadline
-on a monotonic clock, a worker that failed is killed with all it started and reaped, what it prints is drained and forgotten
-except for a short tail, and what it holds in memory beyond what its functions took to load has a limit.
+In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: an answer bears the
+token of its call and has the form of an answer, so that what functions or libraries write into the pipe is ignored,
+or is at worst a failure of that call; every wait has a deadline on a monotonic clock, a worker that failed is killed
+with all it started and reaped, what it prints is drained and forgotten except for a short tail, and what it holds in
+memory beyond what its functions took to load has a limit.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -25,7 +29,7 @@ from typing import IO, Any
 import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, Source, one_line
-from gspo.reward.memory import held
+from gspo.reward.memory import held, processor_seconds
 
 START_LIMIT_S = 120.0
 """For importing the functions: a user's file may import torch."""
@@ -39,6 +43,9 @@ _SLICE_S = 0.1
 
 class WorkerHung(Exception):
     """The deadline passed."""
+
+    processor_s = 0.0
+    """What the process and all it started used of the processor during the call."""
 
 
 class WorkerDied(Exception):
@@ -63,7 +70,6 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._tail = b""
-        self._calls = 0
         self.needs: list[list[str]] = []
         """Columns each function cannot be called without; known once the functions are loaded."""
         self.about: list[str] = []
@@ -82,6 +88,7 @@ class WorkerProcess:
         if self.pid is not None:
             return
         self.kill()  # reap one that ended on its own
+        self._tail = b""
         try:
             self._process = _popen()
         except OSError as error:
@@ -115,29 +122,46 @@ class WorkerProcess:
 
     def _load_functions(self) -> dict[str, Any]:
         try:
-            return self._exchange(self._load, START_LIMIT_S)
+            return self._loaded()
         except WorkerDied:  # once more: someone may have killed it, for want of memory for example
             self.kill()
             self.start()
-            return self._exchange(self._load, START_LIMIT_S)
+            return self._loaded()
+
+    def _loaded(self) -> dict[str, Any]:
+        answer = self._exchange(self._load, START_LIMIT_S)
+        if not _is_loaded(answer, len(self._load["load"])):
+            raise WorkerDied("its first answer was not one")
+        return answer
 
     def call(
         self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """The answer to one call; after `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone."""
-        self._calls += 1
+        """The answer to one call. After `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone; `printed` is not."""
+        self._tail = b""
+        used = processor_seconds(self._process.pid) if self._process else 0.0
         try:
-            answer = self._exchange({"id": self._calls, **request}, timeout_s, unwanted)
-            if answer.get("id") != self._calls:
-                raise WorkerDied("its answer was not to this call")
+            answer = self._exchange(request, timeout_s, unwanted)
+            if not _is_result(answer, len(request["completions"])):
+                raise WorkerDied("its answer was not one value for each completion")
             return answer
-        except (WorkerHung, WorkerDied, Cancelled):
+        except WorkerHung as hung:
+            hung.processor_s = processor_seconds(self._process.pid) - used if self._process else 0.0
+            self.kill()
+            raise
+        except (WorkerDied, Cancelled):
             self.kill()
             raise
 
+    def printed(self) -> str:
+        """The end of what the functions have printed since the last call began."""
+        if self._process is not None:
+            self._drain_all()
+        return self._tail.decode(errors="replace")
+
     def kill(self) -> None:
         """End the process and its children, reap it, close its pipes. Harmless when there is none."""
-        process, self._process, self._ready, self._tail = self._process, None, False, b""
+        process, self._process, self._ready = self._process, None, False
         if process is None:
             return
         _told_to_end(process)
@@ -151,16 +175,17 @@ class WorkerProcess:
     def _exchange(
         self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """Write a line and read a line, draining what the functions print meanwhile."""
+        """Write a line and read the line that bears its token, draining what the functions print meanwhile."""
         process = self._process
         assert process
-        pending = memoryview(json.dumps(request).encode() + b"\n")
+        token = secrets.token_hex(16)
+        pending = memoryview(json.dumps({"token": token, **request}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         into, out, noise = (pipe.fileno() for pipe in _pipes(process))
-        poller, line = select.poll(), bytearray()
+        poller, answers = select.poll(), _Answers(token.encode())
         for descriptor, event in ((into, select.POLLOUT), (out, select.POLLIN), (noise, select.POLLIN)):
             poller.register(descriptor, event)
-        while not line.endswith(b"\n"):
+        while answers.found is None:
             left = deadline - time.monotonic()
             if self._closing() or unwanted():
                 raise Cancelled
@@ -175,10 +200,8 @@ class WorkerProcess:
             if noise in ready and not self._drain(noise):
                 poller.unregister(noise)
             if out in ready:
-                line += self._receive(out)
-            if len(line) > ANSWER_LIMIT:
-                raise WorkerDied(f"its answer was longer than {ANSWER_LIMIT} bytes")
-        return _decoded(bytes(line))
+                answers.add(self._receive(out))
+        return _decoded(answers.found)
 
     def _weigh(self, pid: int) -> None:
         if self._most and time.monotonic() >= self._weighed + _SLICE_S:
@@ -212,14 +235,18 @@ class WorkerProcess:
         self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
         return bool(data)
 
-    def _last_words(self) -> str:
-        process = self._process
-        assert process
-        noise = _pipes(process)[2].fileno()
+    def _drain_all(self) -> None:
+        assert self._process
+        noise = _pipes(self._process)[2].fileno()
         for _ in range(1000):  # not for ever: its children may go on printing
             before = self._tail
             if not self._drain(noise) or self._tail is before:
                 break
+
+    def _last_words(self) -> str:
+        process = self._process
+        assert process
+        self._drain_all()
         words = one_line(self._tail.decode(errors="replace"))
         return _ending(process) + (f"; it printed: {words}" if words else "")
 
@@ -250,14 +277,60 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
     return process.stdin, process.stdout, process.stderr  # type: ignore[return-value]  # all three are piped
 
 
+class _Answers:
+    """What comes out of a worker's pipe, until the answer is there. Whatever else is in it is passed over."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._line, self._size = token, bytearray(), 0
+        self.found: bytes | None = None
+
+    def add(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > ANSWER_LIMIT:
+            raise WorkerDied(f"it wrote more than {ANSWER_LIMIT} bytes into the pipe of its answers")
+        self._line += data
+        *lines, rest = self._line.split(b"\n")
+        self._line = rest
+        for line in lines:
+            _, token, answer = line.partition(self._token)
+            if token and self.found is None:
+                self.found = bytes(answer)
+
+
 def _decoded(line: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise WorkerDied("its answer was not JSON")
     return answer
+
+
+def _is_result(answer: Mapping[str, Any], count: int) -> bool:
+    results = answer.get("results")
+    if results is None:
+        return set(answer) <= {"failure", "trace"} and isinstance(answer.get("failure"), str) and _is_text(answer)
+    return isinstance(results, list) and len(results) == count and all(map(_is_part, results))
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not set(part) <= {"value", "failure", "notes", "trace"}:
+        return False
+    value, notes = part.get("value"), part.get("notes", [])
+    number = value is None or (type(value) in (int, float) and math.isfinite(value))
+    return number and isinstance(notes, list) and all(isinstance(n, str) for n in notes) and _is_text(part)
+
+
+def _is_text(answer: Mapping[str, Any]) -> bool:
+    return isinstance(answer.get("failure"), str | None) and isinstance(answer.get("trace", ""), str)
+
+
+def _is_loaded(answer: Mapping[str, Any], count: int) -> bool:
+    if "error" in answer:
+        return isinstance(answer.get("message"), str)
+    lists = [answer.get(key) for key in ("needs", "about", "bounded_s")]
+    return all(isinstance(found, list) and len(found) == count for found in lists) and "warnings" in answer
 
 
 def _environment() -> dict[str, str]:

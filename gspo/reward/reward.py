@@ -2,7 +2,8 @@
 
 In: prompts with their replies. Out: a `Score` per reply, in the same order. Invariant: a reward function that raises,
 hangs, dies or returns nonsense leaves exactly the replies it failed on UNSCORED, with the reason; it never turns them
-into a 0, never changes another reply's score, and never takes the run down. Functions run in worker processes only.
+into a 0 (but see `batch.py` for completions that make a built-in reward fail), never changes another reply's score, and
+never takes the run down. Functions run in worker processes only.
 
 Calls that hang do not keep the others from being made: they get spare workers, which end with the batch.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +33,31 @@ PROGRAM_S, PROGRAM_MB = 5.0, 512
 """A program's own time and memory, if nothing else is set."""
 MOST_SPARES = 32
 """Worker processes beyond `reward.workers`, while calls hang."""
+MOST_FAULTS = 20
+"""Different faults of reward functions that are kept."""
 _TICK_S = 0.05
+_PLACE = re.compile(r"\(([^()]+:[0-9]+)\)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first failure of a function in one place, with what there is to find out why."""
+
+    function: str
+    failure: str
+    """In one line, as in `Score.failure`."""
+    trace: str
+    """The traceback; empty if nothing was raised."""
+    printed: str
+    """The end of what the function had printed."""
+    prompt: str
+    completion: str
+
+    def __str__(self) -> str:
+        parts = {"traceback": self.trace, "printed": self.printed, "prompt": self.prompt, "completion": self.completion}
+        return "\n".join(
+            [self.failure, *(f"\n---- {name}\n{text.rstrip()}" for name, text in parts.items() if text), ""]
+        )
 
 
 class RewardPool:
@@ -44,6 +71,8 @@ class RewardPool:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._faults: dict[str, Fault] = {}
+        self._new_faults: list[Fault] = []
         self._workers = [self._worker() for _ in range(config.workers)]
         self._spares: dict[WorkerProcess, Batch] = {}
         self._threads = [
@@ -68,6 +97,12 @@ class RewardPool:
     def about(self) -> dict[str, str]:
         """What functions have to say of themselves, by name: which sandbox is used, for example."""
         return {name: text for name, text in zip(self.names, self._workers[0].about, strict=True) if text}
+
+    def new_faults(self) -> list[Fault]:
+        """Faults of functions that were not told before: each place that fails is told once."""
+        with self._changed:
+            told, self._new_faults = self._new_faults, []
+            return told
 
     def pids(self) -> list[int]:
         """The live worker processes."""
@@ -120,6 +155,7 @@ class RewardPool:
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
             bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
+            built_in={i for i, source in enumerate(self._sources) if not source.file},
         )
 
     def _load_once(self) -> None:
@@ -146,6 +182,7 @@ class RewardPool:
         """See to calls that hang: try their replies alone, in spare workers if need be, and end the batch in time."""
         hanging = batch.likely_to_hang()
         self._add([alone for job in hanging if len(job.replies) > 1 for alone in batch.split(job)], first=True)
+        self._add([probe for job in hanging for probe in batch.probe(job)], first=True)
         with self._changed:
             mine = [spare for spare, its in self._spares.items() if its is batch]
             waiting = sum(job.batch is batch for job in self._jobs)
@@ -235,10 +272,12 @@ class RewardPool:
             batch.done.set()
         elif batch.unwanted(job):
             return
+        elif job.probe:
+            self._settle(worker, job)
         elif batch.suspicious(job) or (batch.hopeless(job) and not job.again):
             self._add(batch.split(job), first=True)
         elif batch.hopeless(job):
-            self._fail(job, f"untried: {self._name(job)}: every earlier call of this batch hung or died")
+            self._fail(job, Part(failure=f"untried: {self._name(job)}: every earlier call of this batch hung or died"))
         else:
             self._settle(worker, job)
 
@@ -252,41 +291,76 @@ class RewardPool:
             worker.start()  # a fresh process, so that the pool is whole when the batch is done
             if self._closing:
                 raise
-        except WorkerHung:
-            hung = True
+        except WorkerHung as error:
+            hung, printed = True, worker.printed()
             reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
-            self._replace(worker, job, reason, guilty=len(job.replies) == 1)
+            worker.start()
+            again = job.batch.idle(job, error.processor_s) if len(job.replies) == 1 else []
+            self._lost(job, reason, printed, "timeout", again, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
-            kind = "memory" if isinstance(error, WorkerFat) else "died"
+            kind, printed = "memory" if isinstance(error, WorkerFat) else "died", worker.printed()
             self._warm(worker)  # part of this call, so that a batch with many deaths has the time for them
-            self._replace(worker, job, f"{kind}: {self._name(job)}: {one_line(error)}", guilty=job.again)
+            worker.start()
+            reason = f"{kind}: {self._name(job)}: {one_line(error)}"
+            self._lost(job, reason, printed, kind, [], guilty=job.again)
         else:
-            self._take_answer(job, answer)
+            self._take_answer(job, answer, worker)
         finally:
             job.batch.end(job, hung=hung)
             with self._changed:
                 self._changed.notify_all()
 
-    def _take_answer(self, job: Job, answer: Mapping[str, Any]) -> None:
-        if "results" in answer:
-            job.batch.answer(job, [Part(**result) for result in answer["results"]])
+    def _take_answer(self, job: Job, answer: Mapping[str, Any], worker: WorkerProcess) -> None:
+        if job.probe:
+            job.batch.probed(job, scored=any(r.get("value") is not None for r in answer.get("results", ())))
+        elif "results" in answer:
+            parts = [Part(**result) for result in answer["results"]]
+            for reply, part in zip(job.replies, parts, strict=True):
+                self._remember(job, reply, part, worker.printed() if part.failure else "")
+            job.batch.answer(job, parts)
         elif len(job.replies) > 1 and not answer["failure"].startswith("nonsense"):
             self._add(job.batch.failed(job))
         else:
-            self._fail(job, answer["failure"])
+            self._fail(job, Part(**answer), worker.printed())
 
-    def _replace(self, worker: WorkerProcess, job: Job, reason: str, *, guilty: bool) -> None:
-        """After a hang or a death: a fresh process first, so that the pool is whole when the batch is done."""
+    def _lost(self, job: Job, reason: str, printed: str, cause: str, again: Sequence[Job], *, guilty: bool) -> None:
+        """After a hang or a death. A fresh process was started, so that the pool is whole when the batch is done."""
+        if job.probe:
+            job.batch.probed(job, scored=False)
+            return
         job.batch.lost(job)
-        worker.start()
-        if guilty:
-            self._fail(job, reason)
+        if again:
+            self._add(again, first=True)
+        elif guilty:
+            self._fail(job, Part(failure=reason, cause=cause), printed)
         else:
             self._add(job.batch.failed(job))
 
-    def _fail(self, job: Job, reason: str) -> None:
-        job.batch.record(job, [Part(failure=reason)] * len(job.replies))
+    def _fail(self, job: Job, part: Part, printed: str = "") -> None:
+        self._remember(job, job.replies[0], part, printed)
+        self._add(job.batch.probe(job) if part.cause else [], first=True)
+        job.batch.record(job, [part] * len(job.replies))
+
+    def _remember(self, job: Job, reply: int, part: Part, printed: str) -> None:
+        """Keep the first failure of each place for `new_faults`. What a completion does to a built-in is not one."""
+        if not part.failure or (part.cause and not self._sources[job.function].file):
+            return
+        place = _PLACE.search(part.failure)
+        key = " ".join([*part.failure.split(": ")[: 3 if place or part.cause else 2], place[1] if place else ""])
+        prompt, completions = job.batch.groups[job.group]
+        fault = Fault(
+            function=self._name(job),
+            failure=part.failure,
+            trace=part.trace,
+            printed=printed,
+            prompt=f"{prompt.id}\n{prompt.content if isinstance(prompt.content, str) else json.dumps(prompt.content)}",
+            completion=completions[reply].text,
+        )
+        with self._changed:
+            if key not in self._faults and len(self._faults) < MOST_FAULTS:
+                self._faults[key] = fault
+                self._new_faults.append(fault)
 
     def _name(self, job: Job) -> str:
         return self._sources[job.function].name

@@ -1,17 +1,19 @@
 """A reward worker: the process in which reward functions run (`python -m gspo.reward.worker`).
 
-In: JSON lines on stdin: first the functions to load, then one call at a time. Out: one JSON line per line, on the pipe
-that was stdout when the process began. Invariant: functions run on the main thread (math-verify's alarms need it), one
-at a time, and can neither read the requests nor write into the answers by printing: their stdin is /dev/null, and their
-output goes to stderr, of which the trainer keeps a short tail. The process ends with its trainer, and what functions have
-started ends with it (`overseer.py`).
+In: JSON lines on stdin: first the functions to load, then one call at a time, each with a token. Out: one line per
+line, the token and JSON, on the pipe that was stdout when the process began. Invariant: functions run on the main
+thread (math-verify's alarms need it), one at a time, and can neither read the requests nor write into the answers by
+printing: their stdin is /dev/null, and their output goes to stderr, of which the trainer keeps a short tail. The
+process ends with its trainer, and what functions have started ends with it (`overseer.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from gspo.errors import ConfigError, GspoError
@@ -26,10 +28,12 @@ def main() -> None:
     me = os.getpid()
     functions: list[RewardFunction] = []
     for line in requests:
-        answer = _answer(json.loads(line), functions)
+        request = json.loads(line)
+        answer = _answer(request, functions)
         if os.getpid() != me:
             os._exit(0)  # a function forked, and this is the child: only the worker itself may answer
-        _write(answers, json.dumps(answer, allow_nan=False).encode() + b"\n")
+        _flush()
+        _write(answers, f"{request['token']}{json.dumps(answer, allow_nan=False)}\n".encode())
     os._exit(0)  # without waiting for threads that functions may have left behind
 
 
@@ -39,8 +43,7 @@ def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[st
     results = functions[request["function"]](
         request["prompt"], request["completions"], request["completion_ids"], request["columns"]
     )
-    key = "failure" if isinstance(results, str) else "results"
-    return {"id": request["id"], key: results}
+    return {"results": results} if isinstance(results, list) else results
 
 
 def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dict[str, Any]:
@@ -52,7 +55,6 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
     needs = [sorted(f.columns_needed) for f in functions]
     return {
-        "ready": True,
         "needs": needs,
         "about": [f.about for f in functions],
         "bounded_s": [f.bounded_s for f in functions],
@@ -68,6 +70,13 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
     os.close(null)
     os.dup2(2, 1)
     return requests, answers
+
+
+def _flush() -> None:
+    """What functions print belongs to the call that printed it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a function may have put anything there
+            stream.flush()
 
 
 def _write(descriptor: int, data: bytes) -> None:

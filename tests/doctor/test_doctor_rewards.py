@@ -60,10 +60,10 @@ def test_a_reward_that_is_broken(
 
 
 def test_a_slow_reward_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
-    config = rewarded("time.sleep(0.05); return len(c) % 3", "rollout.prompts=500")
+    config = rewarded("time.sleep(0.3); return len(c) % 3", "rollout.prompts=500")
     finding = examined(config, *REPLIES, prompts=2)["reward on replies"][-1]
     assert finding.level == "warning"
-    assert 0.05 <= finding.numbers["seconds"] < 0.2
+    assert finding.numbers["seconds"] >= 0.1
     assert "reward.workers" in finding.do
 
 
@@ -128,8 +128,39 @@ def test_a_function_of_ones_own_is_judged_kindly(rewarded: Callable[..., Config]
 
 def test_an_empty_reply_that_is_right_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
     found = examined(rewarded("return 1.0"), *KNOWN)
-    assert found.levels("known answers") == ["ok", "warning"]
-    assert "empty reply" in found["known answers"][1].what
+    assert found.levels("known answers") == ["ok", "warning", "warning"]
+    assert "empty reply" in found["known answers"][2].what
+
+
+@pytest.mark.parametrize(
+    ("body", "fooled"),
+    [
+        ("return float(answer in c)", True),
+        ("return float(answer in c.split('</think>')[-1])", True),
+        ("return float(answer == c.rpartition('####')[2].strip())", False),
+    ],
+    ids=["anywhere", "anywhere after the thinking", "at last"],
+)
+def test_a_wrong_final_answer_after_right_working_is_planted(
+    with_answers: Callable[..., Config], tmp_path: Path, examined: Any, body: str, fooled: bool
+) -> None:
+    code = f"def one(c, answer):\n    {body}\ndef score(completions, answer, **_):\n    return list(map(one, completions, answer))\n"
+    (tmp_path / "mine.py").write_text(code)
+    found = examined(with_answers(["72", "18"] * 4, f"reward.functions={tmp_path}/mine.py:score"), *KNOWN)
+    warned = [f for f in found["known answers"] if "wrong after right working" in f.what]
+    assert bool(warned) == fooled
+    assert not fooled or "73" in "".join(warned[0].detail) or "19" in "".join(warned[0].detail)
+
+
+@pytest.mark.parametrize("name", ["math_answer", "exact_answer", "last_number"])
+@pytest.mark.parametrize(
+    "answers", [["72", "18"], ["1/2", "3/4"], ["1,080", "-7"]], ids=["whole", "fractions", "signs"]
+)
+def test_built_in_rewards_are_not_fooled_by_right_working(
+    with_answers: Callable[..., Config], examined: Any, name: str, answers: list[str]
+) -> None:
+    found = examined(with_answers(answers * 4, f"reward.functions={name}"), *KNOWN)
+    assert found.levels("known answers") == ["ok"]
 
 
 def test_demonstrations_of_a_task_score(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:

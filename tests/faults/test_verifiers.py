@@ -65,7 +65,7 @@ def test_f20_the_same_scores_from_any_thread_in_any_order_and_beside_bombs(
     found = scores(pool, group, mixed)
     assert sum(value == -1.0 for _, _, value in mixed) == len(BOMBS)
     assert [v for v, (_, _, value) in zip(found, mixed, strict=True) if value >= 0] == [v for *_, v in mixed if v >= 0]
-    assert all(v in (0.0, None) for v, (_, _, value) in zip(found, mixed, strict=True) if value < 0)
+    assert all(v == 0.0 for v, (_, _, value) in zip(found, mixed, strict=True) if value < 0)
 
 
 @pytest.mark.slow
@@ -73,14 +73,13 @@ def test_f20_the_same_scores_from_any_thread_in_any_order_and_beside_bombs(
 def test_f20_a_bomb_is_over_within_its_limit(
     bomb: int, make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
-    """Reading and comparing have a limit each; what outruns both is killed with its process at `timeout_s`."""
+    """Reading and comparing have a limit; what outruns it is killed with its process at `timeout_s`. It is wrong either way."""
     timeout_s = 3.0
     pool = make_pool("math_answer", options={"math_answer": {"limit_s": LIMIT_S}}, timeout_s=timeout_s)
     began = time.monotonic()
     (score,) = pool.score([group([BOMBS[bomb]], answer="72")])[0]
     assert time.monotonic() - began < 10 * timeout_s  # about 1 s later on an idle machine; without a limit, never
-    assert score.reward in (0.0, None)
-    assert (score.status is Status.UNSCORED) == (score.reward is None)
+    assert (score.status, score.reward) == (Status.SCORED, 0.0)
     assert scores(pool, group, [("\\boxed{72}", "72", 1.0)]) == [1.0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
@@ -82,8 +81,36 @@ EXACT = [
     ({}, ["Paris", 7], "7.0", 1.0),
     ({}, ["Paris"], "Rome", 0.0),
     ({}, "", "", 1.0),
+    ({}, "72", "<think>71</think>\n72", 1.0),
+    ({}, "72", "<think>72</think>\n71", 0.0),
+    ({}, "72", "<think>72", 0.0),
+    ({}, "72", "<think>71</think><answer>72</answer>", 1.0),
+    ({}, "72", "<answer>72</answer><answer>73</answer>", 0.0),
+    ({"marker": "####"}, "72", "<think>#### 72</think> #### 71", 0.0),
+    ({"marker": "####"}, "72", "<think>#### 72</think> 72", 0.0),
+    ({}, "-5", "\u22125", 1.0),
+    ({}, "12000", "1.2e4", 1.0),
+    ({}, "1,234", "1\u202f234", 1.0),
+    ({}, "34", "٣٤", 1.0),
     ({}, None, "x", None),
     ({}, [], "x", None),
+]
+
+LAST_NUMBER = [
+    # expected, reply, reward
+    ("3/4", "It is 3/4.", 1.0),
+    ("3/4", "It is 4.", 0.0),
+    ("4", "It is 3/4.", 0.0),
+    ("72", "That makes 72 million.", 0.0),
+    ("72", "That makes 72 dozen.", 0.0),
+    ("12000", "It is 1.2e4", 1.0),
+    ("-5", "It is \u22125", 1.0),
+    ("1234", "It is 1\u2009234", 1.0),
+    ("72", "<think>71</think> 72", 1.0),
+    ("72", "<think>72</think> 71", 0.0),
+    ("72", "<think>72</think>", 0.0),
+    ("72", "<think>it is 72", 0.0),
+    ("0.0000002", "0.0000003", 0.0),
 ]
 
 
@@ -120,11 +147,14 @@ BOMBS = [
     "9" * 100_000,
     r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 300 + "}",
     r"$\sum_{i=1}^{10000000} \frac{1}{i^i}$",
+    r"\boxed{(x+y+z+w)^{200}}",
+    r"\boxed{((((9!)!)!)!)}",
+    r"\boxed{\exp(\exp(\exp(\exp(9))))}",
 ]
 
 
 def test_bombs_hurt_only_themselves(group):
-    """Whatever a bomb does, it is not scored as right, and what comes before and after keeps its score."""
+    """A bomb is wrong, never unscored, and what comes before and after keeps its score."""
     right, wrong = "#### 72", "#### 71"
     replies = [right, wrong]
     for bomb in BOMBS:
@@ -132,24 +162,12 @@ def test_bombs_hurt_only_themselves(group):
     order = random.Random(0).sample(range(len(replies)), len(replies))
     groups = [group(replies[:10], answer="72"), group(replies[10:], answer="72")]
     groups.append(group([replies[i] for i in order[:8]], answer="72"))
-    config = RewardConfig(functions=("math_answer",), options={"math_answer": {"limit_s": 1}}, timeout_s=12.0)
+    config = RewardConfig(functions=("math_answer",), options={"math_answer": {"limit_s": 0.3}}, timeout_s=60.0)
     with RewardPool(config) as pool:
-        began = time.monotonic()
         scores = pool.score(groups)
-        assert time.monotonic() - began < 40
     for (_, completions), row in zip(groups, scores, strict=True):
         for completion, score in zip(completions, row, strict=True):
-            expected = {right: [1.0], wrong: [0.0]}.get(completion.text, [0.0, None])
-            assert score.reward in expected, completion.text[:60]
-            assert (score.failure is None) == (score.reward is not None)
-
-
-def test_bombs_that_outrun_math_verify_are_killed(group):
-    config = RewardConfig(functions=("math_answer",), options={"math_answer": {"limit_s": 60}}, timeout_s=1.0)
-    with RewardPool(config) as pool:
-        right, bomb = pool.score([group(["#### 72", BOMBS[0]], answer="72")])[0]
-    assert right.reward == 1.0
-    assert bomb.failure == "timeout: math_answer: no result after 1 s"
+            assert score.reward == float(completion.text == right), completion.text[:60]
 
 
 def test_exact_answer(make_pool, group):
@@ -159,6 +177,18 @@ def test_exact_answer(make_pool, group):
         scores = pool.score([group([reply], answer=answer) for _, answer, reply, _ in rows])
         assert [(*row[:3], s.reward) for row, (s,) in zip(rows, scores, strict=True)] == rows
         pool.close()
+
+
+def test_last_number(make_pool, group):
+    scores = make_pool("last_number").score([group([reply], answer=answer) for answer, reply, _ in LAST_NUMBER])
+    got = [(answer, reply, score.reward) for (answer, reply, _), (score,) in zip(LAST_NUMBER, scores, strict=True)]
+    assert got == LAST_NUMBER
+
+
+def test_task_answer_does_not_read_the_thinking(make_pool, group):
+    pool = make_pool(task=("addition", {}))
+    replies = ["<think>8</think>1+6=7|7", "<think>1+6=7|7</think>8", "<think>1+6=7|7", "1+6=7|7"]
+    assert [s.reward for s in pool.score([group(replies, answer="7")])[0]] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_task_answer_is_the_default_for_a_generated_task(make_pool, group):
@@ -196,5 +226,4 @@ def test_reply_format(make_pool, group):
 def test_a_pattern_that_backtracks_for_ever(make_pool, group):
     pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     good, bad = pool.score([group(["aab", "a" * 60])])[0]
-    assert good.reward == 1.0
-    assert bad.failure == "timeout: reply_format: no result after 0.5 s"
+    assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"reply_format": ("timeout",)})

@@ -1,8 +1,9 @@
-"""1 when the reply is the `answer` column, else 0.
+"""1 when the completion is the `answer` column, else 0.
 
-Compared is the reply's text after the last `marker`, or all of it without one; a reply that lacks the marker is wrong.
-White space at the ends is dropped and runs of it count as one space. When both sides are numbers they are compared as
-numbers, so `1,234`, `1234` and `1234.0` are equal (`numbers = false` switches that off). `ignore_case` ignores case. The
+Compared is the completion's text after the last `marker`, or all of it without one; a completion that lacks the
+marker is wrong. Thinking (`<think>`) is left out, and so are the tags of `<answer>`. White space at the ends is
+dropped and runs of it count as one space. When both sides are numbers they are compared as numbers, so `1,234`,
+`1234`, `1234.0` and `1.234e3` are equal (`numbers = false` switches that off). `ignore_case` ignores case. The
 expected answer may be text, a number, or a list of which any will do; without one (null, empty list) this abstains.
 """
 
@@ -12,6 +13,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from gspo.data.numbers import plain
+from gspo.reward.final_answer import whole_answer
 from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {
@@ -20,7 +23,7 @@ EXAMPLE: dict[str, Any] = {
     "options": {"marker": "####"},
 }
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?")
 
 
 def score(
@@ -34,23 +37,22 @@ def score(
     **columns: Any,
 ) -> list[float | None]:
     def value(text: str) -> str | Decimal:
+        number = _number(text.strip()) if numbers else None
         text = " ".join(text.split())
-        number = _number(text) if numbers else None
         return number if number is not None else text.casefold() if ignore_case else text
 
     def one(reply: str, expected: Any) -> float | None:
         accepted = [e for e in (expected if isinstance(expected, list) else [expected]) if e is not None]
         if not accepted:
             return None
-        if marker not in reply:
-            return 0.0
-        given = value(reply.rpartition(marker)[2] if marker else reply)
-        return 1.0 if given in [value(str(e)) for e in accepted] else 0.0
+        said = whole_answer(reply, marker)
+        return float(said is not None and value(said) in [value(str(e)) for e in accepted])
 
     return [one(reply_text(c), a) for c, a in zip(completions, answer, strict=True)]
 
 
 def _number(text: str) -> Decimal | None:
+    text = plain(text) if len(text) < 100 else text
     if not any(c in "0123456789" for c in text[-1:]) or not _NUMBER.fullmatch(text):
         return None
     return Decimal(text.replace(",", ""))

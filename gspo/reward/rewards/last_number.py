@@ -1,9 +1,10 @@
-"""1 when the last number in the reply is the `answer` column, else 0.
+"""1 when the last number in the completion is the `answer` column, else 0.
 
 For models that state the answer in words ("so she has 12 apples left.") and follow no format yet: how GSM8K and its
-relatives are often scored when replies are free. `1,234`, `1234` and `1234.0` are equal. A reply without a number is wrong.
-With `marker` only what follows its last occurrence is read, and a reply without it is wrong. An expected answer that holds no
-number leaves the reply unscored: use `exact_answer`.
+relatives are often scored when completions are free. `1,234`, `1234` and `1234.0` are equal, `3/4` is one number, `72
+million` is not 72. Thinking (`<think>`) is not read, and a completion without a number after it is wrong. With
+`marker` only what follows its last occurrence is read, and a completion without it is wrong. An expected answer that
+holds no number leaves the completion unscored: use `exact_answer`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo.data.numbers import last_number
+from gspo.reward.final_answer import after_marker
 from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {"reply": "7 + 5 = 12, so Ann has 12 apples.", "columns": {"answer": 12}, "options": {}}
@@ -26,6 +28,5 @@ def _score(reply: str, expected: Any, marker: str) -> float | Exception:
     wanted = last_number(str(expected))
     if wanted is None:
         return ValueError(f"the expected answer {expected!r:.40} holds no number; use the reward exact_answer")
-    if marker not in reply:
-        return 0.0
-    return float(last_number(reply.rpartition(marker)[2] if marker else reply) == wanted)
+    said = after_marker(reply, marker)
+    return float(said is not None and last_number(said) == wanted)

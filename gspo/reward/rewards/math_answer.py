@@ -1,34 +1,48 @@
-"""1 when the reply's final answer equals the `answer` column as mathematics, else 0, by math-verify.
+"""1 when the completion's final answer equals the `answer` column as mathematics, else 0.
 
-`\\boxed{\\frac12}`, `0.5` and `1/2` are equal; so are `1,234` and `1234`. A reply without a readable answer is wrong. When
-the *expected* answer cannot be read as mathematics, this abstains: nobody can say that the reply is wrong (of words with
-one number, `72 clips`, the number counts; for `Paris` use `exact_answer`). With `marker` (`####`) only what follows its
-last occurrence is read, and a reply without it is wrong; else math-verify searches the whole reply, first for `\\boxed`,
-and may prefer a number near the word "answer" to the last one. A reply whose answer takes longer than `limit_s` to read
-or to compare (`9^{9^{9^9}}`) fails alone and stays unscored.
+`\\boxed{\\frac12}`, `0.5` and `1/2` are equal; so are `1,234` and `1234`, `1.2e4` and `12000`, `50%` and `0.5` or
+`50`. Which part of a completion is its final answer is said in `gspo/reward/final_answer.py`; a completion without
+one, or with several that differ, is wrong. With `marker` (`####`) only what follows its last occurrence is read, and
+a completion without it is wrong. When the *expected* answer cannot be read as mathematics, this abstains: nobody can
+say that the completion is wrong (of words with one number, `72 clips`, the number counts; for `Paris` use
+`exact_answer`). Numbers are compared exactly; a decimal also equals what rounds, or is cut, to it if it has 6
+significant digits (`0.333333` and `1/3`). Formulas are compared by math-verify. An answer that takes more than
+`limit_s` of processor time to read and compare (`9^{9^{9^9}}`) is wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
-from decimal import Decimal, InvalidOperation
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from types import FrameType
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
+from sympy import Expr, Float, Rational
 
+from gspo.data.numbers import Number
+from gspo.errors import ConfigError
+from gspo.reward.answer import Answer, read_expected, read_stated
+from gspo.reward.final_answer import Stated, final_answer
+from gspo.reward.function import Noted
 from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {"reply": "So it is $\\boxed{\\frac{1}{2}}$.", "columns": {"answer": "0.5"}, "options": {}}
 
-_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:[ ,][0-9]{3})+(?:\.[0-9]*)?")
-_NAMES = re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|log|exp|ln|pi)(?![A-Za-z])")
-_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt\(([^()]*)\)")
-_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}")
+PRECISE = 6
+"""Significant digits from which on a decimal may stand for what rounds to it."""
+_TARGETS = (LatexExtractionConfig(boxed_match_priority=-1),)
+_HUGE = re.compile(r"[0-9]{400}|\^\s*\{?\s*[0-9]{6}|[0-9]{5}\s*[)}]*\s*!|!\s*!|\^[^+=,]{0,40}\^[^+=,]{0,40}\^")
+_TOWER = re.compile(r"\^\s*\{?\s*([0-9]{1,3})\s*\^\s*\{?\s*([0-9]+)")
+"""What no answer needs, and a computer does not finish."""
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat whole replies
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat whole completions
 
 
 def score(
@@ -37,65 +51,176 @@ def score(
     answer: list[Any],
     *,
     marker: str = "",
-    limit_s: int = 2,
+    limit_s: float = 2,
     **columns: Any,
-) -> list[float | Exception | None]:
+) -> list[float | None]:
     expected = {text: _expected(text, limit_s) for text in set(map(str, answer))}
-    stated = [_stated(reply_text(c), marker) for c in completions]
-    return [_score(expected[str(a)], text, limit_s) for a, text in zip(answer, stated, strict=True)]
+    stated = [final_answer(reply_text(c), marker) for c in completions]
+    return [_score(expected[str(a)], s, limit_s) for a, s in zip(answer, stated, strict=True)]
 
 
-def _stated(reply: str, marker: str) -> str:
-    """Where to look for the reply's answer."""
-    if not marker:
-        return reply
-    return reply.rpartition(marker)[2] if marker in reply else ""
+def check(marker: Any = "", limit_s: Any = 2) -> None:
+    """Refuse unusable options before the run starts."""
+    if not isinstance(marker, str):
+        raise ConfigError(f"reward.options.math_answer.marker: {marker!r}: must be text")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 3600:
+        raise ConfigError(f"reward.options.math_answer.limit_s: {limit_s!r}: must be a number of seconds above 0")
 
 
-def _expected(answer: str, limit_s: int) -> list[Any]:
-    """What the expected answer means, read as a whole: math-verify's plain reading of `3x+1` would find the 3."""
+def _expected(text: str, limit_s: float) -> Answer | None:
+    """The expected answer; None if it is no mathematics."""
     try:
-        if number := _number(answer):
-            return _parse(f"${number}$", limit_s)
-        if "$" in answer or "\\boxed" in answer:
-            return _parse(answer, limit_s)
-        latex = _ROOT.sub(r"\\sqrt{\1}", _NAMES.sub(r"\\\1", answer))
-        if "\\" in answer or not _WORD.search(latex):  # as LaTeX, words would be products of variables
-            return _parse(f"${latex}$", limit_s)
-        return _parse(answer, limit_s) if len(re.findall(r"[0-9]+(?:[.,][0-9]+)*", answer)) == 1 else []
+        with _processor_limit(limit_s):
+            found = read_expected(text)
+            return found if found and all(_usable(part) for part in _formulas(found)) else None
     except TimeoutException:
-        return []
+        return None
 
 
-def _number(text: str) -> str:
-    """The number that is the whole text, written out in digits; empty if it is none."""
-    text = re.sub("[ ,]", "", text.strip()) if _THOUSANDS.fullmatch(text.strip()) else text
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        return ""
-    return format(number, "f") if number.is_finite() and abs(number.adjusted()) < 100 else ""
-
-
-def _score(expected: list[Any], reply: str, limit_s: int) -> float | Exception | None:
-    if not expected:
+def _score(expected: Answer | None, stated: Stated | None, limit_s: float) -> float | None:
+    if expected is None:
         return None
     try:
-        given = _parse(reply, limit_s)
-        return 1.0 if any(_equal(e, g, limit_s) for e in expected for g in given) else 0.0
+        with _processor_limit(limit_s):
+            return float(stated is not None and _right(expected, stated))
     except TimeoutException:
-        return TimeoutError(f"math-verify needed more than {limit_s} s")
+        return Noted(0.0, "timeout")
 
 
-def _parse(text: str, limit_s: int) -> list[Any]:
+def _right(expected: Answer, stated: Stated) -> bool:
+    """Every statement is the expected answer, or all of them together are the list that it is."""
+    if all(_equal(expected, read_stated(text, stated, expected)) for text in stated.texts):
+        return True
+    together = len(stated.texts) > 1 and bool(expected.items)
+    return together and _equal(expected, read_stated(", ".join(stated.texts), stated, expected))
+
+
+# ------------------------------------------------------------------------------------------------- comparing
+
+
+def _equal(expected: Answer, given: Answer | None) -> bool:
+    if given is None or (expected.name and given.name and expected.name != given.name):
+        return False
+    if expected.choice or given.choice:
+        return expected.choice == given.choice or (expected.text == given.text)
+    if expected.items or given.items:
+        return _equal_lists(expected, given)
+    if expected.number and given.number:
+        return _equal_numbers(expected.number, given.number)
+    if expected.text == given.text:
+        return True
     try:
-        return parse(text, _TARGETS, fallback_mode="no_fallback", parsing_timeout=limit_s, raise_on_error=True)
-    except Exception:  # not an expression, whatever the reason; a timeout is no Exception and passes through
+        return _equal_formulas(expected, given)
+    except Exception:  # two things that cannot be compared are not equal; a timeout is no Exception and passes through
+        return False
+
+
+def _equal_lists(expected: Answer, given: Answer) -> bool:
+    left, right = expected.items or (expected,), given.items or (given,)
+    bare = "{}" in (expected.brackets or "{}", given.brackets or "{}")
+    if len(left) != len(right) or not (bare or expected.brackets == given.brackets):
+        return False
+    if all(map(_equal, left, right)):
+        return not bare or "[" not in expected.brackets + given.brackets
+    if {expected.brackets or "{}", given.brackets or "{}"} != {"{}"}:
+        return False
+    rest = list(right)
+    for item in left:
+        at = next((i for i, other in enumerate(rest) if _equal(item, other)), None)
+        if at is None:
+            return False
+        del rest[at]
+    return True
+
+
+def _equal_numbers(expected: Number, given: Number) -> bool:
+    if expected.currency and given.currency and expected.currency != given.currency:
+        return False
+    if expected.value == given.value or _rounds(expected.value, given) or _rounds(given.value, expected):
+        return True
+    if expected.percent == given.percent:
+        return False  # else 50% is 50 where a percentage is asked for, and 0.5 elsewhere
+    share, percentage = (given, expected) if expected.percent else (expected, given)
+    return share.value * 100 == percentage.value or _rounds(share.value * 100, percentage)
+
+
+def _rounds(value: Fraction, decimal: Number) -> bool:
+    """Whether a value is this decimal, as it was written, when rounded or cut."""
+    if not decimal.places or decimal.digits < PRECISE:
+        return False
+    scale = 10**decimal.places
+    return decimal.value * scale in (round(value * scale), math.trunc(value * scale))
+
+
+def _equal_formulas(expected: Answer, given: Answer) -> bool:
+    left, right = _meaning(expected), _meaning(given)
+    if left is None or right is None:
+        return False
+    if not (_is_number(left) and _is_number(right)):
+        return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
+    a, b = left.evalf(40), right.evalf(40)
+    precision = "1e-13" if left.has(Float) or right.has(Float) else "1e-30"  # of the size: math-verify's 5e-7 is of 1
+    if abs(a - b) <= max(abs(a), abs(b)) * Float(precision, 40):
+        return True
+    formula, number = (b, expected.number) if expected.number else (a, given.number)
+    return (
+        number is not None
+        and bool(formula.is_real)
+        and abs(formula) < 1e100
+        and _rounds(Fraction(str(formula)), number)
+    )
+
+
+def _meaning(answer: Answer) -> Any:
+    """What math-verify makes of a formula; None if nothing."""
+    if answer.number:
+        return Rational(answer.number.value.numerator, answer.number.value.denominator)
+    found = _parsed(answer.text)
+    return found[0] if found else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Expr) and bool(value.is_number) and bool(value.is_finite)
+
+
+def _usable(answer: Answer) -> bool:
+    """Whether an expected formula can be read and, if it is a number, computed: else every completion would fail on it."""
+    meaning = _meaning(answer)
+    return meaning is not None and (not _is_number(meaning) or bool(meaning.evalf(40).is_number))
+
+
+def _formulas(answer: Answer) -> Iterator[Answer]:
+    """The parts of an answer that math-verify has to read."""
+    for item in answer.items:
+        yield from _formulas(item)
+    if not (answer.items or answer.number or answer.choice):
+        yield answer
+
+
+def _parsed(text: str) -> list[Any]:
+    """What a formula means; nothing if it means nothing."""
+    if _HUGE.search(text) or any(int(high) * math.log10(max(int(low), 1)) > 5 for low, high in _TOWER.findall(text)):
+        return []
+    try:
+        return parse(f"${text}$", _TARGETS, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+    except Exception:  # no formula, whatever the reason; a timeout is no Exception and passes through
         return []
 
 
-def _equal(expected: Any, given: Any, limit_s: int) -> bool:
+# ------------------------------------------------------------------------------------------------- time
+
+
+@contextmanager
+def _processor_limit(limit_s: float) -> Iterator[None]:
+    """Raise `TimeoutException` after that much processor time: a busy machine takes none of it."""
+    before = signal.signal(signal.SIGPROF, _raise)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.1)  # again and again: a library may catch the first
     try:
-        return bool(verify(expected, given, timeout_seconds=limit_s, raise_on_error=True))
-    except Exception:  # two things that cannot be compared are not equal
-        return False
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise TimeoutException

@@ -1,7 +1,7 @@
-"""1 when the whole reply matches the regular expression `pattern`, else 0.
+"""1 when the whole completion matches the regular expression `pattern`, else 0.
 
-`.` also matches line breaks: `<think>.*</think>.*` asks for a thought and then an answer. A pattern that backtracks for
-ever on some reply is stopped by the deadline, and leaves that reply unscored.
+`.` also matches line breaks: `<think>.*</think>.*` asks for a thought and then an answer. A completion on which the pattern
+backtracks for ever is stopped by the deadline and does not match.
 """
 
 from __future__ import annotations

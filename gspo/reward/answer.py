@@ -1,0 +1,295 @@
+"""What a statement says: a number, the letter of a multiple choice, a list, or a formula.
+
+In: the text of an answer, as data or a completion states it. Out: an `Answer`, or None if it cannot be read as one.
+Invariant: a statement that hedges ("72 or 73") or denies ("not 72") is no answer, units are left out, and words that
+change the value ("72 million") are not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gspo.data.numbers import Number, last_match, numbers_in, numbers_spelled, plain, whole_number
+from gspo.reward.final_answer import Stated, final_answer
+
+LONGEST = 2000
+"""Characters of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer that was read."""
+
+    text: str
+    """LaTeX, where it is a formula."""
+    number: Number | None = None
+    choice: str = ""
+    items: tuple[Answer, ...] = ()
+    brackets: str = ""
+    """Of a list: `()`, `[)`, ...; `{}` for a set and for a list without brackets, whose order does not count."""
+    name: str = ""
+    """What it is said to be the value of: the x of `x = 5`."""
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
+_EMPHASIS = re.compile(r"(?<![0-9A-Za-z)*])\*\*([^*\n]+)\*\*(?![0-9A-Za-z(*])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox)\s*\{([^{}]*)\}")
+_DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|°|\\degree(?![A-Za-z])")
+_FUNCTION = r"arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|exp|ln|pi|infty|sqrt|cup|cap|mod|gcd|lcm|max|min"
+_NAMES = re.compile(rf"(?<![A-Za-z\\])({_FUNCTION})(?![A-Za-z])")
+_ROOT = re.compile(r"\\sqrt ?(?:\(([^()]*)\)|([0-9]+))")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end) ?\{[a-z]+\*?\}")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|(?i:so|it|is|we|he|of|to|at|by|as|an|be|if|my|no|on|us)(?![A-Za-z]))"
+)
+_SHORT = "cm|mm|km|kg|mg|ml|mL|ft|in|lb|oz|hr|st|nd|rd|th|am|pm|cc|hp|yd|mi"
+_SQUARED = r"(?: ?\^ ?\{?-?[123]\}?)?[.,;:]?"
+_LONG = r"[A-Za-z]+(?:['-][A-Za-z]+)*"
+_SMALL = "of|to|a|an|at|by|on|is|as"
+_UNIT = re.compile(
+    rf"(?:(?<=[0-9}})])(?:{_SHORT}|[A-Za-z]{{4,}})|[ /](?:{_SHORT}|[mgslLhJNWVKCF]|(?=[A-Za-z]{{3}}){_LONG}|{_SMALL}))"
+    rf"{_SQUARED}(?:(?:[ /]|\(s\))+{_LONG}{_SQUARED}|\(s\))*\s*"
+)
+_BEFORE = re.compile(r"(?:[A-Za-z]{2,}(?:['-][A-Za-z]+)*[,:]? ?)*")
+_CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
+_CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(]))")
+_UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
+_RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
+_DENIED = re.compile(
+    r"(?i)(?:\b(?:not|never|neither|nor|isn't|at least|at most|(?:more|less|greater|fewer|other) than)|\\pm|\\mp)\s*"
+    r"(?:(?:equal to|exactly|about|be|the|option)\s+)*[$€£(*\\]*\s*$"
+)
+_RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|pm|mp|in|not)(?![A-Za-z])")
+_IDENTIFIER = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z0-9]\))?")
+_SPAN = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_RUN = re.compile(r"[-+*/^(). 0-9,$€£]*[0-9)]%?")
+_JOINED = re.compile(r"(?:and|or)(?![A-Za-z])")
+
+
+def read_expected(text: str) -> Answer | None:
+    """The expected answer, read as a whole; of words with one number, that number."""
+    stated = final_answer(text) if "\\boxed" in text or "####" in text else None
+    text = stated.texts[-1] if stated else text
+    said = _plain(text)
+    if _doubtful(said):
+        return None
+    found = read_formula(text)
+    if found is not None and not _worded(found):
+        return found
+    numbers = numbers_in(said)
+    return Answer(text=said, number=numbers[0]) if len(numbers) == 1 and not _INEQUALITY.search(said) else None
+
+
+def read_stated(text: str, stated: Stated, expected: Answer) -> Answer | None:
+    """One statement of a completion."""
+    if len(text) > LONGEST:
+        if stated.formula:
+            return None
+        text = text[:LONGEST] if stated.marked else text[-LONGEST:]
+    said = _plain(text)
+    if expected.choice:
+        return _chosen(said, stated)
+    if _doubtful(said, several=bool(expected.items)) or _contradictory(_sides(_trimmed(said))):
+        return None
+    found = read_formula(text)
+    sentence = not stated.marked and found and found.items and not expected.items
+    if found is not None and not sentence and not _worded(found):
+        return found
+    return None if stated.formula else _in_prose(text, said, stated)
+
+
+def read_formula(text: str) -> Answer | None:
+    """The answer that is all of a text, but for words before it and units after it."""
+    text = _trimmed(_DEGREES.sub(" ", _plain(text)))
+    if not text or len(text) > LONGEST:
+        return None
+    equations = _split(text)
+    if len(equations) > 1 and all(len(_sides(part)) == 2 for part in equations):
+        return _listed(text, "{}", equations)
+    sides = _sides(text)
+    name = sides[0] if len(sides) > 1 and _IDENTIFIER.fullmatch(sides[0]) else ""
+    value = _trimmed(sides[-1])
+    if number := _quantity(value):
+        return Answer(text=value, number=number, name=name)
+    if match := _CHOICE.fullmatch(text):
+        return Answer(text=text, choice=match[1])
+    brackets, parts = _parts(value)
+    if brackets:
+        return _listed(value, brackets, parts, name)
+    if len(sides) > 1 and not name:
+        numeric = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[-1]))
+        value = value if numeric and not re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", sides[0]) else text
+    return Answer(text=_latex(_without_unit(value)), name=name)
+
+
+def _listed(text: str, brackets: str, parts: list[str], name: str = "") -> Answer | None:
+    items = tuple(item for part in parts if (item := read_formula(part)))
+    return Answer(text=text, items=items, brackets=brackets, name=name) if len(items) == len(parts) else None
+
+
+# ------------------------------------------------------------------------------------------------- sentences
+
+
+def _in_prose(text: str, said: str, stated: Stated) -> Answer | None:
+    """The last number or formula of a sentence."""
+    span = _last_span(text)
+    if span is not None:
+        return read_formula(span)
+    numbers = numbers_in(said)
+    if not numbers:
+        spelled = numbers_spelled(said) if stated.marked else []
+        return Answer(text=said, number=spelled[0]) if len(spelled) == 1 else None
+    run = next((m[0] for m in _RUN.finditer(said) if m.end() >= numbers[-1].start + 1), "").strip(" ,+*/^.")
+    if len(numbers_in(run)) > 1 and re.search(r"[0-9)%] ?[-+*/^(] ?[$€£]?[0-9(.]", run):
+        return read_formula(re.sub("[$€£,]", "", run))
+    if re.match(r"[A-Za-z\\^_(]", said[numbers[-1].end :]) and not _UNIT.match(said, numbers[-1].end):
+        return None  # a part of a formula without dollars around it
+    return Answer(text=run, number=numbers[-1])
+
+
+def _doubtful(said: str, *, several: bool = True) -> bool:
+    """Whether the last number of a sentence is denied, or is one of two that it hedges between."""
+    numbers = numbers_in(said)
+    if not numbers:
+        return False
+    if _DENIED.search(said[: numbers[-1].start]):
+        return True
+    if len(numbers) < 2 or numbers[-1].value == numbers[-2].value:
+        return False
+    before, between = said[: numbers[-2].start], said[numbers[-2].end : numbers[-1].start]
+    ranged = bool(_RANGE.search(before)) and bool(re.search(r"(?i)\b(?:and|to)\b", between))
+    beside = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())  # no 1 234
+    hedged = not several and (beside or (bool(_UNSURE.search(between)) and "=" not in between))
+    return len(between) < 40 and (ranged or hedged)
+
+
+def _last_span(text: str) -> str | None:
+    """The formula between the last pair of dollars or brackets, if no number follows it. Money is no such pair."""
+    text = text.replace("\\$", "USD ")
+    last = last_match(_SPAN, text)
+    if last is None:
+        return None
+    inside = next((group for group in last.groups() if group), "")
+    money = last[0].startswith("$") and _WORD.search(_NAMES.sub("", plain(inside))) and "\\" not in inside
+    return None if money or numbers_in(plain(text[last.end() :])) else inside
+
+
+def _chosen(said: str, stated: Stated) -> Answer | None:
+    match = _CHOICE.fullmatch(_trimmed(said))
+    found = [m for m in _CHOSEN.finditer(said) if not _DENIED.search(said[: m.start()])] if stated.marked else []
+    letters = {m[1] or m[2] for m in found}
+    if not match and len(letters) != 1:
+        return None
+    return Answer(text=said, choice=match[1] if match else letters.pop())
+
+
+# ------------------------------------------------------------------------------------------------- formulas
+
+
+def _plain(text: str) -> str:
+    """Without boxes in boxes and emphasis, and with the words of `\\text{...}` as words."""
+    return plain(_EMPHASIS.sub(r"\1", _TEXT.sub(r" \1 ", _BOX.sub("", text)))).replace("\n", " ")
+
+
+def _trimmed(text: str) -> str:
+    """Without dollars, emphasis, quotes and braces around it, and a full stop at its end."""
+    before = None
+    while text != before:
+        before, text = text, text.strip(" *_`\"'").rstrip(".,;:?")
+        for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}")):
+            inside = text[len(left) : len(text) - len(right)]
+            whole = left != "{" or _closed_at(text) == len(text) - 1
+            if text.startswith(left) and text.endswith(right) and len(text) >= len(left + right) and whole:
+                text = inside
+    return text.removeprefix("- ") if re.match(r"- [0-9$]", text) and len(text) < 20 else text
+
+
+def _closed_at(text: str) -> int:
+    """Where the bracket that a text begins with is closed; -1 if nowhere."""
+    depth = 0
+    for at, character in enumerate(text):
+        if at and text[at - 1] == "\\" and character in "{}":
+            continue
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return at
+    return -1
+
+
+def _quantity(text: str) -> Number | None:
+    """The number that is all of a text, but for words before it and units after it."""
+    if number := whole_number(text):
+        return number
+    numbers = numbers_in(text) or numbers_spelled(text)
+    if len(numbers) != 1 or _INEQUALITY.search(text):
+        return None
+    before, after = text[: numbers[0].start].rstrip(), text[numbers[0].end :].rstrip()
+    return numbers[0] if _BEFORE.fullmatch(before) and (not after or _unit_at(text, numbers[0].end)) else None
+
+
+def _unit_at(text: str, at: int) -> bool:
+    return bool(_UNIT.fullmatch(text, at)) and not _NAMES.search(text, at)
+
+
+def _without_unit(text: str) -> str:
+    for match in re.finditer(r"[ ]|(?<=[0-9})])(?=[A-Za-z])", text):
+        if _unit_at(text, match.start()):
+            return text[: match.start()]
+    return text
+
+
+def _sides(text: str) -> list[str]:
+    """The sides of an equation; the text itself if it is none, or an inequality."""
+    if _INEQUALITY.search(text):
+        return [text]
+    return [side.strip() for side in _RELATION.split(text) if side.strip()] or [text]
+
+
+def _contradictory(sides: list[str]) -> bool:
+    """Whether an equation states that two different whole numbers are one."""
+    numbers = [whole_number(side) for side in sides] if len(sides) > 1 else []
+    whole = {n.value for n in numbers if n and n.value.denominator == 1 and not n.percent}
+    return len(whole) > 1
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """The brackets and items of a set, tuple, interval or list; no brackets if it is none."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "{}", _split(text[2:-2])
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _closed_at(text) == len(text) - 1:
+        parts = _split(text[1:-1], thousands=False)
+        return (text[0] + text[-1], parts) if len(parts) > 1 else ("", [text])
+    parts = _split(text)
+    return ("{}", parts) if len(parts) > 1 else ("", parts)
+
+
+def _split(text: str, *, thousands: bool = True) -> list[str]:
+    """Items between the commas, semicolons and words and/or that stand in no bracket."""
+    parts, depth, start, at = [], 0, 0, 0
+    while at < len(text):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        joined = _JOINED.match(text, at) if depth == 0 and (at == 0 or not text[at - 1].isalpha()) else None
+        grouped = thousands and re.match(r",[0-9]{3}(?![0-9])", text[at : at + 5]) and text[at - 1 : at].isdigit()
+        if depth == 0 and (joined or (text[at] in ",;" and not grouped)):
+            parts.append(text[start:at])
+            start = at = joined.end() if joined else at + 1
+        else:
+            at += 1
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def _latex(text: str) -> str:
+    """Plain mathematics as LaTeX."""
+    text = _NAMES.sub(r"\\\1 ", text)
+    return _ROOT.sub(lambda m: "\\sqrt{" + (m[1] or m[2] or "") + "}", text).replace("**", "^").replace("*", "\\cdot ")
+
+
+def _worded(answer: Answer) -> bool:
+    """Whether words are left in what should be a formula: as LaTeX they would be products of variables."""
+    if answer.number or answer.choice:
+        return False
+    if answer.items:
+        return any(map(_worded, answer.items))
+    return bool(_WORD.search(_ENVIRONMENT.sub("", re.sub(r"\\[A-Za-z]+", " ", _ENVIRONMENT.sub("", answer.text)))))

@@ -1,0 +1,148 @@
+"""Which part of a completion is its final answer.
+
+In: the text of a completion. Out: the statements of its answer, or None if it gives none. Invariant: nothing that
+stands in the thinking is ever read, and no text makes this slow or raise.
+
+The first of these that the completion has, after its thinking, is its final answer:
+
+1. what follows the last `marker`, where the reward has one (then nothing else counts);
+2. the contents of `<answer>...</answer>`;
+3. the contents of `\\boxed{...}`;
+4. what follows the last `####`, to the end of the line;
+5. what follows the last "answer is", "answer:" or "answer =", to the end of the sentence;
+6. the last sentence that holds a number or a formula.
+
+Thinking ends at the last `</think>`. Thinking that never ends (a completion that was cut) leaves no final answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gspo.data.numbers import last_match
+
+_CLOSED = re.compile(r"(?i)</(?:think|thinking|thought|reasoning)>")
+_OPENED = re.compile(r"(?i)<(?:think|thinking|thought|reasoning)>")
+_TAG = re.compile(r"(?i)<(/?)answer>")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
+_SAID = re.compile(
+    r"(?i)\banswers?\b(?:[^.\n:=]{0,80}?\b(?:is|are|equals)\b|[*_\s]*[:=])[:*_\s]*(?:(?:approximately|about)\s+)?"
+    r"|\bfinal answer\b[*_:#\s]*\n\s*"
+)
+_REASON = re.compile(r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s(?:because|since)\b")
+"""What follows the answer in the same sentence."""
+_SENTENCE = re.compile(r"(?<=[.!?])(?=[\s*_\"')]|$)|\n")
+_FORMULA = re.compile(r"[^\W_a-zA-Z]|\$[^$]|\\[(\[a-zA-Z]")
+_WHOLE = 200_000
+"""Characters of a completion that are looked at, from its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """A final answer."""
+
+    texts: tuple[str, ...]
+    """Several boxes, or several `<answer>`, are several statements, which must not contradict each other."""
+    formula: bool = False
+    """Whether it is a formula as a whole, not a sentence that holds one."""
+    marked: bool = True
+    """Whether the completion says that this is its answer."""
+
+
+def after_thinking(text: str) -> str | None:
+    """What a completion says after its thinking; None if it never stops to think."""
+    closed = last_match(_CLOSED, text)
+    rest = text[closed.end() :] if closed else text
+    return None if _OPENED.search(rest) else rest
+
+
+def after_marker(text: str, marker: str) -> str | None:
+    """What follows the last marker after the thinking, or all that does without a marker; None if there is none."""
+    said = after_thinking(text)
+    if said is None or marker not in said:
+        return None
+    return said.rpartition(marker)[2] if marker else said
+
+
+def whole_answer(text: str, marker: str = "") -> str | None:
+    """The final answer of a completion that says nothing else: what follows the marker, or the thinking, without the
+    tags of `<answer>`; None if there is none, or several that differ."""
+    said = after_marker(text, marker)
+    found = _tagged(said) if said else None
+    if found is None:
+        return said
+    return found.texts[0] if len(found.texts) == 1 else None
+
+
+def final_answer(text: str, marker: str = "") -> Stated | None:
+    """The final answer of a completion."""
+    said = after_marker(text, marker)
+    if said is None or not said.strip():
+        return None
+    said = said[-_WHOLE:]
+    if found := _boxes_in_tags(said) or _boxed(said):
+        return found
+    if marker:
+        return Stated(texts=(said.strip().split("\n")[0],))
+    return _hashed(said) or _phrase(said) or _last_sentence(said)
+
+
+def _tagged(text: str) -> Stated | None:
+    contents, start = [], None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            contents.append(text[start : tag.start()])
+            start = None
+    contents += [text[start:]] if start is not None else []
+    return Stated(texts=_distinct(contents)) if contents else None
+
+
+def _boxes_in_tags(text: str) -> Stated | None:
+    """The contents of `<answer>`; if they hold boxes, those of the boxes."""
+    found = _tagged(text)
+    boxes = [box for content in found.texts if (inner := _boxed(content)) for box in inner.texts] if found else []
+    return Stated(texts=_distinct(boxes), formula=True) if boxes else found
+
+
+def _boxed(text: str) -> Stated | None:
+    """The outermost boxes that are closed."""
+    found: list[str] = []
+    depth, open_at = 0, None
+    for token in _BOX.finditer(text):
+        if token[0].endswith("{") and token[0] != "\\{":
+            depth += 1
+            if open_at is None and token[0] != "{":
+                open_at, depth = token.end(), 1
+        elif token[0] == "}":
+            depth -= 1
+            if open_at is not None and depth == 0:
+                found.append(text[open_at : token.start()])
+                open_at = None
+    return Stated(texts=_distinct(found), formula=True) if found else None
+
+
+def _hashed(text: str) -> Stated | None:
+    _, mark, after = text.rpartition("####")
+    return Stated(texts=(after.strip().split("\n")[0],)) if mark and after.strip() else None
+
+
+def _phrase(text: str) -> Stated | None:
+    said = last_match(_SAID, text)
+    if said is None:
+        return None
+    sentences = [s for s in _SENTENCE.split(text[said.end() :]) if s.strip()]
+    stated = next((s for s in sentences if not s.rstrip().endswith(":")), None)  # "as follows:" announces it
+    return Stated(texts=(_REASON.split(stated)[0],)) if stated else None
+
+
+def _last_sentence(text: str) -> Stated | None:
+    found = [s for s in _SENTENCE.split(text) if s.strip()]
+    stated = next((s for s in reversed(found) if _FORMULA.search(s)), found[-1] if len(found) == 1 else None)
+    return Stated(texts=(stated,), marked=False) if stated else None
+
+
+def _distinct(texts: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.strip() for text in texts))
