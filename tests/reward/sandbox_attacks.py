@@ -24,7 +24,7 @@ from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite, read_suite
 
 LIMIT_S = 0.6
-LIMITS = Limits(limit_s=LIMIT_S, memory_mb=256, stop=True)
+LIMITS = Limits(limit_s=LIMIT_S, memory_mb=256)
 CALLS = read_suite({"tests": [{"function": "solve", "args": [x], "expected": 2 * x} for x in (3, 10)]}, "")
 ASSERTS = read_suite({"test_list": ["assert solve(3) == 6", "assert solve(10) == 20", "assert solve(0) == 0"]}, "")
 OUTPUT = read_suite({"tests": [{"input": f"{x}\n", "output": f"{2 * x}\n"} for x in (3, 10)]}, "")
@@ -338,9 +338,11 @@ def solve(x):
     "S13 deep JSON": Attack(code="def solve(x): forge(b'v' + b'[' * 50_000 + b']' * 50_000)", ends=("protocol",)),
     "S13 wide JSON": Attack(code="def solve(x): forge(b'v' + b'[[],' * 10 + b'6')", ends=("protocol",)),
     "S13 broken exception": Attack(code="def solve(x): forge(b'e6')", ends=("protocol",)),
-    "S13 exception that ends the judge": Attack(code='def solve(x): forge(b\'e["SystemExit","0"]\')', ends=("error",)),
+    "S13 exception that ends the judge": Attack(
+        code='def solve(x): forge(b\'e["SystemExit","0",[0],0]\')', ends=("error",)
+    ),
     "S13 exception that takes arguments": Attack(
-        code='def solve(x): forge(b\'e["ExceptionGroup","0"]\')', ends=("error",)
+        code='def solve(x): forge(b\'e["ExceptionGroup","0",[0],0]\')', ends=("error",)
     ),
     "S13 broken error at import": Attack(code="forge(b'e[[[1')", ends=("protocol",)),
     "S13 deep error at import": Attack(code="forge(b'e' + b'[' * 10**5)", ends=("protocol",)),
