@@ -1153,6 +1153,23 @@ class Node:
 def build(xs): return Node(1, Node(2, Node(3)))
 def reverse(head): return head
 """,
+    "names that the judge could be using itself": """
+class Till:
+    def __init__(self): self._items, self._link, self._kind, self._number, self._held = [1], 2, 3, 4, 5
+    def change(self, x): return x + 1
+    def send(self, x): return x + 2
+    def ask(self, x): return x + 3
+---
+t = Till()
+assert (t._items, t._link, t._kind, t._number, t._held) == ([1], 2, 3, 4, 5)
+assert (t.change(1), t.send(1), t.ask(1)) == (2, 3, 4)
+t._items = 9
+assert t._items == 9
+***
+class Till:
+    _items = _link = _kind = _number = _held = 1
+    change = send = ask = lambda self, x: x + 1
+""",
     "closure with state": """
 def counter():
     n = 0

@@ -5,16 +5,17 @@ What a program brings about is a 0, never an unscored completion; what the tests
 
 from __future__ import annotations
 
-import json
-import subprocess
+import contextlib
+import os
 from typing import Any
 
+import numpy
 import pytest
 from code_tests_corpus import CASES, Case
 
 from gspo.errors import RewardError
-from gspo.reward.rewards.code_tests import score
 from gspo.reward.sandbox.grade import Grade, Limits, grade_all
+from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
 
@@ -41,7 +42,7 @@ def passes_plainly(program: str, case: Case) -> bool:
     names: dict[str, Any] = {"__name__": "tests"}
     try:
         for text in (program, *case.tests):
-            exec(text, names)
+            exec(compile(text, "<case>", "exec", dont_inherit=True), names)
     except Exception:
         return False
     return True
@@ -115,6 +116,19 @@ def test_an_object_does_not_pass_for_what_a_function_returns(test: str) -> None:
     assert values([YES], test) == [0.0]
 
 
+def test_an_object_that_the_tests_made_does_not_pass_for_a_result_either() -> None:
+    """A method that returns its own object, or one that was made before."""
+    liar = YES.replace(
+        "f = Yes()", "class Solution(Yes):\n    def root(self, x): return self\n    def is_root(self, x): return x == 2"
+    )
+    honest = "class Solution:\n    def root(self, x): return x ** 0.5\n    def is_root(self, x): return x == 2"
+    tests = [
+        "s = Solution()\nassert abs(s.root(2) - 2 ** 0.5) < 1e-6",
+        "assert Solution().is_root(2) and not Solution().is_root(3)",
+    ]
+    assert values([liar, honest], *tests) == [0.0, 1.0]
+
+
 def test_what_is_learned_of_an_object_stays_so() -> None:
     """Looked at twice, it cannot be sorted the one time and complete the other."""
     liar = """
@@ -152,7 +166,7 @@ def test_an_exception_of_the_program_ends_no_iterator_of_the_tests(kind: str, te
     assert values([program], test) == [0.0]
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(99)", "os.write(6, b'v1')"])
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(99)", "write()"])
 @pytest.mark.parametrize(
     "test",
     [
@@ -163,7 +177,10 @@ def test_an_exception_of_the_program_ends_no_iterator_of_the_tests(kind: str, te
     ],
 )
 def test_a_program_that_is_gone_has_no_full_marks(end: str, test: str) -> None:
-    program = f"import os, time\ndef f(x):\n    if x < 0:\n        {end}\n        time.sleep(99)\n    return x"
+    write = (
+        "def write():\n    for fd in range(3, 21):\n        try: os.write(fd, b'v1')\n        except OSError: pass\n"
+    )
+    program = f"import os, time\n{write}def f(x):\n    if x < 0:\n        {end}\n        time.sleep(99)\n    return x"
     (grade,) = graded([program], test, limits=Limits(limit_s=0.5, memory_mb=256))
     if isinstance(grade, TimeoutError):  # this machine had no time for it
         return
@@ -338,7 +355,7 @@ def test_a_module_that_is_only_tried_is_not_missed() -> None:
 
 
 def test_all_tests_are_asked_whatever_came_before() -> None:
-    """A program that raises in the last question only if it was asked after wrong answers."""
+    """A question that never comes would tell a program that its last answer was wrong."""
     program = "asked = []\ndef f(x):\n    asked.append(x)\n    return 0\ndef g():\n    return asked"
     tests = [f"assert f({x}) == {x}" for x in range(1, 6)]
     (grade,) = graded([program], *tests, "assert g() == [1, 2, 3, 4, 5]")
@@ -349,14 +366,8 @@ def test_all_tests_are_asked_whatever_came_before() -> None:
 def test_all_inputs_are_asked_whatever_came_before() -> None:
     tests = [{"input": f"{x}", "output": f"{2 * x}"} for x in range(4)]
     suite = read_suite({"tests": tests}, "")
-    (grade,) = grade_all(
-        ["print(2 * int(input()) if input else 0)\nif False: pass", "x = int(input())\nprint(2 * x if x != 1 else 0)"][
-            1:
-        ],
-        suite,
-        sandbox_level(),
-        LIMITS,
-    )
+    program = "x = int(input())\nprint(2 * x if x != 1 else 0)"
+    (grade,) = grade_all([program], suite, sandbox_level(), LIMITS)
     assert isinstance(grade, Grade)
     assert (grade.passed, grade.total) == (3, 4)
 
@@ -391,20 +402,42 @@ def test_arguments_are_changed_only_where_the_tests_drop_the_value() -> None:
 # ------------------------------------------------------------------------------------------- numpy
 
 
-def test_numpy_reads_no_memory_for_an_object() -> None:
-    level = sandbox_level(packages=True)
-    if subprocess.run([level.python.path, "-c", "import numpy"], capture_output=True, check=False).returncode:
-        pytest.skip("the sandbox's Python has no numpy")
-    liar = (
-        "class A:\n    __array_interface__ = {'shape': (3,), 'typestr': '<f8', 'data': (id(0), False), 'version': 3}\n"
-        "    def __array__(self, *a): import numpy; return numpy.array([1.0, 2.0, 3.0])\n    __array_priority__ = 99\n"
-        "    def __array_ufunc__(self, *a, **k): return True\n    def __array_function__(self, *a): return True\n"
-        "def f(x): return A()"
-    )
-    honest = "import numpy\ndef f(x): return numpy.array([1.0, 2.0, 3.0])"
-    tests = [
-        "import numpy as np\nassert np.allclose(f(1), np.array([1.0, 2.0, 3.0]))",
-        "assert np.array_equal(f(1), [1, 2, 3])",
-    ]
-    columns = {"tests": [json.dumps(tests)] * 2}
-    assert score(["?"] * 2, [liar, honest], packages=True, memory_mb=2048, limit_s=30.0, **columns) == [0.0, 1.0]
+class Liar:
+    """A link to a program that claims to be an array wherever it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
+        self.asked.append((what, *question[1:]))
+        if what == "iterate":
+            raise TypeError
+        if what in ("get", "member"):
+            return {"shape": (3,), "typestr": "<f8", "data": (id(self), False), "version": 3}
+        return 3 if what == "op" else 1.0
+
+
+@pytest.mark.parametrize("kind", [RESULT, INSTANCE])
+def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
+    link = Liar()
+    remote = Remote(link, 0)
+    object.__setattr__(remote, "_gspo_kind", kind)
+    with contextlib.suppress(TypeError, ValueError):
+        found = numpy.asarray(remote)
+        assert found.dtype == object or found.tolist() == [1.0, 1.0, 1.0]
+    with contextlib.suppress(TypeError, ValueError):
+        numpy.testing.assert_allclose(remote, [1.0, 2.0, 3.0])
+        pytest.fail("it passed for an array")
+    assert [question for question in link.asked if "__" in str(question)] == []
+    for name in (
+        "__array_interface__",
+        "__array_struct__",
+        "__array__",
+        "__array_ufunc__",
+        "__array_function__",
+        "__buffer__",
+    ):
+        assert not hasattr(remote, name)
+    for use in (memoryview, os.fspath):
+        with pytest.raises(TypeError):
+            use(remote)  # type: ignore[operator]

@@ -141,7 +141,7 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
 
 class _Rewriter(ast.NodeTransformer):
     """Turns asserts into reports to `__gspo__`, which counts them by their number. What else cannot be seen from within
-    the judge is marked too: calls whose value is dropped, and questions for an object's type."""
+    the judge is marked too: calls whose value is dropped, and questions for an object's type or identity."""
 
     def __init__(self) -> None:
         self.asserts = self._constants = 0
@@ -176,6 +176,16 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not node.keywords:
             node.func = _reporter("type_of")
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant()]) | ast.Compare(ast.Constant(), _, _):
+                return node
+            case ast.Compare(left, [ast.Is() | ast.IsNot() as op], [right]):
+                call = ast.Call(_reporter("identical"), [left, right], [])
+                return call if isinstance(op, ast.Is) else ast.UnaryOp(ast.Not(), call)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:

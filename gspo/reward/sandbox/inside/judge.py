@@ -121,8 +121,8 @@ def _bind(name: str, names: dict[str, Any], link: Any) -> None:
     names.pop(name, None)
     try:
         value = names[name] = link.ask("name", name)
-        if type(value) is Remote and name.lstrip("_")[:1].isupper():
-            object.__setattr__(value, "_kind", CLASS)
+        if type(value) is Remote and name[:1].isupper() and "_" not in name:
+            object.__setattr__(value, "_gspo_kind", CLASS)
     except Exception:
         names["__builtins__"].pop(name, None)
 
@@ -190,12 +190,18 @@ class Tally:
     @staticmethod
     def change(function: Any, *args: Any, **kwargs: Any) -> Any:
         """A call whose value the test drops: what it does to its arguments is what counts."""
-        return function.change(args, kwargs) if type(function) is Remote else function(*args, **kwargs)
+        return function._gspo_change(args, kwargs) if type(function) is Remote else function(*args, **kwargs)
 
     @staticmethod
     def type_of(value: Any) -> Any:
         """`type(value)`, also of an object of the program."""
-        return value._link.ask("type", value) if isinstance(value, Remote) else type(value)
+        return value._gspo_link.ask("type", value) if isinstance(value, Remote) else type(value)
+
+    @staticmethod
+    def identical(value: Any, other: Any) -> bool:
+        """`value is other`, also of objects of the program."""
+        both = isinstance(value, Remote) and isinstance(other, Remote)
+        return bool(value._gspo_number == other._gspo_number if both else value is other)
 
     @staticmethod
     def same(value: Any, expected: Any) -> bool:
@@ -224,7 +230,6 @@ class _Link:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._remotes: dict[int, Remote] = {}
         self._lent: list[tuple[str, Any]] = []
         self._lent_numbers: dict[int, int] = {}
         self._errors: dict[int, Any] = {}
@@ -266,16 +271,17 @@ class _Link:
             raise Refused("a reference without a number")
         if kind == "mine":
             return self._lent[body][1]
-        if body not in self._remotes:
-            make = {"object": Remote, "held": Remote, "coroutine": RemoteCoroutine}[kind]
-            self._remotes[body] = make(self, body, held=kind == "held")
-        return self._remotes[body]
+        # anew each time: what an object is to the tests depends on where they got it, even if they have it already
+        make = {"object": Remote, "held": Remote, "coroutine": RemoteCoroutine}[kind]
+        return make(self, body, held=kind == "held")
 
     # --------------------------------------------------------------------- exceptions of the program
 
     def _exception(self, told: Any, ends: bool) -> BaseException:
         try:
             kind, message, args, number = told
+            if type(message) is not str or (number is not None and type(number) is not int):
+                raise Refused("an exception of unknown form")
             kind = self._error_class(kind)
         except Exception as error:
             self.gone = f"protocol: {_words(error)}"
@@ -287,7 +293,7 @@ class _Link:
         except Exception:
             error = RuntimeError(f"{kind.__name__}: {message}")
         if "of_class" in type(error).__dict__:
-            error.__dict__.update(said=str(message), remote=Remote(self, number))
+            error.__dict__.update(said=message, remote=Remote(self, number))
         error.__dict__["of_the_program"] = True
         return error
 
@@ -309,9 +315,9 @@ class _Link:
     def _refer(self, value: Any) -> Any:
         """A reference for the program: to its own object, to a name of the standard library, or to one of the tests."""
         if isinstance(value, Remote):
-            return value._number
+            return value._gspo_number
         if isinstance(value, Exception) and "remote" in value.__dict__:
-            return value.__dict__["remote"]._number
+            return value.__dict__["remote"]._gspo_number
         if isinstance(value, type) and issubclass(value, Exception) and "of_class" in value.__dict__:
             return value.of_class
         found = _library_name(value)
@@ -387,11 +393,11 @@ class _Pretended(_Link):
         if what in ("has instance", "has subclass"):
             return self._word
         if what == "next":
-            if question[0]._number in self._ended or not self._word:
+            if question[0]._gspo_number in self._ended or not self._word:
                 raise StopIteration
-            self._ended.add(question[0]._number)
+            self._ended.add(question[0]._gspo_number)
         if what in ("call", "change", "make"):
-            kind = "function" if what == "make" or question[0]._of is None else "method"
+            kind = "function" if what == "make" or question[0]._gspo_of is None else "method"
             value = self._word if kind in self._plain else thing
             return [value, *question[1:]] if what == "change" else value
         return thing
@@ -451,8 +457,8 @@ _PREDICATES = frozenset(
     for kind in (str, bytes, set, int, float)
     for n in dir(kind)
     if n.startswith("is") or n in ("startswith", "endswith")
-)
-"""Methods of plain data that say yes or no."""
+) | {"all", "any", "equals"}
+"""Methods of plain data, and of arrays, that say yes or no."""
 
 
 class Remote:
@@ -463,145 +469,143 @@ class Remote:
     it cannot pass for a number, a text or a list. It can be called, has attributes, and can be iterated over; whatever is
     learned of its items stays so until the tests change it."""
 
-    __slots__ = ("_held", "_items", "_kind", "_link", "_number", "_of")
+    __slots__ = ("_gspo_held", "_gspo_items", "_gspo_kind", "_gspo_link", "_gspo_number", "_gspo_of")
 
     def __init__(self, link: Any, number: int, *, held: bool = False) -> None:
         for name, value in zip(Remote.__slots__, (held, None, RESULT, link, number, None)):  # noqa: B905
             object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        if self._kind == CLASS:
-            return self._as(INSTANCE, self._link.ask("make", self, args, kwargs))
-        ends = self._of is not None and self._of[1] in ("send", "throw")
-        return self._link.ask("call", self, args, kwargs, ends=ends)
+        self._gspo_touch()
+        if self._gspo_kind == CLASS:
+            return self._gspo_as(INSTANCE, self._gspo_link.ask("make", self, args, kwargs))
+        ends = self._gspo_of is not None and self._gspo_of[1] in ("send", "throw")
+        return self._gspo_link.ask("call", self, args, kwargs, ends=ends)
 
-    def change(self, args: Any, kwargs: Any) -> Any:
+    def _gspo_change(self, args: Any, kwargs: Any) -> Any:
         """Call it, and do to the arguments what it did to its copies."""
-        self._touch()
-        value, after_args, after_kwargs = self._link.ask("change", self, args, kwargs)
+        self._gspo_touch()
+        value, after_args, after_kwargs = self._gspo_link.ask("change", self, args, kwargs)
         for before, after in [*zip(args, after_args), *((v, after_kwargs[k]) for k, v in kwargs.items())]:  # noqa: B905
             _update(before, after)
         return value
 
-    def _touch(self) -> None:
+    def _gspo_touch(self) -> None:
         """What was learned of its items, and of the object whose method it is, may no longer be so."""
-        for one in (self, self._of[0] if self._of else self):
-            object.__setattr__(one, "_items", None)
+        for one in (self, self._gspo_of[0] if self._gspo_of else self):
+            object.__setattr__(one, "_gspo_items", None)
 
-    def _as(self, kind: str, value: Any) -> Any:
-        if isinstance(value, Remote) and value._kind == RESULT:
-            object.__setattr__(value, "_kind", kind)
+    def _gspo_as(self, kind: str, value: Any) -> Any:
+        if isinstance(value, Remote) and value._gspo_kind == RESULT:
+            object.__setattr__(value, "_gspo_kind", kind)
         return value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _SEEN:
             raise AttributeError(name)
-        if name in _PREDICATES and self._kind == RESULT:
+        if name in _PREDICATES and self._gspo_kind == RESULT:
             raise AttributeError(f"an object is no plain data: {name}")
-        kind, question = (INSTANCE, "member") if self._kind == CLASS else (RESULT, "get")
-        value = self._as(kind, self._link.ask(question, self, name))
-        if type(value) is Remote and value._of is None:
-            object.__setattr__(value, "_of", (self, name))
+        kind, question = (INSTANCE, "member") if self._gspo_kind == CLASS else (RESULT, "get")
+        value = self._gspo_as(kind, self._gspo_link.ask(question, self, name))
+        if type(value) is Remote and value._gspo_of is None:
+            object.__setattr__(value, "_gspo_of", (self, name))
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._touch()
-        self._link.ask("set", self, name, value)
+        self._gspo_touch()
+        self._gspo_link.ask("set", self, name, value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._touch()
-        self._link.ask("put", self, key, value)
+        self._gspo_touch()
+        self._gspo_link.ask("put", self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._touch()
-        self._link.ask("delete", self, key)
+        self._gspo_touch()
+        self._gspo_link.ask("delete", self, key)
 
     def __getitem__(self, key: Any) -> Any:
-        if self._kind == RESULT and type(key) in (int, slice):
-            return self._known().listed()[key]
-        return self._link.ask("item", self, key)
+        if self._gspo_kind == RESULT and type(key) in (int, slice):
+            return self._gspo_known().listed()[key]
+        return self._gspo_link.ask("item", self, key)
 
     def __len__(self) -> int:
-        if self._kind == RESULT:
+        if self._gspo_kind == RESULT:
             try:
-                return len(self._known().listed())
+                return len(self._gspo_known().listed())
             except TypeError as error:
                 if not hasattr(error, "of_the_program"):
                     raise
-        return int.__int__(self._link.ask("op", self, "len"))
+        return int.__int__(self._gspo_link.ask("op", self, "len"))
 
     def __iter__(self) -> Any:
-        items = self._known() if self._kind == RESULT else _Items(self)
+        items = self._gspo_known() if self._gspo_kind == RESULT else _Items(self)
         return self if items.once else iter(items)
 
     def __next__(self) -> Any:
-        return self._known().next()
+        return self._gspo_known().next()
 
-    def _known(self) -> _Items:
-        if self._items is None:
-            object.__setattr__(self, "_items", _Items(self))
-        items: _Items = self._items
+    def _gspo_known(self) -> _Items:
+        if self._gspo_items is None:
+            object.__setattr__(self, "_gspo_items", _Items(self))
+        items: _Items = self._gspo_items
         return items
 
     def __contains__(self, value: Any) -> bool:
-        if self._kind == RESULT:
+        if self._gspo_kind == RESULT:
             return any(value is item or value == item for item in self)
-        return self._truth("contains", value)
+        return self._gspo_truth("contains", value)
 
     def __bool__(self) -> bool:
-        return self._truth("bool")
+        return self._gspo_truth("bool")
 
     def __str__(self) -> str:
-        return str.__str__(self._link.ask("op", self, "str"))
+        return str.__str__(self._gspo_link.ask("op", self, "str"))
 
     def __repr__(self) -> str:
-        return str.__str__(self._link.ask("op", self, "repr"))
+        return str.__str__(self._gspo_link.ask("op", self, "repr"))
 
     def __format__(self, form: str) -> str:
-        return str.__str__(self._link.ask("op", self, "format", form))
+        return str.__str__(self._gspo_link.ask("op", self, "format", form))
 
     def __hash__(self) -> int:
-        if self._kind == RESULT:
-            return id(self)
-        return hash(int.__int__(self._link.ask("op", self, "hash")))
+        return hash(int.__int__(self._gspo_link.ask("op", self, "hash")))
 
     def __eq__(self, other: object) -> Any:
-        if self is other:
+        if Tally.identical(self, other):
             return True
         if isinstance(other, Remote):
-            return self._answers(other) and self._truth("eq", other)
-        return self._held and self._kind != RESULT and self._link.ask("held", self) == other
+            return self._gspo_answers(other) and self._gspo_truth("eq", other)
+        return self._gspo_held and self._gspo_kind != RESULT and self._gspo_link.ask("held", self) == other
 
     def __ne__(self, other: object) -> Any:
         return not self == other
 
     def __instancecheck__(self, value: Any) -> bool:
-        return self._link.ask("has instance", self, value) is True
+        return self._gspo_link.ask("has instance", self, value) is True
 
     def __subclasscheck__(self, value: Any) -> bool:
-        return self._link.ask("has subclass", self, value) is True
+        return self._gspo_link.ask("has subclass", self, value) is True
 
     def __enter__(self) -> Any:
-        return self._as(self._kind, self._link.ask("enter", self))
+        return self._gspo_as(self._gspo_kind, self._gspo_link.ask("enter", self))
 
     def __exit__(self, kind: Any, error: Any, at: Any) -> bool:
         known = kind is None or "of_class" in kind.__dict__
         name = kind if known else kind.__name__ if hasattr(builtins, kind.__name__) else "RuntimeError"
-        return self._link.ask("leave", self, name, str(error)) is True
+        return self._gspo_link.ask("leave", self, name, str(error)) is True
 
     def __copy__(self) -> Any:
-        return self._as(self._kind, self._link.ask("copy", self))
+        return self._gspo_as(self._gspo_kind, self._gspo_link.ask("copy", self))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._as(self._kind, self._link.ask("deepcopy", self))
+        return self._gspo_as(self._gspo_kind, self._gspo_link.ask("deepcopy", self))
 
-    def _truth(self, name: str, *others: Any) -> bool:
-        return self._link.ask("op", self, name, *others) is True
+    def _gspo_truth(self, name: str, *others: Any) -> bool:
+        return self._gspo_link.ask("op", self, name, *others) is True
 
-    def _answers(self, other: Any) -> bool:
+    def _gspo_answers(self, other: Any) -> bool:
         """Whether the program is asked about the two: one of them is an object that the tests made."""
-        return self._kind != RESULT or (isinstance(other, Remote) and other._kind != RESULT)
+        return self._gspo_kind != RESULT or (isinstance(other, Remote) and other._gspo_kind != RESULT)
 
 
 class RemoteCoroutine(Remote):
@@ -610,11 +614,11 @@ class RemoteCoroutine(Remote):
     __slots__ = ()
 
     def __await__(self) -> Iterator[Any]:
-        return self._link.ask("await", self)
+        return self._gspo_link.ask("await", self)
         yield  # makes this a generator
 
     def __next__(self) -> Any:
-        raise StopIteration(self._link.ask("await", self))
+        raise StopIteration(self._gspo_link.ask("await", self))
 
     def send(self, value: Any) -> Any:
         return next(self)
@@ -631,11 +635,11 @@ class _Items:
     looked at twice is the same both times."""
 
     def __init__(self, owner: Remote) -> None:
-        self._link = owner._link
+        self._link = owner._gspo_link
         self._source = self._link.ask("iterate", owner)
         if not isinstance(self._source, Remote):
             raise TypeError("no iterator")
-        self.once = self._source is owner
+        self.once = self._source._gspo_number == owner._gspo_number
         self._seen: list[Any] = []
         self._ended = False
 
@@ -675,28 +679,28 @@ class _Items:
 
 def _binary(name: str) -> Callable[..., Any]:
     def operate(self: Any, other: Any) -> Any:
-        if not self._answers(other):
+        if not self._gspo_answers(other):
             return NotImplemented
-        value = self._link.ask("op", self, name, other)
-        return value is True if name in _TRUTHS else self._as(INSTANCE, value)
+        value = self._gspo_link.ask("op", self, name, other)
+        return value is True if name in _TRUTHS else self._gspo_as(INSTANCE, value)
 
     return operate
 
 
 def _reflected(name: str) -> Callable[..., Any]:
     def operate(self: Any, other: Any) -> Any:
-        if self._kind == RESULT:
+        if self._gspo_kind == RESULT:
             return NotImplemented
-        return self._as(INSTANCE, self._link.ask("reflected", self, name, other))
+        return self._gspo_as(INSTANCE, self._gspo_link.ask("reflected", self, name, other))
 
     return operate
 
 
 def _unary(name: str, kind: Any = None) -> Callable[..., Any]:
     def operate(self: Any, *others: Any) -> Any:
-        if self._kind == RESULT:
+        if self._gspo_kind == RESULT:
             raise TypeError(f"an object is no plain data: {name}")
-        value = self._as(INSTANCE, self._link.ask("op", self, name, *others))
+        value = self._gspo_as(INSTANCE, self._gspo_link.ask("op", self, name, *others))
         if kind is not None and type(value) is not kind:
             raise TypeError(f"{name}: the program answered with a {type(value).__name__}")
         return value
