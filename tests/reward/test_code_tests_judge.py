@@ -14,7 +14,7 @@ import pytest
 from code_tests_corpus import CASES, Case
 
 from gspo.errors import RewardError
-from gspo.reward.sandbox.grade import Grade, Limits, grade_all
+from gspo.reward.sandbox.grade import Busy, Grade, Limits, grade_all
 from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
@@ -23,7 +23,12 @@ LIMITS = Limits(limit_s=5.0, memory_mb=512)
 
 
 def graded(programs: list[str], *tests: str, limits: Limits = LIMITS) -> list[Grade | Exception]:
-    return grade_all(programs, read_suite({"tests": list(tests)}, ""), sandbox_level(), limits)
+    suite = read_suite({"tests": list(tests)}, "")
+    for _ in range(10):  # a machine that is busy with other things says nothing about the program
+        found = grade_all(programs, suite, sandbox_level(), limits)
+        if not any(isinstance(grade, Busy) for grade in found):
+            break
+    return found
 
 
 def values(programs: list[str], *tests: str, limits: Limits = LIMITS) -> list[Any]:
@@ -182,8 +187,6 @@ def test_a_program_that_is_gone_has_no_full_marks(end: str, test: str) -> None:
     )
     program = f"import os, time\n{write}def f(x):\n    if x < 0:\n        {end}\n        time.sleep(99)\n    return x"
     (grade,) = graded([program], test, limits=Limits(limit_s=0.5, memory_mb=256))
-    if isinstance(grade, TimeoutError):  # this machine had no time for it
-        return
     assert isinstance(grade, Grade)
     assert grade.value(all_or_nothing=True) == 0.0
     assert grade.value(all_or_nothing=False) <= 0.5
@@ -270,7 +273,7 @@ UNABLE = {
     "a huge range": "def f(x): return range(10**12)",
     "an endless generator": "def f(x):\n    while True: yield x",
     "an endless iterable": "class A:\n    def __iter__(self):\n        while True: yield 1\ndef f(x): return A()",
-    "colliding hashes": "def f(x): return [{i * (2**61 - 1) for i in range(1, 3000)} for _ in range(30)]",
+    "colliding hashes": "def f(x): return [{i * (2**61 - 1) for i in range(1, 1000)} for _ in range(3)]",
     "a huge number": "def f(x): return 1 << 10**7",
     "no text": "def f(x): return '\\ud800' * 10**6",
     "an import": "def f(x): raise ImportError('no module named f')",
