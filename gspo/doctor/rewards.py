@@ -116,7 +116,7 @@ def _tests(case: Case) -> Iterator[Finding]:
         yield level(
             f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
             "Fix these rows or take them out; docs/sandbox.md says what tests can do.",
-            detail=[f"{where}: {shown(reason, 200)}" for where, reason in reasons[:3]],
+            detail=[f"{where}: {shown(reason, 400)}" for where, reason in reasons[:3]],
             unusable=len(reasons),
         )
 

@@ -152,15 +152,15 @@ class Grader:
     def _by_judge(self, source: bytes) -> Grade:
         if self._unusable is not None:
             raise self._unusable
-        try:
-            return self._conversation(source)
-        except JudgeEnded:  # by chance, or by what the program answered: then it happens again
-            self.close()
-        try:
-            return self._conversation(source)
-        except JudgeEnded as error:
-            self.close()
-            return self._grade(0, f"died: its answers end the tests' process: {error}")
+        start, retried = time.monotonic(), False
+        while True:
+            try:
+                return self._conversation(source)
+            except JudgeEnded as error:
+                self.close()
+                if time.monotonic() - start > self._limits.limit_s / 2 or retried:
+                    return self._grade(0, f"died: its answers end the tests' process: {error}")
+                retried = True  # by chance, or by what the program answered: then it happens again
 
     def _conversation(self, source: bytes) -> Grade:
         with self._box("candidate") as box:

@@ -119,8 +119,9 @@ class _Module:
             return ["held", self._number(value.value)]
         if kind is _Iterator or kind is _Object:
             return ["mine", value._number]
-        if kind is _FUNCTION and self._lent.get(value.__dict__.get("__gspo_lent__")) is value:
-            return ["mine", value.__gspo_lent__]
+        lent = value.__dict__.get("__gspo_lent__") if kind is _FUNCTION else None
+        if lent is not None and self._lent.get(lent) is value:
+            return ["mine", lent]
         if kind is _COROUTINE:
             return ["coroutine", self._number(value)]
         if issubclass(kind, type) and issubclass(value, Exception):
@@ -245,6 +246,9 @@ class _Lent:
     """Something of the tests, which stays with them."""
 
     __slots__ = ("_module", "_number")
+    if TYPE_CHECKING:
+        _module: _Module
+        _number: int
 
     def __init__(self, module: _Module, number: int) -> None:
         object.__setattr__(self, "_module", module)

@@ -69,18 +69,24 @@ def main(settings: dict[str, Any]) -> None:
 def _trial(job: dict[str, Any], prelude: Any, steps: list[Any]) -> str:
     """What is wrong with the tests, whatever the program. They are run without one, against objects that give the same
     answer to whatever they are asked, and against functions that return it."""
+    first = _Pretended(True, ())
+    passes = _full(_judge(job, prelude, steps, first))
+    if first.broken:
+        return first.broken
     for word in (True, False):
-        objects, methods, functions = (_Pretended(word, plain) for plain in ((), ("method",), ("method", "function")))
-        verdicts = [_judge(job, prelude, steps, link) for link in (objects, methods, functions)]
-        broken = objects.broken or methods.broken or functions.broken
-        if broken:
-            return broken
-        if (_full(verdicts[0]) or _full(verdicts[1])) and not _full(verdicts[2]):
+        lies = ([] if word else [()]) + [("method",)]
+        lying = (word and passes) or any(_passes(job, prelude, steps, word, plain) for plain in lies)
+        if lying and not _passes(job, prelude, steps, word, ("method", "function")):
             return (
                 f"an object that answers {word} to everything passes them; they trust the program's own operators and "
                 "methods, so compare something with an expected value"
             )
     return ""
+
+
+def _passes(job: dict[str, Any], prelude: Any, steps: list[Any], word: bool, plain: tuple[str, ...]) -> bool:
+    """Whether nothing but one word passes the tests. The first failure says no."""
+    return _full(_judge(job, prelude, steps, _Pretended(word, plain, brief=True)))
 
 
 def _full(verdict: dict[str, Any]) -> bool:
@@ -160,11 +166,15 @@ class Tally:
         """An assert failed, or could not be evaluated."""
         self._steps[-1][number] = False
         self.note(error)
+        if self._link.brief:
+            raise _Gone
 
     def cut(self, error: BaseException) -> None:
         """A step ended before its end."""
         self._cuts.add(len(self._steps) - 1)
         self.note(error)
+        if self._link.brief:
+            raise _Gone
 
     def note(self, error: BaseException) -> None:
         self.why = self.why or _words(error)
@@ -228,6 +238,9 @@ class Tally:
 class _Link:
     """Carries questions to the program, and answers its own about what the tests handed over."""
 
+    brief = False
+    """Whether the first failure ends the tests. Not with a program: it would learn from that."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lent: list[tuple[str, Any]] = []
@@ -279,23 +292,25 @@ class _Link:
 
     def _exception(self, told: Any, ends: bool) -> BaseException:
         try:
-            kind, message, args, number = told
+            described, message, args, number = told
             if type(message) is not str or (number is not None and type(number) is not int):
                 raise Refused("an exception of unknown form")
-            kind = self._error_class(kind)
-        except Exception as error:
-            self.gone = f"protocol: {_words(error)}"
+            kind = self._error_class(described)
+        except Exception as malformed:
+            self.gone = f"protocol: {_words(malformed)}"
             return _Gone(self.gone)
         if issubclass(kind, StopIteration) and not ends:  # it would end an iterator of the tests in silence
             kind, args = RuntimeError, [f"StopIteration: {message}"]
+        error: Any
         try:
             error = kind(*args) if type(args) is list else kind(message)
         except Exception:
             error = RuntimeError(f"{kind.__name__}: {message}")
         if "of_class" in type(error).__dict__:
-            error.__dict__.update(said=message, remote=Remote(self, number))
+            error.__dict__.update(said=message, remote=Remote(self, int(number or 0)))
         error.__dict__["of_the_program"] = True
-        return error
+        raised: BaseException = error
+        return raised
 
     def _error_class(self, told: Any) -> Any:
         """The same class if it is built in, else one of the same name, under the same classes, that stands for it."""
@@ -319,7 +334,7 @@ class _Link:
         if isinstance(value, Exception) and "remote" in value.__dict__:
             return value.__dict__["remote"]._gspo_number
         if isinstance(value, type) and issubclass(value, Exception) and "of_class" in value.__dict__:
-            return value.of_class
+            return value.__dict__["of_class"]
         found = _library_name(value)
         if found:
             return ["name", *found]
@@ -370,8 +385,9 @@ class _Pretended(_Link):
     """No program at all: every answer is the same word. `plain`: whether methods, or functions too, return the word
     itself instead of an object that stands for it."""
 
-    def __init__(self, word: bool, plain: tuple[str, ...]) -> None:
+    def __init__(self, word: bool, plain: tuple[str, ...], brief: bool = False) -> None:
         super().__init__(None)  # type: ignore[arg-type]
+        self.brief = brief
         self._word, self._plain, self._asked = word, plain, 0
         self._ended: set[int] = set()
         self.broken = ""

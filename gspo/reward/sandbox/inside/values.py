@@ -37,7 +37,9 @@ LENGTH = 8 * 2**20
 DIGITS = 10_000
 """Of a Fraction or Decimal: arithmetic with longer ones is slow."""
 _PLAIN_INT = 2**53
-_TYPES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)
+}
 _TYPES.update({n: e for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)})
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 _FIELDS = 64
@@ -317,8 +319,10 @@ def _when(parts: list[Any]) -> Any:
     kind, *numbers = parts
     if kind == "datetime":
         *numbers, offset = numbers
-        zone = None if offset is None else datetime.timezone(datetime.timedelta(seconds=offset))
-        return datetime.datetime(*numbers, tzinfo=zone)
+        moment: Any = datetime.datetime(*numbers)
+        if offset is None:
+            return moment
+        return moment.replace(tzinfo=datetime.timezone(datetime.timedelta(seconds=offset)))
     return {"date": datetime.date, "time": datetime.time, "timedelta": datetime.timedelta}[kind](*numbers)
 
 
