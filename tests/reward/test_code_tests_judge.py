@@ -56,7 +56,7 @@ def passes_plainly(program: str, case: Case) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_plain_python_passes_scores_1_and_what_it_fails_0(case: Case) -> None:
     assert [passes_plainly(p, case) for p in (case.right, case.wrong)] == [True, False]
-    assert values([case.right, case.wrong, case.right], *case.tests) == [1.0, 0.0, 1.0]
+    assert values([case.right, case.wrong], *case.tests) == [1.0, 0.0]
 
 
 def test_there_are_enough_of_them() -> None:
@@ -88,37 +88,37 @@ f = Yes()
 """
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert f(3) == 6",
-        "assert 6 == f(3)",
-        "assert f(3) == f(4) == 6",
-        "assert f(1) == f(2)",
-        "assert f(3).startswith('a')",
-        "assert f(3).issubset({1, 2})",
-        "assert f(3).is_integer() and f(3).isdigit()",
-        "assert abs(f(3) - 6) < 1e-6",
-        "assert abs(6 - f(3)) < 1e-6",
-        "assert f(3) > 5",
-        "assert 5 < f(3) < 7",
-        "assert 6 in f(3)",
-        "assert f(2) ** 2 - 2 < 1e-6",
-        "import math\nassert math.isclose(f(3), 0.0)",
-        "assert [0, 1][f(3)] == 0",
-        "assert isinstance(f(3), int)",
-        "assert sorted(f([3, 1])) == [1, 3]",
-        "assert max(f(3), 6) == 6 and min(f(3), 6) == 6",
-        "assert int(f(3)) == 0",
-        "assert {6: 1}[f(3)] == 1",
-        "assert round(f(3)) == 0",
-        "assert f(3).__array_interface__['shape'] == (3,)",
-        "assert hasattr(f(3), '__array_interface__') or hasattr(f(3), '__array_struct__') or hasattr(f(3), '__array__')",
-        "assert hasattr(f(3), '__float__') and hasattr(type(f(3)), '__buffer__')",
-    ],
-)
-def test_an_object_does_not_pass_for_what_a_function_returns(test: str) -> None:
-    assert values([YES], test) == [0.0]
+DEMANDS = [
+    "assert f(3) == 6",
+    "assert 6 == f(3)",
+    "assert f(3) == f(4) == 6",
+    "assert f(1) == f(2)",
+    "assert f(3).startswith('a')",
+    "assert f(3).issubset({1, 2})",
+    "assert f(3).is_integer() and f(3).isdigit()",
+    "assert abs(f(3) - 6) < 1e-6",
+    "assert abs(6 - f(3)) < 1e-6",
+    "assert f(3) > 5",
+    "assert 5 < f(3) < 7",
+    "assert 6 in f(3)",
+    "assert f(2) ** 2 - 2 < 1e-6",
+    "import math\nassert math.isclose(f(3), 0.0)",
+    "assert [0, 1][f(3)] == 0",
+    "assert isinstance(f(3), int)",
+    "assert sorted(f([3, 1])) == [1, 3]",
+    "assert max(f(3), 6) == 6 and min(f(3), 6) == 6",
+    "assert int(f(3)) == 0",
+    "assert {6: 1}[f(3)] == 1",
+    "assert round(f(3)) == 0",
+    "assert f(3).__array_interface__['shape'] == (3,)",
+    "assert hasattr(f(3), '__array_interface__') or hasattr(f(3), '__array_struct__') or hasattr(f(3), '__array__')",
+    "assert hasattr(f(3), '__float__') and hasattr(type(f(3)), '__buffer__')",
+]
+"""What tests ask of numbers, texts and lists."""
+
+
+def test_an_object_does_not_pass_for_what_a_function_returns() -> None:
+    assert shares([YES], *DEMANDS) == [0.0]
 
 
 def test_an_object_that_the_tests_made_does_not_pass_for_a_result_either() -> None:
@@ -153,25 +153,23 @@ def f(xs): return Liar(xs)
     assert values([again], "r = f([])\nassert list(r) == [1, 2]\nassert list(r) == [4, 5]") == [0.0]
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert all(map(f, [1, 2, 3]))",
-        "assert all(f(x) for x in [1, 2, 3])",
-        "assert sum(map(f, [1, 2])) == 0",
-        "assert list(filter(f, [1, 2])) == []",
-        "assert all(a == b for a, b in zip(map(f, [1, 2]), [1, 4]))",
-        "assert [*iter(lambda: f(1), 5)] == []",
-        "assert sorted([], key=f) == [] and max(map(f, [1]), default=0) == 0",
-    ],
-)
-@pytest.mark.parametrize("kind", ["StopIteration", "Sub", "GeneratorExit", "StopAsyncIteration"])
-def test_an_exception_of_the_program_ends_no_iterator_of_the_tests(kind: str, test: str) -> None:
-    program = f"class Sub(StopIteration): pass\ndef f(x): raise {kind}"
-    assert values([program], test) == [0.0]
+ITERATING = [
+    "assert all(map(f, [1, 2, 3]))",
+    "assert all(f(x) for x in [1, 2, 3])",
+    "assert sum(map(f, [1, 2])) == 0",
+    "assert list(filter(f, [1, 2])) == []",
+    "assert all(a == b for a, b in zip(map(f, [1, 2]), [1, 4]))",
+    "assert [*iter(lambda: f(1), 5)] == []",
+    "assert max(map(f, [1]), default=0) == 0",
+]
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(99)", "write()"])
+def test_an_exception_of_the_program_ends_no_iterator_of_the_tests() -> None:
+    kinds = ("StopIteration", "Sub", "GeneratorExit", "StopAsyncIteration")
+    programs = [f"class Sub(StopIteration): pass\ndef f(x): raise {kind}" for kind in kinds]
+    assert shares(programs, *ITERATING) == [0.0] * 4
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -181,15 +179,21 @@ def test_an_exception_of_the_program_ends_no_iterator_of_the_tests(kind: str, te
         "assert f(1) == 1\nimport contextlib\nwith contextlib.suppress(BaseException):\n    f(-1)",
     ],
 )
-def test_a_program_that_is_gone_has_no_full_marks(end: str, test: str) -> None:
-    write = (
-        "def write():\n    for fd in range(3, 21):\n        try: os.write(fd, b'v1')\n        except OSError: pass\n"
-    )
-    program = f"import os, time\n{write}def f(x):\n    if x < 0:\n        {end}\n        time.sleep(99)\n    return x"
-    (grade,) = graded([program], test, limits=Limits(limit_s=0.5, memory_mb=256))
-    assert isinstance(grade, Grade)
-    assert grade.value(all_or_nothing=True) == 0.0
-    assert grade.value(all_or_nothing=False) <= 0.5
+def test_a_program_that_is_gone_has_no_full_marks(test: str) -> None:
+    start = """
+import os, time
+def write():
+    for fd in range(3, 21):
+        try: os.write(fd, b'v1')
+        except OSError: pass
+    time.sleep(99)
+"""
+    ends = ("os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(99)", "write()")
+    programs = [f"{start}def f(x):\n    if x < 0: {end}\n    return x" for end in ends]
+    for grade in graded(programs, test, limits=Limits(limit_s=0.5, memory_mb=256)):
+        assert isinstance(grade, Grade)
+        assert grade.value(all_or_nothing=True) == 0.0
+        assert grade.value(all_or_nothing=False) <= 0.5
 
 
 LYING_VECTOR = """

@@ -41,6 +41,7 @@ _TYPES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)
 }
 _TYPES.update({n: e for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)})
+_NAMES = {kind: name for name, kind in _TYPES.items()}
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 _FIELDS = 64
 """Of a namedtuple."""
@@ -143,8 +144,8 @@ def _write_tagged(value: Any, refer: Callable[[Any], Any], parts: list[str], dep
         _write_all('{"L":[', (value.start, value.stop, value.step), "]}", refer, parts, depth)
     elif type(value) is range:
         _write_all('{"g":[', (value.start, value.stop, value.step), "]}", refer, parts, depth)
-    elif isinstance(value, type) and _TYPES.get(value.__name__) is value:
-        parts.append(f'{{"n":"{value.__name__}"}}')
+    elif isinstance(value, type) and value in _NAMES:
+        parts.append(f'{{"n":"{_NAMES[value]}"}}')
     elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         _write(value.tolist(), refer, parts, depth + 1)
     else:
