@@ -339,10 +339,10 @@ def solve(x):
     "S13 wide JSON": Attack(code="def solve(x): forge(b'v' + b'[[],' * 10 + b'6')", ends=("protocol",)),
     "S13 broken exception": Attack(code="def solve(x): forge(b'e6')", ends=("protocol",)),
     "S13 exception that ends the judge": Attack(
-        code='def solve(x): forge(b\'e["SystemExit","0",[0],0]\')', ends=("error",)
+        code='def solve(x): forge(b\'e["SystemExit","0",[0],0]\')', ends=("timeout",)
     ),
     "S13 exception that takes arguments": Attack(
-        code='def solve(x): forge(b\'e["ExceptionGroup","0",[0],0]\')', ends=("error",)
+        code='def solve(x): forge(b\'e["ExceptionGroup","0",[0],0]\')', ends=("timeout",)
     ),
     "S13 broken error at import": Attack(code="forge(b'e[[[1')", ends=("protocol",)),
     "S13 deep error at import": Attack(code="forge(b'e' + b'[' * 10**5)", ends=("protocol",)),
