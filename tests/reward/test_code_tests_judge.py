@@ -298,6 +298,19 @@ def test_no_program_chooses_to_be_unscored(name: str) -> None:
     assert values([UNABLE[name], honest], *tests, limits=Limits(limit_s=1.0, memory_mb=256)) == [0.0, 1.0]
 
 
+def test_an_object_has_no_type_of_plain_data_even_if_its_process_says_so() -> None:
+    patched = """
+import sys
+candidate = sys.modules['gspo.reward.sandbox.inside.candidate']
+candidate._ACTIONS['type'] = lambda target: int
+candidate._ACTIONS['has instance'] = lambda target, value: True
+class A: pass
+def f(x): return A()
+"""
+    tests = ["assert type(f(1)) is int", "assert isinstance(f(1), int)", "assert f(1).__class__ == int"]
+    assert shares([patched, "def f(x): return x"], *tests) == [0.0, 1.0]
+
+
 FORGED = """
 import gc, time
 channel = next(o for o in gc.get_objects() if type(o).__name__ == 'Channel')

@@ -204,8 +204,9 @@ class Tally:
 
     @staticmethod
     def type_of(value: Any) -> Any:
-        """`type(value)`, also of an object of the program."""
-        return value._gspo_link.ask("type", value) if isinstance(value, Remote) else type(value)
+        """`type(value)`, also of an object of the program: a class of the program, never one of plain data."""
+        found = value._gspo_link.ask("type", value) if isinstance(value, Remote) else None
+        return found if isinstance(found, Remote) else type(value)
 
     @staticmethod
     def identical(value: Any, other: Any) -> bool:
