@@ -58,6 +58,8 @@ def check_known(case: Case) -> Iterator[Finding]:
         if known:
             yield from _judged(case, name, spec, known)
             yield from _planted(case, name, spec, known)
+    if "code_tests" in specs:
+        yield from _tests(case)
     yield from _empty(case)
 
 
@@ -157,6 +159,22 @@ def _empty(case: Case) -> Iterator[Finding]:
     right = sum(group[0].correct is True for group in scores)
     if right:
         yield warning(f"An empty reply counts as correct on {right} of {len(prompts)} problems.", "Make the first reward function ask for an answer; the model will find this out.", empty_correct=right)  # fmt: skip
+
+
+def _tests(case: Case) -> Iterator[Finding]:
+    """Tests that do not work in the sandbox fail with any program, so one that does nothing shows it."""
+    assert case.rewards is not None
+    prompts = _some(case)
+    scores = case.rewards.score([(p, [_reply(case, p, 0, "pass")]) for p in prompts])
+    reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
+    if reasons:
+        level = fail if len(reasons) / len(prompts) > case.config.reward.max_unscored_fraction else warning
+        yield level(
+            f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
+            "Fix these rows or take them out; docs/sandbox.md says what tests can do.",
+            detail=[f"{where}: {shown(reason, 400)}" for where, reason in reasons[:3]],
+            unusable=len(reasons),
+        )
 
 
 def _known(case: Case, spec: str) -> list[Known]:

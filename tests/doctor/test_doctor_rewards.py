@@ -177,6 +177,19 @@ def test_demonstrations_of_a_task_score(tiny: Callable[..., Config], examined: A
     assert finding.numbers["right"] == 0
 
 
+def test_tests_that_do_not_work_in_the_sandbox_are_reported(
+    tiny: Callable[..., Config], tmp_path: Path, examined: Any
+) -> None:
+    rows = [["import no_such_module\nassert f(1) == 1"]] * 12
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "tests": t}) + "\n" for i, t in enumerate(rows)))
+    config = tiny(*FILE, f"data.path={path}", "data.answer_field=", "reward.functions=code_tests")
+    finding = examined(config, *KNOWN)["known answers"][0]
+    assert finding.level == "FAIL"
+    assert "The tests of 10 of 10 problems do not work" in finding.what
+    assert "no_such_module" in finding.detail[0]
+
+
 def test_solutions_of_programming_problems_are_tried() -> None:
     columns = {"canonical_solution": "    return 1\n", "test": "..."}
     assert rewards._program(columns, {}) == ["```python\n    return 1\n\n```"]

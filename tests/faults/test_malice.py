@@ -216,7 +216,7 @@ def test_m3_a_checkpoint_that_leads_elsewhere_is_passed_over(
 
 ALLOWED = {
     # in the sandbox, which is there for that: the program, and the row's tests
-    "reward/sandbox/inside/candidate.py": {"exec", "compile"},
+    "reward/sandbox/inside/candidate.py": {"exec", "compile", "__import__"},
     "reward/sandbox/inside/judge.py": {"exec", "compile", "__import__"},
 }
 NAMES = {"eval", "exec", "compile", "__import__"}

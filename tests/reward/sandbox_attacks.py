@@ -23,7 +23,7 @@ from gspo.reward.sandbox.inside.values import decode, encode
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite, read_suite
 
-LIMITS = Limits(limit_s=10.0, memory_mb=256, stop=True)
+LIMITS = Limits(limit_s=10.0, memory_mb=256)
 """More than any program here needs on a busy machine."""
 SHORT = replace(LIMITS, limit_s=0.6)
 """For programs that use up their time."""
@@ -344,9 +344,11 @@ def solve(x):
     "S13 deep JSON": Attack(code="def solve(x): forge(b'v' + b'[' * 50_000 + b']' * 50_000)", ends=("protocol",)),
     "S13 wide JSON": Attack(code="def solve(x): forge(b'v' + b'[[],' * 10 + b'6')", ends=("protocol",)),
     "S13 broken exception": Attack(code="def solve(x): forge(b'e6')", ends=("protocol",)),
-    "S13 exception that ends the judge": Attack(code='def solve(x): forge(b\'e["SystemExit","0"]\')', ends=("error",)),
+    "S13 exception that ends the judge": Attack(
+        code='def solve(x): forge(b\'e["SystemExit","0",[0],0]\')', ends=("timeout",)
+    ),
     "S13 exception that takes arguments": Attack(
-        code='def solve(x): forge(b\'e["ExceptionGroup","0"]\')', ends=("error",)
+        code='def solve(x): forge(b\'e["ExceptionGroup","0",[0],0]\')', ends=("timeout",)
     ),
     "S13 broken error at import": Attack(code="forge(b'e[[[1')", ends=("protocol",)),
     "S13 deep error at import": Attack(code="forge(b'e' + b'[' * 10**5)", ends=("protocol",)),

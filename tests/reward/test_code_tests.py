@@ -129,7 +129,7 @@ def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
     assert "the tests themselves took more than" in str(value)
     dead = {"test_list": ["import os\nassert double(1) == 2", "os._exit(0)\nassert double(1)"]}
     values = scored([RIGHT, "x", RIGHT], **dead)
-    assert [type(v).__name__ for v in values] == ["SandboxError", "Noted", "SandboxError"]
+    assert [type(v).__name__ for v in values] == ["SandboxError"] * 3
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def everywhere(action: Callable[[Task], Any], file: str) -> list[Any]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_reference_solutions_pass(file: str) -> None:
-    level, limits = sandbox_level(), Limits(limit_s=30.0, memory_mb=512, stop=True)
+    level, limits = sandbox_level(), Limits(limit_s=30.0, memory_mb=512)
 
     def fails(task: Task) -> list[Any]:
         grades = grade_all([task.code], read_suite(task.row, task.prompt), level, limits)
@@ -140,7 +140,7 @@ def mutants(task: Task) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_wrong_mutants_fail(file: str) -> None:
-    level, limits = sandbox_level(), Limits(limit_s=2.0, memory_mb=512, stop=True)
+    level, limits = sandbox_level(), Limits(limit_s=2.0, memory_mb=512)
 
     def compare(task: Task) -> list[Any]:
         programs = mutants(task)

@@ -541,7 +541,7 @@ def test_slow_start_is_not_the_programs_time(level: Level) -> None:
 def test_fractions_of_a_program_that_dies_on_the_way(level: Level) -> None:
     suite = read_suite({"test_list": [f"assert solve({x}) == {2 * x}" for x in range(4)]}, "")
     program = "import os\ndef solve(x): return 2 * x if x < 2 else os._exit(0)"
-    (grade,) = grade_all([program], suite, level, replace(LIMITS, stop=False))
+    (grade,) = grade_all([program], suite, level, LIMITS)
     assert isinstance(grade, Grade)
     assert (grade.passed, grade.total, grade.end) == (2, 4, End.DIED)
     assert grade.value(all_or_nothing=False) == 0.5

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import datetime
+import decimal
 import enum
+import fractions
 import math
 from typing import Any
 
@@ -89,6 +92,14 @@ class Colour(enum.IntEnum):
     RED = 3
 
 
+class Names(collections.Counter[str]):
+    pass
+
+
+class Row(collections.OrderedDict[str, int]):
+    pass
+
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -97,16 +108,45 @@ Point = collections.namedtuple("Point", "x y")
     [
         (Liar(7), 7),
         (Colour.RED, 3),
-        (Point(1, 2), (1, 2)),
-        (collections.Counter("aab"), {"a": 2, "b": 1}),
-        (collections.OrderedDict(a=1), {"a": 1}),
-        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (Names("aab"), {"a": 2, "b": 1}),
+        (Row(a=1), {"a": 1}),
     ],
 )
 def test_subclasses_travel_as_what_they_are(value: Any, expected: Any) -> None:
     back = decode(encode(value, no_reference), no_reference)
     assert back == expected
     assert type(back) is type(expected)
+
+
+MOMENT = datetime.datetime(2024, 2, 29, 12, 30, 1, 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        fractions.Fraction(-3, 4),
+        decimal.Decimal("1.10"),
+        decimal.Decimal("NaN"),
+        MOMENT.date(),
+        MOMENT.time(),
+        MOMENT,
+        MOMENT.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+        datetime.timedelta(days=-1, microseconds=3),
+        collections.deque([1, [2]], 5),
+        collections.Counter("aab"),
+        collections.OrderedDict(a=1, b=2),
+        collections.defaultdict(list, a=[1]),
+        collections.defaultdict(None, a=1),
+        Point(1, [2]),
+        [Point((1,), None), ValueError],
+    ],
+    ids=repr,
+)
+def test_data_types_of_the_standard_library(value: Any) -> None:
+    back = decode(encode(value, no_reference), no_reference)
+    assert repr(back) == repr(value)
+    assert back == value or back != back
+    assert type(back).__name__ == type(value).__name__
 
 
 def test_objects_travel_as_references() -> None:
@@ -155,6 +195,30 @@ def test_deep_enough() -> None:
         *('{"x":1}', '{"t":1}', '{"t":[1],"s":[]}', '{"s":[[1]]}', '{"d":[1]}', '{"d":[[1]]}', '{"d":[[[],1]]}'),
         *('{"i":"zz"}', '{"i":5}', '{"f":"1"}', '{"b":"\\u0100"}', '{"c":[1]}', '{"c":["x",1]}', '{"g":[1,2,0]}'),
         *('{"n":"eval"}', '{"n":"type"}', '{"n":[1]}', '{"n":{}}', '{"r":"0"}', '{"r":0.5}', '{"r":true}'),
+        *(
+            '{"F":[1,0]}',
+            '{"F":[1]}',
+            '{"F":["1","2"]}',
+            '{"F":[1.5,2]}',
+            '{"D":"x"}',
+            '{"D":1}',
+            '{"D":"%s"}' % ("9" * 99_999),
+        ),
+        *(
+            '{"T":["date",1]}',
+            '{"T":["eval","1"]}',
+            '{"T":[["date"]]}',
+            '{"T":["datetime"]}',
+            '{"Q":[-1,[]]}',
+            '{"Q":[1]}',
+        ),
+        *(
+            '{"P":["A",["x"],[1,2]]}',
+            '{"P":["A",["import"],[1]]}',
+            '{"P":["A",["x=print()"],[1]]}',
+            '{"P":["A b",[],[]]}',
+        ),
+        *('{"U":[1,[]]}', '{"O":[1]}', '{"C":[[1]]}', '{"l":1}', '{"F":[{"i":"%s"},1]}' % ("f" * 99_999)),
         *("9" * 30, "[" * (DEPTH + 2) + "]" * (DEPTH + 2), "[" * 100_000, '{"t":[' * 5000 + "]}" * 5000),
         '"' + "x" * LENGTH + '"',
     ],

@@ -51,7 +51,7 @@ def score(
     if not suites:
         return []
     level = sandbox_level(python, packages, allow_unsafe)
-    limits = Limits(limit_s=limit_s, memory_mb=memory_mb, stop=all_or_nothing)
+    limits = Limits(limit_s=limit_s, memory_mb=memory_mb)
     with ExitStack() as stack:
         graders = {suite: stack.enter_context(Grader(suite, level, limits)) for suite in set(suites)}
         programs = [program_of(reply_text(c)) for c in completions]

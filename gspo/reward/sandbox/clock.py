@@ -40,7 +40,7 @@ class Clock:
         self._box, self._limit_s, self._reference = box, limit_s, reference
         self._used, self._allowed, self._since = 0.0, limit_s, 0.0
         self._waited, self._cpu_s = box.waited(), box.cpu_s()
-        self._reference_s = self._reference_since = 0.0
+        self.reference_s = self._reference_since = 0.0
 
     def start(self) -> None:
         """The program is asked something."""
@@ -51,7 +51,7 @@ class Clock:
         """It has answered, or will not: seconds since `start`."""
         took = time.monotonic() - self._since
         self._used += took
-        self._reference_s = self._reference_had()
+        self.reference_s = self._reference_had()
         return took
 
     @property
@@ -94,4 +94,4 @@ class Clock:
 
     def _reference_had(self) -> float:
         """Processor time of the reference while the program worked."""
-        return self._reference_s + (self._reference.cpu_s() - self._reference_since if self._reference else 0.0)
+        return self.reference_s + (self._reference.cpu_s() - self._reference_since if self._reference else 0.0)

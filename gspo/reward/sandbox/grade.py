@@ -2,8 +2,9 @@
 
 In: programs and a `Suite`. Out: a `Grade` per program, or the exception that kept it from being graded. Invariant: the
 program's process gets inputs and nothing else; what it answers is carried as text to the judge's process, where the
-tests run. What the program does wrong, down to taking its sandbox with it, is its grade; what the sandbox or the tests do
-wrong is an exception, never a 0.
+tests run. What the program does wrong, down to taking its sandbox or the judge with it, is its grade; what the sandbox or
+the tests do wrong is an exception, never a 0. Which of the two it is, a program cannot choose: the tests are tried
+without any program first, and only what fails there is their fault.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
 from gspo.reward.sandbox.box import START_S, Box, Ended, Hung, SandboxError
-from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Busy, Clock, Idle
+from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, SLACK, Busy, Clock, Idle
 from gspo.reward.sandbox.inside.candidate import no_references
-from gspo.reward.sandbox.inside.values import Refused, decode, encode
+from gspo.reward.sandbox.inside.values import Refused, decode, encode, parse
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite
 from gspo.reward.sandbox.turn import turn
@@ -60,6 +61,10 @@ class End(StrEnum):
     """There is no program."""
 
 
+class JudgeEnded(Exception):
+    """The tests' process ended in the middle of a program's tests."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grade:
     """What the tests said of one program."""
@@ -82,13 +87,12 @@ class Limits:
 
     limit_s: float
     memory_mb: int
-    stop: bool
-    """Whether the first failure ends it."""
 
 
 def longest_s(limit_s: float) -> float:
-    """What one program may take at most, whatever it does: two waits for a turn, two tries, the tests' own time."""
-    return (3 * PATIENCE + PATIENCE_ALONE + 2) * limit_s + 2 * SPARE_S + START_S
+    """What one program may take at most, whatever it does: two waits for a turn, two tries and a repeated one, and the tests'
+    own time in each."""
+    return (6 * PATIENCE + PATIENCE_ALONE + 3) * limit_s + 4 * SPARE_S + 2 * START_S
 
 
 def grade_all(programs: Sequence[str], suite: Suite, level: Level, limits: Limits) -> list[Grade | Exception]:
@@ -103,6 +107,8 @@ class Grader:
     def __init__(self, suite: Suite, level: Level, limits: Limits) -> None:
         self._suite, self._level, self._limits = suite, level, limits
         self._judge: _Judge | None = None
+        self._unusable: RewardError | None = None
+        """Why no program can be tested in this way."""
 
     def grade(self, program: str) -> Grade | Exception:
         """One program's grade."""
@@ -157,15 +163,29 @@ class Grader:
         return self._grade(sum(not why for why in results), next(filter(None, results), ""))
 
     def _outputs(self, program: _Program) -> Iterator[str]:
-        """For each test why it failed, or nothing."""
+        """For each test why it failed, or nothing. A program that failed one is asked all the same: it would learn from
+        a question that never comes."""
         for given, expected in self._suite.pairs:
             answer = program.ask(encode(given, len).encode())
             why = program.gone or _difference(answer, expected)
             yield why
-            if why and (self._limits.stop or program.gone):
+            if program.gone:
                 return
 
     def _by_judge(self, source: bytes, reference: Box | None) -> Grade:
+        if self._unusable is not None:
+            raise self._unusable
+        start, retried = time.monotonic(), False
+        while True:
+            try:
+                return self._conversation(source, reference)
+            except JudgeEnded as error:
+                self.close()
+                if time.monotonic() - start > self._limits.limit_s / 2 or retried:
+                    return self._grade(0, f"died: its answers end the tests' process: {error}")
+                retried = True  # by chance, or by what the program answered: then it happens again
+
+    def _conversation(self, source: bytes, reference: Box | None) -> Grade:
         with self._box("candidate") as box:
             self._judge = self._judge or _Judge(self._box("judge"), self._suite, self._limits)
             try:
@@ -176,17 +196,34 @@ class Grader:
                 if program.gone or loaded != LOADED:
                     return self._grade(0, program.gone or _raised(loaded))
                 return self._judged(self._judge.verdict(program), program)
-            except (RewardError, Busy, Idle):
+            except Hung:
+                self._blame(self._judge, program, reference)
                 self.close()
+                return self._grade(0, f"timeout: with its answers the tests take more than {self._limits.limit_s:g} s")
+            except (RewardError, Busy, Idle) as error:
+                self.close()
+                if isinstance(error, RewardError) and not isinstance(error, SandboxError):
+                    self._unusable = error
                 raise
 
+    def _blame(self, judge: _Judge, program: _Program, reference: Box | None) -> None:
+        """The tests are not done in time. The rule of `Clock`: the program is to blame if they computed for that long, or could
+        have; else it is tried alone, and then the machine is to blame."""
+        enough_s = (1 - SLACK) * self._limits.limit_s
+        if judge.spent_s() >= enough_s:
+            return
+        if reference is None:
+            raise Idle
+        if reference.cpu_s() - program.reference_before_s - program.reference_s < enough_s:
+            raise Busy("a program's tests waited for a processor; use fewer reward.workers")
+
     def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
-        passed, total = verdict["passed"], verdict["passed"] + verdict["failed"]
-        if verdict["cut"]:  # what was written but not reached counts as well
-            total = max(total, self._suite.asserts)
-        if passed == total > 0:
+        """A program that is gone never has full marks, whatever the tests made of its end."""
+        passed, total = verdict["passed"], verdict["total"]
+        gone = program.gone or verdict["gone"]
+        if passed == total and not gone:
             return self._grade(passed, "", total)
-        return self._grade(passed, program.gone or verdict["gone"] or _reason(verdict["why"]), max(total, 1))
+        return self._grade(min(passed, total - 1), gone or _reason(verdict["why"]), total)
 
     def _box(self, role: str, mode: str = "calls") -> Box:
         limit_s = JUDGE_S if role == "judge" else self._limits.limit_s
@@ -208,10 +245,17 @@ class _Program:
     def __init__(self, box: Box, limit_s: float, reference: Box | None) -> None:
         self._box, self._limit_s = box, limit_s
         self._clock = Clock(box, limit_s, reference)
+        self.reference_before_s = reference.cpu_s() if reference else 0.0
+        """What the reference had used when this program began."""
         self.deadline = time.monotonic() + limit_s + SPARE_S
         """When the tests must be done with it; what it takes itself is added."""
         self.gone = ""
         """Why there are no more answers."""
+
+    @property
+    def reference_s(self) -> float:
+        """Processor time of the reference while this program worked."""
+        return self._clock.reference_s
 
     def ask(self, line: bytes) -> bytes:
         """Its answer; empty when it is gone."""
@@ -221,7 +265,7 @@ class _Program:
             self._box.check_silence()
             self._box.tell(line)
             answer = self._receive()
-            if answer[:1] not in (b"v", b"e", b"o") or not answer.isascii():
+            if answer[:1] not in (b"v", b"e", b"c", b"o") or not answer.isascii():
                 raise Ended("protocol: an answer of unknown form")
             return answer
         except Hung:
@@ -252,13 +296,32 @@ class _Judge:
     def __init__(self, box: Box, suite: Suite, limits: Limits) -> None:
         self._box, self._limits, self._suite = box, limits, suite
         self._ready = False
+        self._waited = self._cpu_s = 0.0
+        self._own_s = 0.0
+        """What the tests take without a program."""
 
     def prepare(self) -> None:
-        """Wait for the process, and tell it the tests."""
+        """Wait for the process, tell it the tests, and let it try them without a program."""
         if not self._ready:
             self._box.ready()
             self._start()
+            self._try()
             self._ready = True
+
+    def _try(self) -> None:
+        """Whatever goes wrong here is the tests' own doing. Afterwards it is the program's."""
+        start, limit_s = time.monotonic(), self._limits.limit_s
+        self._waited = self._box.waited()
+        try:
+            answer = self._ask(b"t", start + limit_s + SPARE_S)
+        except Hung:
+            raise RewardError(f"the tests themselves took more than {limit_s:g} s; raise limit_s") from None
+        except Ended as error:
+            raise SandboxError(f"sandbox: the tests' process ended: {error}; raise memory_mb") from None
+        why = decode(answer[1:].decode(), no_references)
+        if why:
+            raise RewardError(f"the row's tests do not work in the sandbox: {one_line(why, 300)}; mend the row")
+        self._own_s = time.monotonic() - start
 
     def _start(self) -> None:
         try:
@@ -270,15 +333,16 @@ class _Judge:
             raise RewardError(f"the row's tests do not work: {why}; {_MEND}")
 
     def verdict(self, program: _Program) -> dict[str, Any]:
-        """What the tests say. A failure of the judge itself is a `RewardError`."""
+        """What the tests say. Raises `Hung` or `JudgeEnded` when the program's answers are too much for them."""
+        self._waited, self._cpu_s = self._box.waited(), self._box.cpu_s()
         try:
             return self._converse(program)
-        except Hung:
-            raise RewardError(
-                f"the tests themselves took more than {self._limits.limit_s:g} s; raise limit_s"
-            ) from None
         except Ended as error:
-            raise SandboxError(f"sandbox: the tests' process ended: {error}; raise memory_mb") from None
+            raise JudgeEnded(str(error)) from None
+
+    def spent_s(self) -> float:
+        """Processor time of the tests since the last program began."""
+        return self._box.cpu_s() - self._cpu_s
 
     def close(self) -> None:
         self._box.close()
@@ -286,34 +350,46 @@ class _Judge:
     def _converse(self, program: _Program) -> dict[str, Any]:
         line = b"."
         while True:
-            answer = self._box.ask(line, program.deadline)
+            answer = self._ask(line, program.deadline + self._own_s)
             if answer[:1] == b"!":
-                return self._read(answer[1:].decode())
+                verdict: dict[str, Any] = decode(answer[1:].decode(), no_references)
+                return verdict
             reply = program.ask(answer[1:])
             line = b"x" + program.gone.encode() if program.gone else b"=" + reply
+
+    def _ask(self, line: bytes, deadline: float) -> bytes:
+        """The judge's next line. It gets back the time that it waited for a processor, as a program does."""
+        self._box.check_silence()
+        self._box.tell(line)
+        most = deadline + (PATIENCE - 1) * self._limits.limit_s
+        allowed = deadline
+        while True:
+            try:
+                return self._box.receive(allowed)
+            except Hung:
+                fair = min(deadline + self._box.waited() - self._waited, most)
+                if fair - allowed <= SLACK * self._limits.limit_s:
+                    raise
+                allowed = fair
 
     def _job(self) -> bytes:
         suite = self._suite
         job = {
             "code": [suite.prelude, *suite.steps],
             "modules": list(suite.modules),
+            "imports": list(suite.imports),
             "names": list(suite.names),
-            "stop": self._limits.stop,
+            "asserts": list(suite.asserts),
         }
         return encode(job, len).encode()
 
-    @staticmethod
-    def _read(text: str) -> dict[str, Any]:
-        verdict: dict[str, Any] = decode(text, repr)
-        if verdict["broken"]:
-            raise RewardError(f"the row's tests do not work: {verdict['broken']}; {_MEND}")
-        return verdict
-
 
 def _difference(answer: bytes, expected: str) -> str:
-    code, output = _pair(answer, b"o", int) or (0, None)
-    if output is None:
-        return "protocol: an answer of unknown form"
+    match _parsed(answer, b"o"):
+        case [int(code), str(output)]:
+            pass
+        case _:
+            return "protocol: an answer of unknown form"
     if code == -_SIGXFSZ:
         return "output: it printed too much"
     if code:
@@ -327,19 +403,18 @@ def _plain(text: str) -> list[str]:
 
 
 def _raised(answer: bytes) -> str:
-    name, message = _pair(answer, b"e", str) or (None, None)
-    return f"error: {name}: {message}" if name else "protocol: an answer of unknown form"
+    match _parsed(answer, b"e"):
+        case [str(name) | [int(), str(name), _], str(message), _, _]:
+            return f"error: {name}: {message}"
+    return "protocol: an answer of unknown form"
 
 
-def _pair(answer: bytes, kind: bytes, first: type) -> tuple[Any, str] | None:
-    """Two values that a program's process sent, if they are what they should be."""
+def _parsed(answer: bytes, kind: bytes) -> Any:
+    """The JSON that a program's process sent. It is read, never built: a program must not keep this process busy."""
     try:
-        value = decode(answer[1:].decode(), no_references)
+        return parse(answer[1:].decode()) if answer[:1] == kind else None
     except Refused:
         return None
-    if answer[:1] != kind or type(value) is not list or [type(v) for v in value] != [first, str]:
-        return None
-    return value[0], value[1]
 
 
 def _reason(why: str) -> str:

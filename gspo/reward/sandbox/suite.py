@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +35,21 @@ class Suite:
     """Standard input and expected output; empty when the tests are code."""
     steps: tuple[str, ...] = ()
     """Test code, one step after the other; a step that raises is one failure."""
-    asserts: int = 0
-    """How many are written in the steps."""
+    asserts: tuple[int, ...] = ()
+    """How many are written in each step."""
     names: tuple[str, ...] = ()
     """What the steps take from the program."""
     modules: tuple[str, ...] = ()
     """Modules that the steps use without importing them."""
+    imports: tuple[str, ...] = ()
+    """Modules that the steps import, come what may."""
     prelude: str = ""
     """Code that stands before both the program and the tests."""
     entry_point: str = ""
 
     @property
     def total(self) -> int:
-        return len(self.pairs) or self.asserts
+        return len(self.pairs) or sum(self.asserts)
 
     def program(self, code: str) -> str:
         """The whole program: with a prompt that is code, the reply may be its continuation or a function of its own."""
@@ -115,17 +117,20 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
     trees = [_parse(setup, where), *(_parse(text, place) for place, text in parts)]
     own, modules = _free_names(trees, entry_point, _defined(prelude))
     rewriter = _Rewriter()
-    steps = []
+    imports = sorted({name for tree in trees for name in _imports(tree)})
+    steps, asserts = [], []
     for (place, _), tree in zip([(where, setup), *parts], trees, strict=True):
         before = rewriter.asserts
         steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
-        if rewriter.asserts == before and tree is not trees[0]:
+        asserts.append(rewriter.asserts - before)
+        if not asserts[-1] and tree is not trees[0]:
             raise RewardError(f"{place}: has no assert in it; write what must hold as an assert")
     return Suite(
         steps=tuple(steps),
-        asserts=rewriter.asserts,
+        asserts=tuple(asserts),
         names=tuple(sorted(own)),
         modules=tuple(sorted(modules)),
+        imports=tuple(imports),
         prelude=prelude,
         entry_point=entry_point,
     )
@@ -135,23 +140,89 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Turns asserts into reports to `__gspo__`, which counts them."""
+    """Turns asserts into reports to `__gspo__`, which counts them by their number. What else cannot be seen from within
+    the judge is marked too: calls whose value is dropped, and questions for an object's type or identity."""
 
     def __init__(self) -> None:
-        self.asserts = 0
+        self.asserts = self._constants = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        if isinstance(node.test, ast.Constant) and node.test.value:
+        self.generic_visit(node)
+        test = node.test
+        if isinstance(test, ast.Constant) and test.value:
             return ast.Pass()  # it tests nothing
-        self.asserts += not isinstance(node.test, ast.Constant)
+        if isinstance(test, ast.Constant):  # a place that must not be reached
+            self._constants += 1
+        else:
+            self.asserts += 1
+        number = -self._constants if isinstance(test, ast.Constant) else self.asserts
         (block,) = ast.parse(
-            "try:\n    __gspo__.holds(0)\nexcept Exception as __gspo_error__:\n    __gspo__.failure(__gspo_error__)"
+            f"try:\n    __gspo__.holds({number}, 0)\n"
+            f"except Exception as __gspo_error__:\n    __gspo__.failure({number}, __gspo_error__)"
         ).body
         assert isinstance(block, ast.Try)
         assert isinstance(block.body[0], ast.Expr)
         assert isinstance(block.body[0].value, ast.Call)
-        block.body[0].value.args = [node.test]
+        block.body[0].value.args[1] = _dropping(test)
         return block
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            node.value = _changing(node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not node.keywords:
+            node.func = _reporter("type_of")
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant()]) | ast.Compare(ast.Constant(), _, _):
+                return node
+            case ast.Compare(left, [ast.Is() | ast.IsNot() as op], [right]):
+                call = ast.Call(_reporter("identical"), [left, right], [])
+                return call if isinstance(op, ast.Is) else ast.UnaryOp(ast.Not(), call)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
+            return ast.Call(_reporter("type_of"), [node.value], [])
+        return node
+
+
+def _reporter(name: str) -> ast.expr:
+    return ast.Attribute(ast.Name("__gspo__", ast.Load()), name, ast.Load())
+
+
+def _changing(call: ast.Call) -> ast.Call:
+    """A call whose value nobody looks at was made for what it does to its arguments."""
+    if isinstance(call.func, ast.Name) and call.func.id in dir(builtins):
+        return call
+    return ast.Call(_reporter("change"), [call.func, *call.args], call.keywords)
+
+
+def _dropping(test: ast.expr) -> ast.expr:
+    """`f(xs) is None` looks at no value either."""
+    match test:
+        case ast.Compare(ast.Call() as call, [ast.Is() | ast.Eq()], [ast.Constant(None)]):
+            test.left = _changing(call)
+    return test
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Modules without which a test does not work; one that it tries to import is not among them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif not isinstance(node, ast.Try):
+            yield from _imports(node)
 
 
 def _free_names(trees: Sequence[ast.Module], entry_point: str, helpers: set[str]) -> tuple[set[str], set[str]]:

@@ -4,11 +4,14 @@ In: the program's text, then requests: function calls in typed JSON, or texts fo
 request. Invariant: no expected value ever enters this process, so nothing found in it, and nothing it writes, can stand in
 for the right answer; and no program's text is read before the process is confined.
 
-After the token of its request, a line that comes back starts with `v` (a value), `e` (an exception: its type and message) or `o` (exit code and output).
+After the token of its request, a line that comes back starts with `v` (a value), `e` (an exception: its kind, message,
+arguments and number), `c` (before there is an answer: a question about an object that the tests handed over, such as a
+function of theirs) or `o` (exit code and output).
 """
 
 from __future__ import annotations
 
+import _operator
 import builtins
 import os
 import sys
@@ -27,6 +30,8 @@ TOKEN = 8
 """Characters."""
 OUTPUT = 2**20
 """Bytes of standard output of one test. A byte takes at most six characters of a message."""
+LONGEST_EXCEPTION = 2**16
+"""Characters. The arguments of a longer one stay behind."""
 _SIGKILL, _SIGXFSZ = 9, 25
 
 
@@ -49,31 +54,90 @@ def main(settings: dict[str, Any]) -> None:
 
 
 class _Module:
-    """The program, imported; its functions and objects are called from outside."""
+    """The program, imported; its functions and objects are used from outside."""
 
     def __init__(self, source: str, channel: Channel) -> None:
         self._source, self._channel = source, channel
         self._globals: dict[str, Any] = {}
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._lent: dict[int, Any] = {}
 
     def serve(self) -> None:
         self._answer(self._load)
         while True:
             text = self._channel.next()
-            self._answer(lambda text=text: self._do(*decode(text, self._objects.__getitem__)))  # type: ignore[misc]
+            self._answer(lambda text=text: self._do(*decode(text, self._resolve)))  # type: ignore[misc]
+
+    def ask(self, *question: Any) -> Any:
+        """Use something that the tests handed over. Before they answer, they may have questions of their own."""
+        self._channel.send("c" + encode(list(question), self._refer))
+        while True:
+            what, *rest = decode(self._channel.next(), self._resolve)
+            if what == "back":
+                return rest[0]
+            if what == "fail":
+                raise _exception(*rest)
+            self._answer(lambda what=what, rest=rest: self._do(what, *rest))  # type: ignore[misc]
 
     def _answer(self, action: Callable[[], Any]) -> None:
         try:
             line = "v" + encode(action(), self._refer)
         except Refused as error:
-            line = "e" + encode(["Refused", str(error)], len)
+            line = "e" + encode(["RuntimeError", f"Refused: {error}", None, None], len)
         except BaseException as error:
-            line = "e" + encode([_name(error), _message(error)], len)
+            line = "e" + self._raised(error)
         self._channel.send(line)
 
-    def _refer(self, value: Any) -> int:
-        self._objects.append(value)
-        return len(self._objects) - 1
+    def _raised(self, error: BaseException) -> str:
+        """The exception's kind, message, arguments and number."""
+        kind, message, number = self._kind(type(error)), _message(error), self._number(error)
+        try:
+            text = encode([kind, message, list(error.args), number], self._refer)
+            if len(text) < LONGEST_EXCEPTION:
+                return text
+        except BaseException:  # arguments that are no plain data, or refuse to be looked at
+            pass
+        return encode([kind, message, None, number], len)
+
+    def _kind(self, kind: type[BaseException]) -> Any:
+        """An exception's class: a built-in one by its name, else its number, its name and the classes it comes from."""
+        name = str(kind.__name__)[:100]
+        if getattr(builtins, name, None) is kind:
+            return name
+        return [self._number(kind), name, [self._kind(b) for b in kind.__bases__ if issubclass(b, BaseException)]]
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
+
+    def _refer(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is _Kept:
+            return ["held", self._number(value.value)]
+        if kind is _Iterator or kind is _Object:
+            return ["mine", value._number]
+        lent = value.__dict__.get("__gspo_lent__") if kind is _FUNCTION else None
+        if lent is not None and self._lent.get(lent) is value:
+            return ["mine", lent]
+        if kind is _COROUTINE:
+            return ["coroutine", self._number(value)]
+        if issubclass(kind, type) and issubclass(value, Exception):
+            return ["error", self._kind(value)]
+        return self._number(value)
+
+    def _resolve(self, reference: Any) -> Any:
+        if type(reference) is int:
+            return self._objects[reference]
+        kind, *rest = reference
+        if kind == "name":
+            return _named(*rest)
+        number, *about = rest
+        if number not in self._lent:
+            self._lent[number] = _lend(self, kind, number, *about)
+        return self._lent[number]
 
     def _load(self) -> None:
         module = type(sys)("program")
@@ -86,25 +150,181 @@ class _Module:
             return self._global(target)
         if what == "call":
             return target(*rest[0], **rest[1])
-        if what == "get":
-            return getattr(target, rest[0])
-        if what == "set":
-            return setattr(target, *rest)
-        if what == "item":
-            return target[rest[0]]
-        if what == "put":
-            target[rest[0]] = rest[1]
-            return None
-        if what == "as":
-            return {"str": str, "len": len, "bool": bool}[rest[0]](target)  # type: ignore[operator]
-        if what == "iterate":
-            return iter(target)
-        return next(target)
+        if what == "change":  # a call whose value the tests drop: they may look at what became of the arguments
+            return [target(*rest[0], **rest[1]), *rest]
+        value = _ACTIONS[what](target, *rest)
+        return _Kept(value) if what in _KEEPING and _is_own(value) else value
 
     def _global(self, name: str) -> Any:
         if name not in self._globals:
             raise NameError("the program does not define " + name)
         return self._globals[name]
+
+
+class _Kept:
+    """Around an object of the program's own class that holds plain data: it stays here all the same."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _is_own(value: Any) -> bool:
+    return isinstance(value, _PLAIN) and type(value).__module__ == "program"
+
+
+def _operate(target: Any, name: str, *others: Any) -> Any:
+    """An operator, or a built-in function that stands for one."""
+    return (getattr(_operator, name, None) or getattr(builtins, name))(target, *others)
+
+
+def _reflect(target: Any, name: str, left: Any) -> Any:
+    return getattr(_operator, name)(left, target)
+
+
+def _put(target: Any, key: Any, value: Any) -> None:
+    target[key] = value
+
+
+def _delete(target: Any, key: Any) -> None:
+    del target[key]
+
+
+def _copied(target: Any) -> Any:
+    import copy
+
+    return copy.copy(target)
+
+
+def _copied_deeply(target: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(target)
+
+
+def _await(target: Any) -> Any:
+    import asyncio
+
+    async def wait() -> Any:
+        return await target
+
+    return asyncio.run(wait())
+
+
+def _leave(target: Any, kind: Any, message: Any) -> Any:
+    """The end of a `with`, with the exception that ended it, if any."""
+    error = None if kind is None else _exception(kind, [message])
+    return bool(type(target).__exit__(target, error and type(error), error, None))
+
+
+_PLAIN = (int, str, float, list, tuple, dict, set, frozenset, bytes, bytearray)
+_KEEPING = ("make", "member", "op", "reflected", "copy", "deepcopy")
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "make": lambda target, args, kwargs: target(*args, **kwargs),
+    "get": getattr,
+    "member": getattr,
+    "set": setattr,
+    "item": lambda target, key: target[key],
+    "put": _put,
+    "delete": _delete,
+    "op": _operate,
+    "reflected": _reflect,
+    "iterate": iter,
+    "next": next,
+    "held": lambda target: target,
+    "type": type,
+    "has instance": lambda target, value: isinstance(value, target),
+    "has subclass": lambda target, value: issubclass(value, target),
+    "copy": _copied,
+    "deepcopy": _copied_deeply,
+    "await": _await,
+    "enter": lambda target: type(target).__enter__(target),
+    "leave": _leave,
+}
+
+
+class _Lent:
+    """Something of the tests, which stays with them."""
+
+    __slots__ = ("_module", "_number")
+    if TYPE_CHECKING:
+        _module: _Module
+        _number: int
+
+    def __init__(self, module: _Module, number: int) -> None:
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_number", number)
+
+    def __iter__(self) -> Any:
+        return self._module.ask("iterate", self)
+
+
+class _Iterator(_Lent):
+    __slots__ = ()
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return self._module.ask("next", self)
+
+
+class _Object(_Lent):
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._module.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._module.ask("set", self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.ask("call", self, args, kwargs)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._module.ask("put", self, key, value)
+
+
+def _operator_of(name: str) -> Callable[..., Any]:
+    return lambda self, *others: self._module.ask("op", self, name, *others)
+
+
+for _name in ("str", "repr", "len", "bool", "hash", "int", "float", "abs", "neg", *(
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains"
+)):  # fmt: skip
+    setattr(_Object, f"__{_name}__", _operator_of(_name))
+
+
+def _lend(module: _Module, kind: str, number: int, name: str) -> Any:
+    if kind == "iterator":
+        return _Iterator(module, number)
+    if kind == "object":
+        return _Object(module, number)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return module.ask("call", function, args, kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    function.__gspo_lent__ = number  # type: ignore[attr-defined]
+    return function
+
+
+def _named(module: str, name: str) -> Any:
+    """What the standard library has under a name."""
+    value = __import__(module, fromlist=["*"])
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+async def _wait() -> None:
+    pass
+
+
+_coroutine: Any = _wait()
+_coroutine.close()
+_COROUTINE, _FUNCTION = type(_coroutine), type(_wait)
 
 
 class _Script:
@@ -193,15 +413,18 @@ def no_references(number: int) -> Any:
     raise Refused("a reference")
 
 
-def _name(error: BaseException) -> str:
-    return str(type(error).__name__)[:100]
-
-
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:300]
+        return str(error)[:10_000]
     except BaseException:
         return ""
+
+
+def _exception(kind: Any, args: list[Any]) -> BaseException:
+    """What the tests raised: one of the program's own classes, or a built-in one by its name."""
+    found = getattr(builtins, kind, RuntimeError) if type(kind) is str else kind
+    error: BaseException = found(*args)
+    return error
 
 
 def _define_exit() -> None:

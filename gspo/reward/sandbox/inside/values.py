@@ -5,13 +5,18 @@ is decoded runs no code of the other side; whatever is not plain data becomes a 
 something only where it came from.
 
 JSON's own types stand for themselves. The rest: `{"t": [...]}` tuple, `s` set, `z` frozenset, `d` dict as pairs,
-`i` large int in hexadecimal, `f` nan and infinities, `c` complex, `b` bytes, `a` bytearray, `g` range, `n` a built-in type by its name, `r` reference.
+`i` large int in hexadecimal, `f` nan and infinities, `c` complex, `b` bytes, `a` bytearray, `g` range, `L` slice,
+`V` keys, values or items of a dict, `n` a built-in type by its name, `r` reference, `l` any other reference (a list whose first member says which kind). Types of the standard
+library that hold plain data: `F` Fraction, `D` Decimal, `T` date, time, datetime, timedelta, `Q` deque, `C` Counter,
+`O` OrderedDict, `U` defaultdict, `P` namedtuple; they are built anew from their parts.
 Uses `_json` directly: importing `json` costs a third of the start of an interpreter.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
+import sys
 
 TYPE_CHECKING = False  # `typing` is slow to import
 if TYPE_CHECKING:
@@ -29,8 +34,17 @@ DEPTH = 64
 """Containers within containers."""
 LENGTH = 8 * 2**20
 """Characters of one message."""
+DIGITS = 10_000
+"""Of a Fraction or Decimal: arithmetic with longer ones is slow."""
 _PLAIN_INT = 2**53
-_TYPES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)
+}
+_TYPES.update({n: e for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)})
+_NAMES = {kind: name for name, kind in _TYPES.items()}
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+_FIELDS = 64
+"""Of a namedtuple."""
 
 
 class Refused(Exception):
@@ -59,8 +73,8 @@ class _Context:
 _scan = _make_scanner(_Context())  # type: ignore[arg-type]
 
 
-def encode(value: Any, refer: Callable[[Any], int]) -> str:
-    """A value as text. `refer` gives a number to an object that is no plain data."""
+def encode(value: Any, refer: Callable[[Any], Any]) -> str:
+    """A value as text. `refer` gives a number, or the members of an `l`, to an object that is no plain data."""
     parts: list[str] = []
     _write(value, refer, parts, 0)
     text = "".join(parts)
@@ -69,8 +83,13 @@ def encode(value: Any, refer: Callable[[Any], int]) -> str:
     return text
 
 
-def decode(text: str, resolve: Callable[[int], Any]) -> Any:
-    """The value that a text stands for. `resolve` turns a reference's number into an object."""
+def decode(text: str, resolve: Callable[[Any], Any]) -> Any:
+    """The value that a text stands for. `resolve` turns a reference's number, or an `l`'s members, into an object."""
+    return _read(parse(text), resolve, 0)
+
+
+def parse(text: str) -> Any:
+    """The JSON of a text, with tags left as they are: nothing is hashed or built that could take long."""
     if len(text) > LENGTH:
         raise Refused(f"a message of more than {LENGTH} characters")
     try:
@@ -79,10 +98,10 @@ def decode(text: str, resolve: Callable[[int], Any]) -> Any:
         raise Refused(f"not JSON: {type(error).__name__}") from None
     if end != len(text):
         raise Refused("not JSON: more than one value")
-    return _read(parsed, resolve, 0)
+    return parsed
 
 
-def _write(value: Any, refer: Callable[[Any], int], parts: list[str], depth: int) -> None:
+def _write(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
     if depth > DEPTH:
         raise Refused(f"a value nested more than {DEPTH} deep")
     if len(parts) > LENGTH:
@@ -103,12 +122,13 @@ def _write(value: Any, refer: Callable[[Any], int], parts: list[str], depth: int
         _write_tagged(value, refer, parts, depth)
 
 
-def _write_tagged(value: Any, refer: Callable[[Any], int], parts: list[str], depth: int) -> None:
+def _write_tagged(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
     if isinstance(value, tuple):
-        _write_all('{"t":[', tuple.__iter__(value), "]}", refer, parts, depth)
+        fields = () if type(value) is tuple else _fields(value)
+        opening = f'{{"P":[{_quoted(type(value).__name__)},{_names(fields)},' if fields else '{"t":'
+        _write_all(opening + "[", tuple.__iter__(value), "]]}" if fields else "]}", refer, parts, depth)
     elif isinstance(value, dict):
-        pairs = ([k, v] for k, v in dict.items(value))
-        _write_all('{"d":[', pairs, "]}", refer, parts, depth)
+        _write_dict(value, refer, parts, depth)
     elif isinstance(value, set):
         _write_all('{"s":[', set.__iter__(value), "]}", refer, parts, depth)
     elif isinstance(value, frozenset):
@@ -118,18 +138,89 @@ def _write_tagged(value: Any, refer: Callable[[Any], int], parts: list[str], dep
         parts.append(f'{{"{tag}":{_quoted(bytes(value).decode("latin-1"))}}}')
     elif type(value) is complex:
         _write_all('{"c":[', (value.real, value.imag), "]}", refer, parts, depth)
+    elif type(value) in _VIEWS:
+        _write_all(f'{{"V":["{_VIEWS[type(value)]}",[', iter(value), "]]}", refer, parts, depth)
+    elif type(value) is slice:
+        _write_all('{"L":[', (value.start, value.stop, value.step), "]}", refer, parts, depth)
     elif type(value) is range:
         _write_all('{"g":[', (value.start, value.stop, value.step), "]}", refer, parts, depth)
-    elif isinstance(value, type) and value in _TYPES.values():
-        parts.append(f'{{"n":"{value.__name__}"}}')
+    elif isinstance(value, type) and value in _NAMES:
+        parts.append(f'{{"n":"{_NAMES[value]}"}}')
     elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         _write(value.tolist(), refer, parts, depth + 1)
     else:
-        parts.append(f'{{"r":{refer(value)}}}')
+        _write_library(value, refer, parts, depth)
+
+
+def _write_dict(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
+    opening, closing = '{"d":[', "]}"
+    if _is(value, "collections", "Counter"):
+        opening = '{"C":['
+    elif _is(value, "collections", "OrderedDict"):
+        opening = '{"O":['
+    elif _is(value, "collections", "defaultdict"):
+        parts.append('{"U":[')
+        _write(value.default_factory, refer, parts, depth + 1)
+        opening, closing = ",[", "]]}"
+    _write_all(opening, ([k, v] for k, v in dict.items(value)), closing, refer, parts, depth)
+
+
+def _write_library(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
+    """What the standard library builds of plain data, else a reference."""
+    if _is(value, "collections", "deque"):
+        kind = sys.modules["collections"].deque
+        opening = f'{{"Q":[{"null" if value.maxlen is None else int(value.maxlen)},['
+        _write_all(opening, kind.__iter__(value), "]]}", refer, parts, depth)
+    elif _is(value, "fractions", "Fraction"):
+        _write_all('{"F":[', (int(value.numerator), int(value.denominator)), "]}", refer, parts, depth)
+    elif _is(value, "decimal", "Decimal"):
+        parts.append(f'{{"D":{_quoted(str(value))}}}')
+    elif _moment(value):
+        _write_all('{"T":[', _moment(value), "]}", refer, parts, depth)
+    else:
+        reference = refer(value)
+        if type(reference) is int:
+            parts.append(f'{{"r":{reference}}}')
+        else:
+            _write_all('{"l":[', reference, "]}", refer, parts, depth)
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    """Exactly this type of the standard library; a module that was never imported has no values."""
+    return module in sys.modules and type(value) is getattr(sys.modules[module], name, None)
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    names = getattr(type(value), "_fields", None)
+    if type(names) is not tuple or not 0 < len(names) <= _FIELDS or len(names) != tuple.__len__(value):
+        return ()
+    return names if all(type(name) is str for name in names) else ()
+
+
+def _names(fields: tuple[str, ...]) -> str:
+    return "[" + ",".join(map(_quoted, fields)) + "]"
+
+
+def _moment(value: Any) -> tuple[Any, ...]:
+    """The kind and the numbers of a date, a time, both or the time between. With a time zone it is no plain data."""
+    if _is(value, "datetime", "timedelta"):
+        return "timedelta", value.days, value.seconds, value.microseconds
+    if _is(value, "datetime", "date"):
+        return "date", value.year, value.month, value.day
+    if _is(value, "datetime", "time") and value.tzinfo is None:
+        return ("time", *_clock(value))
+    if _is(value, "datetime", "datetime") and (value.tzinfo is None or _is(value.tzinfo, "datetime", "timezone")):
+        offset = None if value.tzinfo is None else value.utcoffset().total_seconds()
+        return ("datetime", value.year, value.month, value.day, *_clock(value), offset)
+    return ()
+
+
+def _clock(value: Any) -> tuple[int, ...]:
+    return value.hour, value.minute, value.second, value.microsecond
 
 
 def _write_all(
-    opening: str, values: Any, closing: str, refer: Callable[[Any], int], parts: list[str], depth: int
+    opening: str, values: Any, closing: str, refer: Callable[[Any], Any], parts: list[str], depth: int
 ) -> None:
     parts.append(opening)
     first = True
@@ -141,7 +232,7 @@ def _write_all(
     parts.append(closing)
 
 
-def _read(parsed: Any, resolve: Callable[[int], Any], depth: int) -> Any:
+def _read(parsed: Any, resolve: Callable[[Any], Any], depth: int) -> Any:
     if depth > DEPTH:
         raise Refused(f"a value nested more than {DEPTH} deep")
     if type(parsed) is list:
@@ -153,11 +244,13 @@ def _read(parsed: Any, resolve: Callable[[int], Any], depth: int) -> Any:
     ((tag, body),) = parsed.items()
     try:
         return _tagged(tag, body, resolve, depth)
-    except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+    except Refused:
+        raise
+    except Exception as error:
         raise Refused(f"a malformed {tag[:10]}: {type(error).__name__}") from None
 
 
-def _tagged(tag: str, body: Any, resolve: Callable[[int], Any], depth: int) -> Any:
+def _tagged(tag: str, body: Any, resolve: Callable[[Any], Any], depth: int) -> Any:
     if tag == "i" and type(body) is str:
         return int(body, 16)
     if tag == "f" and body in ("nan", "inf", "-inf"):
@@ -168,14 +261,12 @@ def _tagged(tag: str, body: Any, resolve: Callable[[int], Any], depth: int) -> A
         return _TYPES[body]
     if tag == "r" and type(body) is int:
         return resolve(body)
-    make: Any = {"t": tuple, "s": set, "z": frozenset, "d": _dict, "c": _complex, "g": _range}.get(tag)
+    if tag == "D" and type(body) is str:
+        return _decimal(body)
+    make = resolve if tag == "l" else _MAKERS.get(tag)
     if make is None or type(body) is not list:
         raise Refused("an unknown kind of value")
     return make([_read(item, resolve, depth + 1) for item in body])
-
-
-def _dict(pairs: list[Any]) -> dict[Any, Any]:
-    return dict(pairs)
 
 
 def _complex(parts: list[Any]) -> complex:
@@ -185,3 +276,108 @@ def _complex(parts: list[Any]) -> complex:
 
 def _range(parts: list[Any]) -> range:
     return range(*parts)
+
+
+def _slice(parts: list[Any]) -> slice:
+    start, stop, step = parts
+    return slice(start, stop, step)
+
+
+def _view(parts: list[Any]) -> Any:
+    """The keys, values or items of a dictionary."""
+    kind, items = parts
+    pairs = items if kind == "items" else enumerate(items) if kind == "values" else ((item, None) for item in items)
+    return {"keys": dict.keys, "values": dict.values, "items": dict.items}[kind](dict(pairs))
+
+
+def _fraction(parts: list[Any]) -> Any:
+    from fractions import Fraction
+
+    numerator, denominator = parts
+    if (
+        type(numerator) is not int
+        or type(denominator) is not int
+        or max(numerator.bit_length(), denominator.bit_length()) > 3 * DIGITS
+    ):
+        raise Refused("no fraction, or one with too many digits")
+    return Fraction(numerator, denominator)
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal, InvalidOperation
+
+    if len(text) > DIGITS:
+        raise Refused("a decimal with too many digits")
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise Refused("a malformed decimal") from None
+
+
+def _when(parts: list[Any]) -> Any:
+    import datetime
+
+    kind, *numbers = parts
+    if kind == "datetime":
+        *numbers, offset = numbers
+        moment: Any = datetime.datetime(*numbers)
+        if offset is None:
+            return moment
+        return moment.replace(tzinfo=datetime.timezone(datetime.timedelta(seconds=offset)))
+    return {"date": datetime.date, "time": datetime.time, "timedelta": datetime.timedelta}[kind](*numbers)
+
+
+def _deque(parts: list[Any]) -> Any:
+    from collections import deque
+
+    most, items = parts
+    return deque(items, most)
+
+
+def _counter(pairs: list[Any]) -> Any:
+    from collections import Counter
+
+    return Counter(dict(pairs))
+
+
+def _ordered(pairs: list[Any]) -> Any:
+    from collections import OrderedDict
+
+    return OrderedDict(pairs)
+
+
+def _defaultdict(parts: list[Any]) -> Any:
+    from collections import defaultdict
+
+    factory, pairs = parts
+    return defaultdict(factory, pairs)
+
+
+def _named(parts: list[Any]) -> Any:
+    name, fields, values = parts
+    if len(fields) > _FIELDS:
+        raise Refused("a tuple with too many names")
+    key = (name, *fields)
+    if key not in _named_types:
+        from collections import namedtuple
+
+        if len(_named_types) >= 1000:
+            _named_types.clear()
+        _named_types[key] = namedtuple(name, fields)  # refuses names that are no identifiers
+    return _named_types[key](*values)
+
+
+_named_types: dict[Any, Any] = {}
+_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
+    **{"t": tuple, "s": set, "z": frozenset, "d": dict, "c": _complex, "g": _range, "L": _slice},
+    **{
+        "V": _view,
+        "F": _fraction,
+        "T": _when,
+        "Q": _deque,
+        "C": _counter,
+        "O": _ordered,
+        "U": _defaultdict,
+        "P": _named,
+    },
+}
