@@ -150,8 +150,12 @@ class Grader:
         """A process that never waits, in a sandbox of the same kind: what it gets of the machine, a program could have."""
         with Box(self._level, "candidate", limit_s=JUDGE_S, memory_mb=self._limits.memory_mb) as reference:
             reference.ready()
-            with suppress(Hung):
+            try:
                 reference.ask(SPIN, time.monotonic() + SPIN_S)
+            except Hung:
+                pass  # as it should
+            except Ended as error:
+                raise SandboxError(f"sandbox: the reference process ended: {error}") from None
             yield reference
 
     def _by_output(self, source: bytes, reference: Box | None) -> Grade:
