@@ -226,5 +226,5 @@ def _of_words(text: str) -> Fraction:
         elif word in ("hundred", "dozen"):
             part *= SCALES[word]
         elif word in SCALES:
-            total, part = total + part * SCALES[word], 0
+            total, part = total + part * SCALES[word], Fraction(0)
     return -(total + part) if text.startswith(("minus", "negative")) else total + part
