@@ -32,6 +32,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = gspo("demo", f"--run-dir={run}", "--seed=3", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
+    assert "Finished 2 steps in" in done.stdout
     assert "Held-out accuracy" in done.stdout
     assert f"Run directory:  {run}" in done.stdout
     return run
@@ -48,6 +49,7 @@ def test_a_run_goes_on(demo_run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     assert "step 3/3" in done.stdout
+    assert "Finished 1 step (3 in all) in" in done.stdout
     assert "steps = 3" in (demo_run / "config.toml").read_text()
 
 
