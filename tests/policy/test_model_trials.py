@@ -171,7 +171,7 @@ def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
     torch.testing.assert_close(logp_N, expected, rtol=1e-3, atol=1e-3)
 
 
-GENERATION = {
+GENERATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no do_sample": ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95, "do_sample": True}),
     "greedy": ({"do_sample": False, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}),
     "beams that do nothing": ({"num_beams": 1, "length_penalty": 2.0, "early_stopping": True}, {}),
