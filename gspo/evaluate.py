@@ -49,6 +49,8 @@ class Evaluation:
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
     scores: Sequence[Sequence[Score]]
+    greedy: Estimate | None = None
+    """Accuracy of one greedy completion per problem, where that was asked for."""
 
     @property
     def verdicts(self) -> list[list[bool]]:
@@ -83,14 +85,36 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, rewards: RewardPool, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str, version: int = 0
-) -> Evaluation:  # fmt: skip
-    """Sample `samples` replies for each prompt and score them."""
+    engine: Engine,
+    rewards: RewardPool,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    greedy: bool = False,
+    sampling: Sampling,
+    seed: int,
+    stream: str,
+    version: int = 0,
+) -> Evaluation:
+    """Sample `samples` completions for each prompt, and a greedy one if asked, in one call; score them."""
     completions = engine.generate(
-        prompts, samples=samples, sampling=sampling, seed=seed, stream=stream, version=version
+        prompts,
+        samples=samples + greedy,
+        sampling=dataclasses.replace(sampling, greedy_last=greedy),
+        seed=seed,
+        stream=stream,
+        version=version,
     )
     scores = rewards.score(list(zip(prompts, completions, strict=True)))
-    return Evaluation(prompts=prompts, completions=completions, scores=scores)
+    sampled = Evaluation(
+        prompts=prompts, completions=[c[:samples] for c in completions], scores=[s[:samples] for s in scores]
+    )
+    if not greedy:
+        return sampled
+    last = Evaluation(
+        prompts=prompts, completions=[c[samples:] for c in completions], scores=[s[samples:] for s in scores]
+    )
+    return dataclasses.replace(sampled, greedy=last.accuracy)
 
 
 def interval(values: Sequence[float]) -> Estimate:
@@ -127,12 +151,12 @@ def evaluate_model(
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
         sampling = config.rollout.sampling
-        done = evaluate(engine, rewards, prompts, samples=samples, sampling=sampling, seed=seed, stream="eval")
+        done = evaluate(
+            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream="eval"
+        )
         numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks}
-        if greedy:
-            numbers["greedy"] = evaluate(
-                engine, rewards, prompts, samples=1, sampling=sampling.greedy, seed=seed, stream="eval"
-            ).accuracy
+        if done.greedy is not None:
+            numbers["greedy"] = done.greedy
     _print_numbers(config, done, numbers, samples)
     if json_path:
         _write_numbers(Path(json_path), config, done, numbers, samples)

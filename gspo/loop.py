@@ -49,7 +49,7 @@ from gspo.policy.optimizer import TUNABLE
 from gspo.start import describe, supervised_start
 from gspo.step import Collected, Learned, Parts, collect, learn
 from gspo.stop import Interrupted, StopRequest
-from gspo.types import Sampling, Status
+from gspo.types import Status
 
 MAY_CHANGE = (
     "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
@@ -447,8 +447,7 @@ class Loop:
         settings = self.config.eval
         if not settings.every or (state.step % settings.every and not self.over(state)):
             return {}
-        sampling = self.config.rollout.sampling
-        done = self._held_out(sampling, settings.samples, "eval")
+        done = self._held_out()
         self._report_faults(state.step)
         if state.step == 0:
             self._check_first_evaluation(done)
@@ -460,16 +459,23 @@ class Loop:
             "eval/accuracy_high": sampled.high,
             "eval/length_mean": done.mean_length,
         }
-        if settings.greedy:
-            values["eval/accuracy_greedy"] = self._held_out(sampling.greedy, 1, "eval-greedy").accuracy.value
+        if done.greedy is not None:
+            values["eval/accuracy_greedy"] = done.greedy.value
         return values
 
-    def _held_out(self, sampling: Sampling, samples: int, stream: str) -> Evaluation:
-        parts = self.parts
+    def _held_out(self) -> Evaluation:
+        parts, settings = self.parts, self.config.eval
         return evaluate(
-            parts.engine, parts.rewards, parts.problems.held_out, samples=samples, sampling=sampling, seed=self.config.seed,
-            stream=stream, version=parts.optimizer.updates,
-        )  # fmt: skip
+            parts.engine,
+            parts.rewards,
+            parts.problems.held_out,
+            samples=settings.samples,
+            greedy=settings.greedy,
+            sampling=self.config.rollout.sampling,
+            seed=self.config.seed,
+            stream="eval",
+            version=parts.optimizer.updates,
+        )
 
 
 def fingerprint(problems: Problems) -> str:

@@ -67,6 +67,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
+    greedy_last: bool = False
+    """Whether the last completion of each prompt is greedy, so that one prefill serves both kinds."""
 
     @property
     def greedy(self) -> Sampling:

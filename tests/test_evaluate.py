@@ -11,7 +11,8 @@ import pytest
 
 from gspo.cli import main
 from gspo.config import Config
-from gspo.evaluate import Evaluation
+from gspo.evaluate import Evaluation, evaluate
+from gspo.rollout.rows import CachedRows
 from gspo.train import train
 from gspo.types import Score, Status
 
@@ -65,3 +66,25 @@ def test_a_run_with_a_model_of_other_sizes_is_evaluated(
     train(config, display)
     assert main(["eval", config.run_dir]) == 0
     assert "8 problems" in capsys.readouterr().out
+
+
+def test_an_evaluation_reads_every_prompt_once(
+    tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    parts = parts_of(config)
+    read: list[tuple[int, ...]] = []
+    prefill = CachedRows.prefill
+
+    def counting(rows: CachedRows, prompts: list[tuple[int, ...]]) -> Any:
+        read.extend(prompts)
+        return prefill(rows, prompts)
+
+    monkeypatch.setattr(CachedRows, "prefill", counting)
+    problems, sampling = parts.problems.held_out, config.rollout.sampling
+    done = evaluate(
+        parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"
+    )
+    assert sorted(read) == sorted(prompt.token_ids[:-1] for prompt in problems)
+    assert [len(group) for group in done.completions] == [3] * len(problems)
+    assert done.greedy is not None

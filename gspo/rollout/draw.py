@@ -12,6 +12,9 @@ from torch import Tensor
 
 from gspo.types import Sampling
 
+GREEDY = -1
+"""Stands for a random stream, whose keys are never negative, in a row that takes the likeliest token."""
+
 
 def uniform(key_R: Tensor, index_R: Tensor) -> Tensor:
     """Element `index` of the SplitMix64 sequence seeded with `key`, as a float64 in (0, 1).
@@ -38,8 +41,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inverting the cumulative distribution, and its log-probability."""
     if sampling.temperature == 0:
-        token_R = logits_RV.argmax(-1)
-        return token_R, torch.zeros_like(token_R, dtype=torch.float32)
+        return _likeliest(logits_RV)
     logp_RV = torch.log_softmax(_kept(logits_RV.float() / sampling.temperature, sampling), dim=-1)
     cumulative_RV = logp_RV.exp().to(torch.float64).cumsum(-1)
     # The first entry that reaches a threshold above 0: never a token of probability 0.
@@ -47,6 +49,21 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
     # NaN logits would point past the end; the clamp keeps that an error that can be reported.
     token_R1 = torch.searchsorted(cumulative_RV, threshold_R1).clamp_(max=logits_RV.shape[1] - 1)
     return token_R1.squeeze(1), logp_RV.gather(1, token_R1).squeeze(1)
+
+
+def with_greedy(
+    logits_RV: Tensor, sampling: Sampling, key_R: Tensor, token_R: Tensor, logp_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What was drawn, but the likeliest token in the rows whose key is `GREEDY`."""
+    if not sampling.greedy_last:
+        return token_R, logp_R
+    greedy_R, (likeliest_R, sure_R) = key_R == GREEDY, _likeliest(logits_RV)
+    return torch.where(greedy_R, likeliest_R, token_R), torch.where(greedy_R, sure_R, logp_R)
+
+
+def _likeliest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    token_R = logits_RV.argmax(-1)
+    return token_R, torch.zeros_like(token_R, dtype=torch.float32)
 
 
 def _kept(logits_RV: Tensor, sampling: Sampling) -> Tensor:

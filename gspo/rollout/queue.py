@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gspo.rollout.draw import GREEDY
 from gspo.rollout.engine import Decoded, stream_key
 from gspo.types import Prompt, Routes
 
@@ -24,11 +25,16 @@ class Queue:
     place_B: list[tuple[int, int]]
     """Where the reply belongs: (index of the prompt in the call, sample)."""
     key_B: list[int]
-    """The random stream of each request."""
+    """The random stream of each request; `GREEDY` for one that takes the likeliest token."""
 
 
-def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str) -> Queue:
+def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str, greedy_last: bool = False) -> Queue:
     """`samples` requests for every prompt."""
+
+    def key(p: int, sample: int) -> int:
+        greedy = greedy_last and sample == samples - 1
+        return GREEDY if greedy else stream_key(seed, stream, prompts[p].id, sample)
+
     distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
     index = {ids: u for u, ids in enumerate(distinct)}
     order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])
@@ -37,7 +43,7 @@ def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: st
         prompt_U=distinct,
         prompt_of_B=[index[prompts[p].token_ids] for p, _ in place_B],
         place_B=place_B,
-        key_B=[stream_key(seed, stream, prompts[p].id, sample) for p, sample in place_B],
+        key_B=[key(p, sample) for p, sample in place_B],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_names
+from gspo.rollout.engines.scripted import ScriptedEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
@@ -131,6 +133,14 @@ def test_log_probabilities_are_the_models(
 def test_greedy_is_certain(engine: Engine, prompts: list[Prompt]) -> None:
     groups = drawn(engine, prompts, sampling=Sampling(max_tokens=12, temperature=0))
     assert {value for group in groups for reply in group for value in reply.logp_sampler} == {0.0}
+
+
+def test_the_last_completion_of_a_prompt_can_be_greedy(engine: Engine, prompts: list[Prompt]) -> None:
+    both = drawn(engine, prompts, samples=4, sampling=replace(SAMPLING, greedy_last=True))
+    assert close_to([group[:3] for group in both], drawn(engine, prompts, samples=3))
+    if not isinstance(engine, ScriptedEngine):  # whose completions depend on their number alone
+        assert close_to([group[3:] for group in both], drawn(engine, prompts, samples=1, sampling=SAMPLING.greedy))
+    assert {value for group in both for value in group[3].logp_sampler} == {0.0}
 
 
 def test_the_text_is_the_decoded_tokens(engine: Engine, prompts: list[Prompt], context: EngineContext) -> None:

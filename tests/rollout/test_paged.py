@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.policy.routing import find_routers
-from gspo.rollout.draw import draw, uniform
+from gspo.rollout.draw import GREEDY, draw, uniform
 from gspo.rollout.engine import Decoded, EngineContext
 from gspo.rollout.engines import local
 from gspo.rollout.paged import batch, decoder, kernels
@@ -428,6 +428,19 @@ def test_draw_on_triton(vocabulary: int, temperature: float) -> None:
     torch.testing.assert_close(our_logp[ours == theirs], their_logp[ours == theirs], atol=2e-6, rtol=1e-5)
     exact = (logits / temperature).log_softmax(-1).gather(1, ours[:, None])[:, 0]
     torch.testing.assert_close(our_logp, exact, atol=2e-6, rtol=1e-5)
+
+
+@on_triton
+def test_greedy_rows_among_sampled_ones_on_triton() -> None:
+    plain, fused = twins()
+    slots, sampling = filled(40, 2), Sampling(max_tokens=5, greedy_last=True)
+    slots.state[KEY, ::4] = GREEDY
+    logits = 3 * random(40, 4096, seed=4)
+    for kernels_ in (plain, fused):
+        token, logp = kernels_.drawn(slots, logits, sampling)
+        assert torch.equal(token[::4], logits.argmax(-1)[::4])
+        assert not logp[::4].any()
+        assert (logp[1::4] < 0).all()
 
 
 @on_triton

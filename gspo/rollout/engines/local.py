@@ -29,7 +29,7 @@ from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.policy.memory import out_of_memory, release_memory
 from gspo.policy.model import position_limit
 from gspo.policy.routing import Routers
-from gspo.rollout.draw import draw, uniform
+from gspo.rollout.draw import draw, uniform, with_greedy
 from gspo.rollout.engine import Decoded, EngineContext
 from gspo.rollout.paged.batch import PagedBatch
 from gspo.rollout.paged.decoder import obstacle_to_pages
@@ -90,7 +90,7 @@ class LocalEngine:
             return [[] for _ in prompts]
         model = self.context.model
         check_fits(model, prompts, sampling)
-        queue = make_queue(prompts, samples=samples, seed=seed, stream=stream)
+        queue = make_queue(prompts, samples=samples, seed=seed, stream=stream, greedy_last=sampling.greedy_last)
         with evaluating(model), torch.no_grad():
             replies = self._fitting(model, queue, sampling, self.context.routers if routes else None)
         self.decoded += replies.decoded
@@ -287,6 +287,7 @@ class _Batch:
         request_R, input_R, position_R, drawn_R, key_R = self.state[:, : self.live]
         logits_RV, routes_RLK = self.rows.step(input_R, position_R, self.columns)
         token_R, logp_R = draw(logits_RV, self.sampling, uniform(key_R, drawn_R))
+        token_R, logp_R = with_greedy(logits_RV, self.sampling, key_R, token_R, logp_R)
         self._widen()
         self.token_BT[request_R, drawn_R] = token_R.to(torch.int32)
         self.logp_BT[request_R, drawn_R] = logp_R

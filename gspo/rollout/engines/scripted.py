@@ -65,6 +65,8 @@ class ScriptedEngine:
         ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
         cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
         logp_G = self._logp(prompt, cut_G, sampling.temperature)
+        if sampling.greedy_last and cut_G:
+            logp_G[-1] = (0.0,) * len(cut_G[-1])
         return [
             Completion(
                 prompt_id=prompt.id,

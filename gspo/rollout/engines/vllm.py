@@ -141,7 +141,7 @@ class VllmEngine:
             Request(
                 prompt_ids=prompts[p].token_ids,
                 seed=stream_key(seed, stream, prompts[p].id, sample),
-                sampling=sampling,
+                sampling=sampling.greedy if sampling.greedy_last and sample == samples - 1 else sampling,
                 stop_ids=self.context.stop_ids,
             )
             for p, sample in places
@@ -158,7 +158,7 @@ class VllmEngine:
                     sample=sample,
                     token_ids=reply.token_ids,
                     text=text,
-                    logp_sampler=reply.logp if sampling.temperature else (0.0,) * len(reply.token_ids),
+                    logp_sampler=reply.logp if request.sampling.temperature else (0.0,) * len(reply.token_ids),
                     stop=StopReason.EOS if reply.ended else StopReason.LENGTH,
                     version=spans[0][0],
                     spans=spans if len(spans) > 1 else (),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gspo.rollout.draw import draw, uniform
+from gspo.rollout.draw import draw, uniform, with_greedy
 from gspo.rollout.paged.pages import PAGE
 from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots
 from gspo.types import Sampling
@@ -109,7 +109,9 @@ def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scal
 
 def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """A token per row from its own random stream, and its log-probability."""
-    return draw(logits_RV, sampling, uniform(slots.state[KEY], slots.state[DRAWN]))
+    key_R = slots.state[KEY]
+    token_R, logp_R = draw(logits_RV, sampling, uniform(key_R, slots.state[DRAWN]))
+    return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
 
 
 def advanced(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, max_tokens: int) -> None:

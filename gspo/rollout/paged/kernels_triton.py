@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo.rollout.draw import draw, uniform
+from gspo.rollout.draw import draw, uniform, with_greedy
 from gspo.rollout.paged.pages import PAGE
 from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots
 from gspo.types import Sampling
@@ -129,7 +129,8 @@ def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, 
     key_R, drawn_R = slots.state[KEY], slots.state[DRAWN]
     narrowed = sampling.temperature == 0 or sampling.top_p < 1 or 0 < sampling.top_k < logits_RV.shape[1]
     if narrowed or logits_RV.dtype != torch.float32:
-        return draw(logits_RV, sampling, uniform(key_R, drawn_R))
+        token_R, logp_R = draw(logits_RV, sampling, uniform(key_R, drawn_R))
+        return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
     logits_RV = logits_RV.contiguous()
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
@@ -139,7 +140,7 @@ def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, 
     size: dict[str, Any] = {"BLOCK": VOCABULARY_BLOCK}
     _weighed[(rows, blocks)](logits_RV, most[0], most[1], vocabulary, scale, **size)
     _drawn[(rows,)](logits_RV, most[0], most[1], key_R, drawn_R, token_R, logp_R, vocabulary, blocks, scale, BLOCKS=triton.next_power_of_2(blocks), **size)  # fmt: skip
-    return token_R, logp_R
+    return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
 
 
 def advanced(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, max_tokens: int) -> None:
