@@ -212,8 +212,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "curves.png")
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "tensorboard", "wandb")
-INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "tensorboard/events")  # fmt: skip
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
+INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "reward_errors/02.txt", "tensorboard/events")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
