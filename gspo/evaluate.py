@@ -21,6 +21,7 @@ from gspo import config as settings
 from gspo import trust
 from gspo.config import Config
 from gspo.errors import ConfigError, GspoError
+from gspo.observe.redact import known_secrets, redacted
 from gspo.observe.run_dir import replace_text, writing
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine, EngineContext, build_engine
@@ -303,5 +304,6 @@ def _write_replies(path: Path, done: Evaluation) -> None:
                     "text": c.text,
                     "stop": c.stop,
                 }
-                record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": s.failure}
+                failure = s.failure and redacted(s.failure, known_secrets())
+                record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": failure}
                 out.write(json.dumps(record) + "\n")

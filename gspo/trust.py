@@ -79,26 +79,35 @@ def model_code(config: ModelConfig, models: Sequence[Path | str]) -> list[Code]:
     """Python that comes with the models, if the settings let it run."""
     if not config.trust_remote_code:
         return []
-    named = [str(m) for m in models if str(m)]
-    bases = [base for m in named if (base := base_of(m))]
-    return list(dict.fromkeys(code for model in (*named, *bases) for code in _code_in(model)))
+    named = dict.fromkeys(str(m) for m in models if str(m))
+    waiting = list(named)
+    while waiting:  # an adapter's model may be an adapter in turn
+        if (base := base_of(waiting.pop())) and base not in named:
+            named[base] = None
+            waiting.append(base)
+    return list(dict.fromkeys(code for model in named for code in _code_in(model)))
 
 
 def _code_in(model: str) -> Iterator[Code]:
-    folder, why = Path(model).expanduser(), "model.trust_remote_code imports"
-    if not folder.is_dir():
-        if not folder.exists():
-            yield Code(what=f"{why} the code of {model} on the hub", key=f"hub {model}")
+    """The Python files beside a model, and those that its settings name: these may lie anywhere, also behind a link."""
+    path, why = Path(model).expanduser(), "model.trust_remote_code imports"
+    if not path.exists():
+        yield Code(what=f"{why} the code of {model} on the hub", key=f"hub {model}")
         return
-    for file in sorted(folder.rglob("*.py")):
-        yield Code(what=f"{why} {file}", key=f"model {file.relative_to(folder)}", digest=_digest(file))
-    for file in sorted(folder.glob("*.json")):
-        for repository in sorted(_elsewhere(file)):
+    folder = path if path.is_dir() else path.parent
+    named = {file: _named_in(file) for file in sorted(folder.glob("*.json"))}
+    modules = [folder / f"{name}.py" for names in named.values() for name in names if "--" not in name]
+    beside = [file for module in modules for file in module.parent.glob("*.py")]  # a module imports its neighbors
+    for file in sorted({*(folder.rglob("*.py") if path.is_dir() else ()), *modules, *beside}):
+        inside = file.relative_to(folder) if file.is_relative_to(folder) else file
+        yield Code(what=f"{why} {file}", key=f"model {inside}", digest=_digest(file))
+    for file, names in named.items():
+        for repository in sorted({name.partition("--")[0] for name in names if "--" in name}):
             yield Code(what=f"{why} the code of {repository} on the hub ({file})", key=f"hub {repository}")
 
 
-def _elsewhere(file: Path) -> set[str]:
-    """The hub repositories whose code a model's settings name: `owner/name--module.Class`."""
+def _named_in(file: Path) -> set[str]:
+    """The modules that a model's settings name, without their classes: `module.Class`, `owner/name--module.Class`."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -110,9 +119,9 @@ def _elsewhere(file: Path) -> set[str]:
             waiting += [(v, in_map or k == "auto_map") for k, v in value.items()]
         elif isinstance(value, list):
             waiting += [(v, in_map) for v in value]
-        elif in_map and isinstance(value, str) and "--" in value:
-            found.add(value.partition("--")[0])
-    return found
+        elif in_map and isinstance(value, str):
+            found.add(value.rpartition(".")[0])
+    return found - {""}
 
 
 def check(run: Path, code: Sequence[Code], *, trust: bool) -> None:

@@ -23,6 +23,7 @@ from gspo.objective.loss import statistics
 from gspo.objective.noise import noise_of
 from gspo.objective.objective import Objective
 from gspo.objective.ratio import MAX_LOG_RATIO
+from gspo.observe.redact import known_secrets, redacted
 from gspo.policy.replay import Routed
 from gspo.step import Collected, Learned
 from gspo.types import Completion, Group, Score, Status, StopReason
@@ -250,7 +251,7 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
         "correct": score.correct,
         "parts": dict(score.parts),
         "notes": dict(score.notes),
-        "failure": score.failure,
+        "failure": score.failure and redacted(score.failure, known_secrets()),
         "logp_sampler": _exact(completion.logp_sampler),
     }
 

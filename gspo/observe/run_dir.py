@@ -35,11 +35,11 @@ from typing import Any
 
 from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
-from gspo.observe.redact import known_secrets, redacted_values
+from gspo.observe.redact import known_secrets, redacted, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
 FILES = (".lock", "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "tensorboard", "wandb")
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so that a second name of a file is left alone."""
 LONGEST_ROW = 1 << 20
@@ -128,11 +128,11 @@ class RunDir:
         partial.rename(file)
 
     def reward_error(self, text: str) -> Path:
-        """Write down how a reward function failed."""
+        """Write down how a reward function failed; what it printed and raised may hold the keys that it works with."""
         folder = self.path / "reward_errors"
         folder.mkdir(exist_ok=True)
         file = folder / f"{1 + len(list(folder.iterdir())):02d}.txt"
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        file.write_text(redacted(text, known_secrets()), encoding="utf-8", errors="backslashreplace")
         return file
 
     def offsets(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from by_hand import rows_of, step_row
 
+from gspo.cli import main
 from gspo.compare import figures, record
 from gspo.compare.comparison import report
 from gspo.compare.curves import Run, Series
@@ -186,6 +187,21 @@ def test_report_only_reads_what_is_there(comparison: Make, tmp_path: Path, capsy
     assert not (out / "start").exists()
     with pytest.raises(ConfigError, match="no comparison there"):
         report(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("link", ["figures", "figures/reward.png", "logs", "logs/grpo-seed-0.log", "configs"])
+def test_nothing_is_written_through_links_in_a_comparison_of_somebody_else(
+    link: str, comparison: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, outside = comparison(two_seeds("grpo")), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "reward.png").write_text("precious")
+    (out / link).parent.mkdir(exist_ok=True)
+    (out / link).symlink_to(outside / "reward.png" if "/" in link else outside)
+    for command in (["compare", "--report", str(out)], ["compare", "demo", "--objectives=grpo", f"--out={out}"]):
+        assert main(command) == 1
+        assert f"{out / link}: is a link" in capsys.readouterr().err
+    assert [p.read_text() for p in outside.iterdir()] == ["precious"]
 
 
 def test_reports_do_not_need_torch() -> None:

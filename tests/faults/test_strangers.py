@@ -18,7 +18,7 @@ from ends import run_of
 
 from gspo import trust
 from gspo.cli import main
-from gspo.config import Config, from_tree, read_toml
+from gspo.config import Config, ModelConfig, from_tree, read_toml
 from gspo.errors import CheckpointError, ConfigError, DataError, GspoError, RunLockedError, TrustError
 from gspo.observe.run_dir import RunDir
 from gspo.policy import checkpoint
@@ -135,9 +135,50 @@ def test_model_code_of_an_unpacked_run_is_imported_only_when_asked_for(
             assert "modeling_mine.py" in told
             assert "--trust-run" in told
             assert ("reward.py" in told) == (command[0] == "train")
-    with pytest.raises(Exception, match=r"Mine|mine"):  # it is no model; but now it is imported
-        main([*commands[2], "--trust-run"])
+    assert main([*commands[2], "--trust-run"]) == 1  # it is no model; but now it is imported
+    assert "Mine" in capsys.readouterr().err
     assert canary.exists()
+
+
+@pytest.mark.parametrize(
+    "place", ["an absolute path", "behind a link", "the model of an adapter's adapter", "beside a .gguf file"]
+)
+def test_model_code_that_does_not_lie_in_the_models_folder_is_named(place: str, tmp_path: Path) -> None:
+    model, code = tmp_path / "model", tmp_path / "elsewhere"
+    model.mkdir()
+    code.mkdir()
+    for name in ("modeling_mine.py", "imported_by_it.py"):
+        (code / name).write_text("class Mine: pass\n")
+    named = code / "modeling_mine" if place == "an absolute path" else "modeling_mine"
+    path = model
+    if place == "behind a link":
+        (model / "inside").symlink_to(code)
+        named = "inside/modeling_mine"
+    elif place == "the model of an adapter's adapter":
+        for adapter, base in ((model, tmp_path / "between"), (tmp_path / "between", code)):
+            adapter.mkdir(exist_ok=True)
+            (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        model = code
+    elif place == "beside a .gguf file":
+        path, model = code / "model.gguf", code
+        path.touch()
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": [None, f"{named}.Mine"]}}))
+    told = [c.what for c in trust.model_code(ModelConfig(path=str(path), trust_remote_code=True), [path])]
+    assert [text.rpartition("/")[2] for text in told] == ["imported_by_it.py", "modeling_mine.py"]
+
+
+def test_a_module_that_settings_name_by_an_absolute_path_is_imported_only_when_asked_for(
+    stranger: Path, canary: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with_model_code(stranger, canary)
+    for path in checkpoint.saved(stranger / "checkpoints"):
+        (path / "modeling_mine.py").replace(tmp_path / "elsewhere.py")
+        text = (path / "config.json").read_text().replace("modeling_mine.Mine", f"{tmp_path}/elsewhere.Mine")
+        (path / "config.json").write_text(text)
+        fit(path)
+    assert main(["eval", str(stranger), "--reward.functions=exact_answer"]) == 1
+    assert f"imports {tmp_path}/elsewhere.py" in capsys.readouterr().err
+    assert not canary.exists()
 
 
 def test_a_run_that_was_started_here_resumes_until_its_code_changes(
@@ -212,8 +253,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "curves.png")
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "tensorboard", "wandb")
-INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "tensorboard/events")  # fmt: skip
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
+INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "reward_errors/02.txt", "tensorboard/events")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe"])

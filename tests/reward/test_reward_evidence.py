@@ -120,6 +120,23 @@ def test_a_run_that_a_reward_stops_leaves_the_traceback_and_the_completions(
     assert [e["step"] for e in read_jsonl(run / "events.jsonl") if e["event"] == "reward failed"] == [1]
 
 
+def test_the_evidence_holds_no_secrets(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "a-value-of-no-shape")
+    body = "print('hf_' + 'A' * 20); raise ValueError('Bearer 0123456789abcdef0 a-value-of-no-shape')"
+    config = failing(tiny, tmp_path, body, "steps=3", "eval.every=0")
+    with pytest.raises(RewardError):
+        train(config, display)
+    run = Path(config.run_dir)
+    written = "".join(
+        p.read_text() for p in (run / "reward_errors/01.txt", run / "rollouts/000001.jsonl", run / "events.jsonl")
+    )
+    assert "ValueError" in written
+    for secret in ("hf_AAAA", "0123456789abcdef0", "a-value-of-no-shape"):
+        assert secret not in written
+
+
 def test_a_fault_of_every_step_is_told_once(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
     body = "return [ValueError('a few') if len(c) % 4 == 0 else len(c) % 3 for c in completions]"
     config = failing(tiny, tmp_path, body, "steps=3", "reward.max_unscored_fraction=1")
