@@ -92,7 +92,7 @@ class Limits:
 def longest_s(limit_s: float) -> float:
     """What one program may take at most, whatever it does: two waits for a turn, two tries and a repeated one, and the tests'
     own time in each."""
-    return (6 * PATIENCE + PATIENCE_ALONE + 3) * limit_s + 4 * SPARE_S + 2 * START_S
+    return (6 * PATIENCE + 2 * PATIENCE_ALONE + 3) * limit_s + 4 * SPARE_S + 2 * START_S
 
 
 def grade_all(programs: Sequence[str], suite: Suite, level: Level, limits: Limits) -> list[Grade | Exception]:
@@ -201,8 +201,10 @@ class Grader:
                     return self._grade(0, program.gone or _raised(loaded))
                 return self._judged(self._judge.verdict(program), program)
             except Hung:
-                self._blame(self._judge, program, reference)
-                self.close()
+                try:
+                    self._blame(self._judge, program)
+                finally:
+                    self.close()  # it is still busy with this program
                 return self._grade(0, f"timeout: with its answers the tests take more than {self._limits.limit_s:g} s")
             except (RewardError, Busy, Idle) as error:
                 self.close()
@@ -210,15 +212,15 @@ class Grader:
                     self._unusable = error
                 raise
 
-    def _blame(self, judge: _Judge, program: _Program, reference: Box | None) -> None:
+    def _blame(self, judge: _Judge, program: _Program) -> None:
         """The tests are not done in time. The rule of `Clock`: the program is to blame if they computed for that long, or could
         have; else it is tried alone, and then the machine is to blame."""
         enough_s = (1 - SLACK) * self._limits.limit_s
         if judge.spent_s() >= enough_s:
             return
-        if reference is None:
+        if program.reference is None:
             raise Idle
-        if reference.cpu_s() - program.reference_before_s - program.reference_s < enough_s:
+        if program.reference_beside_s() < enough_s:
             raise Busy("a program's tests waited for a processor; use fewer reward.workers")
 
     def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
@@ -247,19 +249,17 @@ class _Program:
     """The candidate's process, with a clock that runs while it works."""
 
     def __init__(self, box: Box, limit_s: float, reference: Box | None) -> None:
-        self._box, self._limit_s = box, limit_s
+        self._box, self._limit_s, self.reference = box, limit_s, reference
         self._clock = Clock(box, limit_s, reference)
-        self.reference_before_s = reference.cpu_s() if reference else 0.0
-        """What the reference had used when this program began."""
+        self._reference_before_s = reference.cpu_s() if reference else 0.0
         self.deadline = time.monotonic() + limit_s + SPARE_S
         """When the tests must be done with it; what it takes itself is added."""
         self.gone = ""
         """Why there are no more answers."""
 
-    @property
-    def reference_s(self) -> float:
-        """Processor time of the reference while this program worked."""
-        return self._clock.reference_s
+    def reference_beside_s(self) -> float:
+        """Processor time of the reference while the tests worked."""
+        return self.reference.cpu_s() - self._reference_before_s - self._clock.reference_s if self.reference else 0.0
 
     def ask(self, line: bytes) -> bytes:
         """Its answer; empty when it is gone."""
@@ -354,15 +354,16 @@ class _Judge:
     def _converse(self, program: _Program) -> dict[str, Any]:
         line = b"."
         while True:
-            answer = self._ask(line, program.deadline + self._own_s)
+            answer = self._ask(line, program.deadline + self._own_s, program if program.reference else None)
             if answer[:1] == b"!":
                 verdict: dict[str, Any] = decode(answer[1:].decode(), no_references)
                 return verdict
             reply = program.ask(answer[1:])
             line = b"x" + program.gone.encode() if program.gone else b"=" + reply
 
-    def _ask(self, line: bytes, deadline: float) -> bytes:
-        """The judge's next line. It gets back the time that it waited for a processor, as a program does."""
+    def _ask(self, line: bytes, deadline: float, alone: _Program | None = None) -> bytes:
+        """The judge's next line. It gets back the time that it waited for a processor, as a program does; beside a
+        reference, it has the time until one of the two has had the limit."""
         self._box.check_silence()
         self._box.tell(line)
         most = deadline + (PATIENCE - 1) * self._limits.limit_s
@@ -372,9 +373,15 @@ class _Judge:
                 return self._box.receive(allowed)
             except Hung:
                 fair = min(deadline + self._box.waited() - self._waited, most)
-                if fair - allowed <= SLACK * self._limits.limit_s:
+                if fair - allowed > SLACK * self._limits.limit_s:
+                    allowed = fair
+                elif alone and time.monotonic() < deadline + PATIENCE_ALONE * self._limits.limit_s:
+                    missing = self._limits.limit_s - max(self.spent_s(), alone.reference_beside_s())
+                    if missing <= SLACK * self._limits.limit_s:
+                        raise
+                    allowed = time.monotonic() + missing
+                else:
                     raise
-                allowed = fair
 
     def _job(self) -> bytes:
         suite = self._suite
