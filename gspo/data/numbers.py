@@ -3,7 +3,7 @@
 In: any text. Out: exact values. Invariant: no text makes this slow or raise, and nothing is rounded.
 
 Read are `1,234`, `1{,}234`, `-5`, `+5`, U+2212, `.5`, `1.2e4`, `1.2\\times 10^4`, `3/4`, `\\frac{3}{4}`, `1 1/2`,
-`50%`, `$18`, `72 million`, `3 dozen` and digits of other scripts; `seventy-two` where a whole text may be a number.
+`50%`, `$18`, `72 million`, `3 dozen`, `minus 5` and digits of other scripts; `seventy-two` where a whole text may be a number.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ class Number:
 
 # ------------------------------------------------------------------------------------------------- plain text
 
-_INVISIBLE = dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)])
+_INVISIBLE = dict.fromkeys(
+    [0x200B, 0x200C, 0x200D, 0x2060, 0xFE0F, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)
 _SIGNS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
     **dict.fromkeys("\u2044\u2215÷", "/"),
     **dict.fromkeys("·⋅", "\\cdot "),
     **{"×": "\\times ", "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "∪": "\\cup "},
     **{"≈": "\\approx ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm "},
+    **dict.fromkeys("→⇒⟹∴", " "),
     **{"’": "'", "‘": "'", "“": '"', "”": '"', "∶": ":"},
 }
 _FULL_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}
@@ -94,6 +97,8 @@ def _ascii(character: str) -> str:
         return character
     if character in _VULGAR:
         return f" {_VULGAR[character]}"
+    if unicodedata.category(character) in ("So", "Sk") and character != "°":
+        return " "  # an emoji
     digit = unicodedata.decimal(character, None)
     return str(digit) if digit is not None else _SIGNS.get(character) or _FULL_WIDTH.get(character, character)
 
@@ -113,7 +118,7 @@ _LARGE = (
     r"|hundred|thousand|million|billion|trillion|dozen|gross|lakh|crore|bn|mn)s?\b"
 )
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )[+-]\s?)?(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
+    rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )(?:[+-]|(?i:minus|negative)\s)\s?)?(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
     rf"(?:(?P<whole>{_INT})(?:\s?|\s(?:and\s)?)"
     rf"(?P<f1>\\frac\s?(?:\{{\s?[0-9]+\s?\}}\s?\{{\s?[0-9]+\s?\}}|{_TWO_DIGITS}))"
     rf"|(?P<whole2>{_INT})\s(?:and\s)?(?P<f2>[0-9]+\s?/\s?[0-9]+(?!\.?[0-9]))"
@@ -169,7 +174,7 @@ def _read(match: re.Match[str]) -> Number | None:
         value += Fraction(1, _PARTS[match["half"].split()[-1]])
     for word in re.findall(r"[A-Za-z]+", match["scale"]):
         value *= SCALES[word.lower().removesuffix("s") if word.lower() not in SCALES else word.lower()]
-    if (match["sign"] or "").startswith("-") != bool(match["inner"]):
+    if (match["sign"] or "").lower().startswith(("-", "minus", "negative")) != bool(match["inner"]):
         value = -value
     currency = (match["before"] or match["after"] or "").replace("USD", "$").replace("EUR", "€").replace("GBP", "£")
     return replace(

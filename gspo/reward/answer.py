@@ -57,9 +57,18 @@ _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(])
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
 _DENIED = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|isn't|at least|at most|(?:more|less|greater|fewer|other) than)|\\pm|\\mp)\s*"
-    r"(?:(?:equal to|exactly|about|be|the|option)\s+)*[$€£(*\\]*\s*$"
+    r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below|up to"
+    r"|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over|(?:more|less|greater|fewer|other) than)"
+    r"|\\pm|\\mp)\s*"
+    r"(?:(?:equal to|exactly|about|be|the|option)(?:\s+|$))*[$€£(*\\]*\s*$"
 )
+_CHANGED = re.compile(
+    r"(?i)\s*(?:or (?:more|less|fewer|higher|lower)|squared|cubed|factorial|per mille|basis points?"
+    r"|is (?:wrong|incorrect|not))\b"
+)
+"""What takes back, after a number, that it is the answer."""
+_EXCLAIMED = re.compile(r"(?<=[0-9])!+(?=[\s*_\"')]*$)")
+"""The end of a sentence, not a factorial."""
 _RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|pm|mp|in|not)(?![A-Za-z])")
 _IDENTIFIER = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z0-9]\))?")
@@ -88,6 +97,8 @@ def read_stated(text: str, stated: Stated, expected: Answer) -> Answer | None:
         if stated.formula:
             return None
         text = text[:LONGEST] if stated.marked else text[-LONGEST:]
+    if not stated.formula and "!" not in expected.text:
+        text = _EXCLAIMED.sub("", text)
     said = _plain(text)
     if expected.choice:
         return _chosen(said, stated)
@@ -150,11 +161,11 @@ def _in_prose(text: str, said: str, stated: Stated) -> Answer | None:
 
 
 def _doubtful(said: str, *, several: bool = True) -> bool:
-    """Whether the last number of a sentence is denied, or is one of two that it hedges between."""
+    """Whether the last number of a sentence is denied or changed, or is one of two that it hedges between."""
     numbers = numbers_in(said)
     if not numbers:
         return False
-    if _DENIED.search(said[: numbers[-1].start]):
+    if _DENIED.search(said[: numbers[-1].start]) or _CHANGED.match(said, numbers[-1].end):
         return True
     if len(numbers) < 2 or numbers[-1].value == numbers[-2].value:
         return False
@@ -162,6 +173,7 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
     ranged = bool(_RANGE.search(before)) and bool(re.search(r"(?i)\b(?:and|to)\b", between))
     beside = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())  # no 1 234
     hedged = not several and (beside or (bool(_UNSURE.search(between)) and "=" not in between))
+    ranged = ranged or bool(re.fullmatch(r"\s*to\s*", between))
     return len(between) < 40 and (ranged or hedged)
 
 

@@ -30,7 +30,10 @@ _SAID = re.compile(
     r"(?i)\banswers?\b(?:[^.\n:=]{0,80}?\b(?:is|are|equals)\b|[*_\s]*[:=])[:*_\s]*(?:(?:approximately|about)\s+)?"
     r"|\bfinal answer\b[*_:#\s]*\n\s*"
 )
-_REASON = re.compile(r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s(?:because|since)\b")
+_REASON = re.compile(
+    r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s\(?(?:because|since)\b"
+    r"|\s\((?!(?:or|maybe|perhaps|possibly|alternatively)\b)(?=[^()$\\]*[a-z]{2}[^()$\\]*\))"
+)
 """What follows the answer in the same sentence."""
 _SENTENCE = re.compile(r"(?<=[.!?])(?=[\s*_\"')]|$)|\n")
 _FORMULA = re.compile(r"[^\W_a-zA-Z]|\$[^$]|\\[(\[a-zA-Z]")

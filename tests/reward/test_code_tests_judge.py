@@ -461,3 +461,116 @@ def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
     for use in (memoryview, os.fspath):
         with pytest.raises(TypeError):
             use(remote)  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------- what the tests make of answers
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[setattr(type(__gspo__), 'result', lambda *a: {'passed': 1, 'total': 1})] and 24",
+        "().__class__.__base__.__subclasses__()",
+        "want",
+        "solve.__globals__",
+        "__import__('os')",
+    ],
+)
+@pytest.mark.parametrize("how", ["eval(solve(1))", "eval(solve(1), globals())", "[*map(eval, [solve(1)])][0]"])
+def test_an_answer_that_the_tests_evaluate_is_no_code(answer: str, how: str) -> None:
+    assert values([f"def solve(x): return {answer!r}"], f"want = 24\nassert {how} == want") == [0.0]
+
+
+def test_an_answer_that_the_tests_execute_is_not() -> None:
+    program = "def solve(x): return 'want = 1'"
+    assert values([program], "want = 24\nexec(solve(1))\nassert want == 1") == [0.0]
+    assert values([program], "exec('want = 1')\nassert want == 1 and solve(1) != 5") == [1.0]
+
+
+def test_an_expression_that_the_tests_evaluate_has_its_value() -> None:
+    program = "def solve(x): return '6 / (1 - 3 / 4)'\ndef derive(x): return '2 * x + math.sqrt(x) + abs(-1)'"
+    tests = (
+        "assert eval(solve(1)) == 24",
+        "assert eval('solve(1)') == '6 / (1 - 3 / 4)'",
+        "import math\nfor n in (1, 4): assert eval(derive('x'), {'x': n, 'math': math}) == 2 * n + math.sqrt(n) + 1",
+    )
+    assert values([program, program.replace("2 *", "3 *")], *tests) == [1.0, 0.0]
+
+
+def test_the_end_of_an_asynchronous_loop_is_not_the_programs_to_choose() -> None:
+    tests = """
+import asyncio
+class Counting:
+    n = 0
+    def __aiter__(self): return self
+    async def __anext__(self):
+        self.n += 1
+        if self.n > 3: raise StopAsyncIteration
+        return await square(self.n) == self.n ** 2
+async def all_right():
+    return all([right async for right in Counting()])
+assert asyncio.run(all_right())
+"""
+    right, lying = "return n * n", "raise StopAsyncIteration"
+    assert values([f"async def square(n): {body}" for body in (right, lying)], tests) == [1.0, 0.0]
+
+
+def test_methods_of_the_tests_objects_stay_theirs() -> None:
+    tests = """
+class Basket:
+    def __init__(self): self.items, self.owner = [], ''
+    def add(self, item): self.items.append(item)
+    def complete(self): return self.items == [1, 2, 3] and self.owner == 'Ann'
+basket = Basket()
+fill(basket)
+assert basket.complete()
+"""
+    right = "def fill(b):\n    b.owner = 'Ann'\n    for n in (1, 2, 3): b.add(n)"
+    assert values([right, "def fill(b): b.complete = lambda: True"], tests) == [1.0, 0.0]
+
+
+def test_asserts_that_a_program_skips_at_the_end_of_a_with_fail() -> None:
+    program = """
+class Reader:
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+    def read(self): {}
+"""
+    tests = (
+        "for n in (5, 5):\n    with Reader() as r:\n        found = r.read()\n        assert found == n\nassert Reader"
+    )
+    programs = [program.format(body) for body in ("return 5", "raise ValueError")]
+    assert values([*programs, programs[0].replace("return 5", "return 6")], tests, "assert Reader() != 5") == [
+        1.0,
+        0.0,
+        0.0,
+    ]
+
+
+def test_an_object_cannot_say_that_nothing_is_different() -> None:
+    lying = "class S:\n    def difference(self, other): return set()\n    symmetric_difference = difference\ndef f(x): return S()"
+    for name in ("difference", "symmetric_difference"):
+        assert values(["def f(x): return {1, 2}", lying], f"assert f(1).{name}({{1, 2}}) == set()", "assert f") == [
+            1.0,
+            0.0,
+        ]
+
+
+def test_asserts_in_a_function_that_is_called_back_count_once() -> None:
+    program = """
+kept = []
+def keep(f):
+    kept.append(f)
+    f(1)
+def square(n):
+    for f in kept: f(1)
+    return 0
+def listed(n):
+    for f in kept: f(1)
+    return []
+"""
+    called_back = (
+        "def positive(n):\n    assert n > 0\n    assert n < 9\n    assert n != 5\nassert keep(positive) is None"
+    )
+    assert shares([program], called_back, "assert square(2) == 4", "assert square(3) == 9") == [4 / 6]
+    assert shares([program], called_back, "for n in listed(3): assert n == 1", "assert square(2) == 4") == [4 / 6]

@@ -20,6 +20,7 @@ from gspo.reward.sandbox.box import Box, Hung
 from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Busy, Clock, Idle
 from gspo.reward.sandbox.grade import End, Grade, grade_all
 from gspo.reward.sandbox.level import NAMES, Level
+from gspo.reward.sandbox.suite import read_suite
 from gspo.reward.sandbox.turn import turn
 
 
@@ -172,6 +173,19 @@ def test_a_program_that_waits_is_tried_again_and_scores_0(
     assert isinstance(grade, Grade), grade
     assert (grade.end, grade.value(all_or_nothing=True)) == (End.TIMEOUT, 0.0)
     assert len(modes) == 3  # twice the program, once the reference
+
+
+def test_a_program_that_keeps_the_tests_talking_scores_0(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that gives everybody a third of a processor: neither side uses its limit before the first deadline."""
+    for module in ("clock", "grade"):
+        monkeypatch.setattr(f"gspo.reward.sandbox.{module}.PATIENCE_ALONE", 100.0)
+    used = Box.cpu_s
+    monkeypatch.setattr(Box, "cpu_s", lambda box: used(box) / 3)
+    monkeypatch.setattr(Box, "waited", lambda box: 0.0)
+    suite = read_suite({"tests": ["assert f(lambda n: sum(range(20_000))) == 1"]}, "")
+    (grade,) = grade_all(["def f(g):\n    while True: g(1)"], suite, level, SHORT)
+    assert isinstance(grade, Grade), grade
+    assert grade.end is End.TIMEOUT
 
 
 def test_a_program_that_was_stopped_once_has_its_second_try(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:

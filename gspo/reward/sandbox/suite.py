@@ -166,6 +166,21 @@ class _Rewriter(ast.NodeTransformer):
         block.body[0].value.args[1] = _dropping(test)
         return block
 
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
+        """An object of the program may catch what ends the block; then the asserts after that did not hold."""
+        node.items = [self.visit(item) for item in node.items]
+        body: list[ast.stmt] = []
+        numbers: list[ast.expr] = []
+        for statement in node.body:
+            before = self.asserts
+            found = self.visit(statement)
+            body += found if isinstance(found, list) else [found]
+            if isinstance(statement, ast.Assert) and self.asserts > before:
+                numbers.append(ast.Constant(self.asserts))
+        node.body = body
+        reports = [ast.Expr(ast.Call(_reporter(name), numbers, [])) for name in ("entered", "left")]
+        return [reports[0], node, reports[1]] if numbers else [node]
+
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         self.generic_visit(node)
         if isinstance(node.value, ast.Call):

@@ -20,6 +20,7 @@ import sys
 
 from gspo.reward.sandbox.inside import confine
 from gspo.reward.sandbox.inside.candidate import READY, Channel, no_references
+from gspo.reward.sandbox.inside.evaluate import guarded
 from gspo.reward.sandbox.inside.values import Refused, decode, encode
 
 TYPE_CHECKING = False  # `typing` is slow to import
@@ -99,6 +100,7 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
     try:
         names = _namespace(job, prelude)
         names["__gspo__"] = tally
+        names["__builtins__"].update(guarded([prelude, *steps], names))
         for name in job["names"]:
             _bind(name, names, link)
         for step in steps:
@@ -150,6 +152,8 @@ class Tally:
         self._asserts, self._link = asserts, link
         self._steps: list[dict[int, bool]] = []
         self._cuts: set[int] = set()
+        self._reached: set[int] = set()
+        self._busy: set[int] = set()
         self.why = ""
 
     def next_step(self) -> None:
@@ -157,14 +161,40 @@ class Tally:
 
     def holds(self, number: int, value: Any) -> None:
         """An assert's condition, evaluated. Nothing holds of a program that is no longer there."""
+        self._reached.add(number)
         if value and not self._link.gone:
-            self._steps[-1].setdefault(number, True)
+            self._step_of(number).setdefault(number, True)
         else:
             self.failure(number, AssertionError("wrong answer"))
 
+    def _step_of(self, number: int) -> dict[int, bool]:
+        """Where an assert is counted: in the step that it was written in. A program that calls back a function of an
+        earlier step must not add its asserts once more. A place that must not be reached counts where it was reached."""
+        if not self._link.serving:
+            self._busy.add(len(self._steps) - 1)
+        if number < 0:
+            return self._steps[-1]
+        step, written = 0, self._asserts[0]
+        while written < number:
+            step += 1
+            written += self._asserts[step]
+        return self._steps[step]
+
+    def entered(self, *numbers: int) -> None:
+        """A `with` begins whose block has these asserts."""
+        self._link.caught = False
+        self._reached.difference_update(numbers)
+
+    def left(self, *numbers: int) -> None:
+        """It is over. If an object of the program caught what ended the block, the rest of its asserts failed."""
+        caught, self._link.caught = self._link.caught, False
+        for number in numbers:
+            if caught and number not in self._reached:
+                self.failure(number, AssertionError("it was not reached"))
+
     def failure(self, number: int, error: BaseException) -> None:
         """An assert failed, or could not be evaluated."""
-        self._steps[-1][number] = False
+        self._step_of(number)[number] = False
         self.note(error)
         if self._link.brief:
             raise _Gone
@@ -190,7 +220,7 @@ class Tally:
             passed += held
             if cut:
                 total += max(len(seen) + (held == len(seen)), written)
-            elif seen or not number:
+            elif seen or number in self._busy or not number:
                 total += len(seen)
             else:
                 self.note(AssertionError("no assert was run"))
@@ -248,6 +278,10 @@ class _Link:
         self._lent_numbers: dict[int, int] = {}
         self._errors: dict[int, Any] = {}
         self.gone = ""
+        self.serving = 0
+        """Questions of the program that are being answered."""
+        self.caught = False
+        """Whether an object of the program ended an exception at the end of a `with`."""
 
     def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
         """The program's answer, or its exception. `ends`: the answer may be that an iterator is at its end."""
@@ -300,8 +334,10 @@ class _Link:
         except Exception as malformed:
             self.gone = f"protocol: {_words(malformed)}"
             return _Gone(self.gone)
-        if issubclass(kind, StopIteration) and not ends:  # it would end an iterator of the tests in silence
-            kind, args = RuntimeError, [f"StopIteration: {message}"]
+        if (
+            issubclass(kind, (StopIteration, StopAsyncIteration)) and not ends
+        ):  # it would end an iterator of the tests in silence
+            kind, args = RuntimeError, [f"{kind.__name__}: {message}"]
         error: Any
         try:
             error = kind(*args) if type(args) is list else kind(message)
@@ -348,6 +384,7 @@ class _Link:
 
     def _serve(self, question: Any) -> str:
         """Answer a question of the program."""
+        self.serving += 1
         try:
             answer = ["back", self._use(*question)]
             return encode(answer, self._refer)
@@ -359,6 +396,8 @@ class _Link:
                 return encode(["fail", reference, list(error.args)], self._refer)
             except Exception:
                 return encode(["fail", reference, [_words(error)]], self._refer)
+        finally:
+            self.serving -= 1
 
     def _use(self, what: Any, target: Any, *rest: Any) -> Any:
         """Only what its kind is for: functions are called, iterators give the next item, objects of the tests' own
@@ -379,6 +418,8 @@ class _Link:
             return None
         if what not in ("get", "set") or type(rest[0]) is not str or rest[0].startswith("_"):
             raise AttributeError(rest[0] if rest else what)
+        if what == "set" and callable(getattr(type(target), rest[0], None)):  # what the tests may ask the object for
+            raise AttributeError(f"{rest[0]} is a method")
         return getattr(target, rest[0]) if what == "get" else setattr(target, rest[0], rest[1])
 
 
@@ -474,8 +515,8 @@ _PREDICATES = frozenset(
     for kind in (str, bytes, set, int, float)
     for n in dir(kind)
     if n.startswith("is") or n in ("startswith", "endswith")
-) | {"all", "any", "equals"}
-"""Methods of plain data, and of arrays, that say yes or no."""
+) | {"all", "any", "equals", "difference", "symmetric_difference", "compare", "compare_total"}
+"""Methods of plain data, and of arrays, that say yes or no, or that nothing is different."""
 
 
 class Remote:
@@ -609,7 +650,9 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, at: Any) -> bool:
         known = kind is None or "of_class" in kind.__dict__
         name = kind if known else kind.__name__ if hasattr(builtins, kind.__name__) else "RuntimeError"
-        return self._gspo_link.ask("leave", self, name, str(error)) is True
+        caught = self._gspo_link.ask("leave", self, name, str(error)) is True
+        self._gspo_link.caught |= caught and kind is not None
+        return caught
 
     def __copy__(self) -> Any:
         return self._gspo_as(self._gspo_kind, self._gspo_link.ask("copy", self))
