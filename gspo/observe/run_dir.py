@@ -35,7 +35,7 @@ from typing import Any
 
 from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
-from gspo.observe.redact import known_secrets, redacted_values
+from gspo.observe.redact import known_secrets, redacted, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
 FILES = (".lock", "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
@@ -132,7 +132,7 @@ class RunDir:
         folder = self.path / "reward_errors"
         folder.mkdir(exist_ok=True)
         file = folder / f"{1 + len(list(folder.iterdir())):02d}.txt"
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        file.write_text(redacted(text, known_secrets()), encoding="utf-8", errors="backslashreplace")
         return file
 
     def offsets(self) -> dict[str, int]:
