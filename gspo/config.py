@@ -429,14 +429,19 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
+_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where torchrun and accelerate, Open MPI, MPICH and Slurm's `srun` tell a process how many there are."""
+
+
 def check_single_process() -> None:
     """Refuse to be one of several processes: each would train the whole run by itself, and all alike."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdecimal() and int(world) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE = {world}: started as one of {world} processes (torchrun, accelerate or mpirun), but training across "
-            "processes is not supported yet, and each would do the same; start gspo by itself, or unset WORLD_SIZE"
-        )
+    for name in _LAUNCHERS:
+        world = os.environ.get(name, "1")
+        if world.isdecimal() and int(world) > 1:
+            raise ConfigError(
+                f"{name} = {world}: started as one of {world} processes (torchrun, accelerate, mpirun or srun), but training "
+                f"across processes is not supported yet, and each would do the same; start gspo by itself, or unset {name}"
+            )
 
 
 def _check_secrets(config: Config) -> None:

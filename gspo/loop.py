@@ -356,8 +356,8 @@ class Loop:
             self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
             raise RewardError(
                 f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
-                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}.{self._evidence()} Mend the reward, then: "
-                f"gspo train --resume {self.run.path}"
+                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}.{self._evidence()} Fix the reward, then: "
+                f"{self._resume_fixed()}"
             )
 
     def _report_faults(self, step: int) -> None:
@@ -365,14 +365,19 @@ class Loop:
         for fault in self.parts.rewards.new_faults():
             try:
                 self._fault_file = self.run.reward_error(f"step {step}: {fault}")
-                where = f"; traceback, output and completion: {self._fault_file}"
+                where = f"; details: {self._fault_file}"
             except OSError as error:
                 where = f" (and that could not be written down: {error})"
             self.run.event("reward failed", step=step, function=fault.function, what=fault.failure)
             self.display.message(f"step {step}: {fault.failure}{where}")
 
     def _evidence(self) -> str:
-        return f" The last new kind of failure is in {self._fault_file}." if self._fault_file else ""
+        return f" Details: {self._fault_file}." if self._fault_file else ""
+
+    def _resume_fixed(self) -> str:
+        """The command that continues the run after its reward was edited: a changed file is asked for again."""
+        flag = " --trust-run" if trust.reward_code(self.config) else ""
+        return f"gspo train --resume {self.run.path}{flag}"
 
     def _check_first_evaluation(self, done: Evaluation) -> None:
         """A reward that can score nothing is better known before the first step than after it."""
@@ -380,7 +385,7 @@ class Loop:
         if failed and len(failed) == sum(map(len, done.scores)):
             raise RewardError(
                 f"the first evaluation: none of {len(failed)} completions could be scored; the first: {failed[0]}."
-                f"{self._evidence()} Mend the reward, or the answers of the held-out problems, before you train"
+                f"{self._evidence()} Fix the reward or the answers of the held-out problems, then: {self._resume_fixed()}"
             )
 
     def _check_updates(self, step: int, collected: Collected, learned: Learned | None, in_row: int) -> int:

@@ -133,7 +133,10 @@ def check(run: Path, code: Sequence[Code], *, trust: bool) -> None:
     strange = [c for c in code if known.get(c.key) != c.digest]
     if strange:
         told = "; ".join(c.what + (" (changed since it last ran here)" if c.key in known else "") for c in strange)
-        raise TrustError(f"{run}: the settings of this run directory run code that nobody has asked for here: {told}. If you trust it like your own, add --trust-run")  # fmt: skip
+        raise TrustError(
+            f"{run}: this run directory names code that you have not approved here: {told}. If you trust it like your own "
+            "code, add --trust-run"
+        )
 
 
 def remember(run: Path, code: Sequence[Code]) -> None:

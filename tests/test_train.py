@@ -516,11 +516,12 @@ def test_a_run_that_ends_by_tokens_never_shows_a_step_beyond_its_last(
     assert shown.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_one_of_several_processes_is_refused(
-    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config = tiny("steps=1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, "2")
     with pytest.raises(ConfigError, match=r"one of 2 processes .* not supported yet"):
         train(config, display)
     assert not run_of(config).exists()

@@ -163,7 +163,7 @@ def _endless(tokenizer: Any, number: int, code: int) -> str:
     source = f"{name}: " if (name := getattr(tokenizer, "name_or_path", "")) else ""
     what = f"takes more than {MOST_SECONDS} s of processor time" if code == -signal.SIGXCPU else f"ends its process (exit code {code})"  # fmt: skip
     return (
-        f"{source}the chat template {what} for prompt {number}; mend chat_template.jinja (or chat_template in "
+        f"{source}the chat template {what} for prompt {number}; fix chat_template.jinja (or chat_template in "
         "tokenizer_config.json), use another model, or set data.chat=no"
     )
 

@@ -319,7 +319,7 @@ def _prompt(
 ) -> Prompt | str:
     field = f"field {config.prompt_field!r}"
     if isinstance(rendered, DataError):
-        return f"{field}: {rendered}; mend the messages or change data.system or data.chat"
+        return f"{field}: {rendered}; fix the messages or the model's chat template, or change data.system or data.chat"
     text, token_ids = rendered
     if not token_ids:
         return f"{field}: the tokenizer makes no tokens of it; use another tokenizer or remove the row"

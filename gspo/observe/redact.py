@@ -15,6 +15,8 @@ from typing import Any
 HIDDEN = "[hidden]"
 SHORTEST = 8
 """Values shorter than this are words, not secrets."""
+_DIRECTORIES = {"PWD", "OLDPWD"}
+"""Every shell exports its working directory under these names, and `pwd` is also short for a password."""
 _NAME = re.compile(
     r"(^|_)(token|auth|apikey|passw(or)?d|pwd|authorization|cookie|credential|secret|bearer)s?$|(^|_)(token|secret|password|credentials?|api_?keys?|access_keys?|private_keys?)(_|$)|_keys?$"
 )
@@ -59,7 +61,8 @@ def sounds_secret(name: str) -> bool:
 
 def known_secrets() -> list[str]:
     """Secrets of this process's environment, the longest first."""
-    values = {v for k, v in os.environ.items() if sounds_secret(k) and len(v) >= SHORTEST}
+    names = [name for name in os.environ if name not in _DIRECTORIES and sounds_secret(name)]
+    values = {os.environ[name] for name in names if len(os.environ[name]) >= SHORTEST}
     return sorted(values, key=len, reverse=True)
 
 

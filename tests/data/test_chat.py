@@ -80,7 +80,7 @@ def test_a_template_that_never_ends_is_an_error_that_names_it(make_tokenizer, mo
     tokenizer = make_tokenizer(template=ENDLESS[name])
     tokenizer.name_or_path = "some/model"
     with pytest.raises(
-        ConfigError, match=r"some/model: the chat template takes more than 1 s .* prompt 1; mend chat_te"
+        ConfigError, match=r"some/model: the chat template takes more than 1 s .* prompt 1; fix chat_te"
     ):
         render_all(["a", "b"], tokenizer, chat="auto")
 

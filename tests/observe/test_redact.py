@@ -9,7 +9,7 @@ import pytest
 
 from gspo.config import Config, check, load
 from gspo.errors import ConfigError
-from gspo.observe.redact import HIDDEN, redacted, redacted_pieces, redacted_values
+from gspo.observe.redact import HIDDEN, known_secrets, redacted, redacted_pieces, redacted_values
 from gspo.observe.run_dir import RunDir, read_jsonl
 from gspo.observe.still_page import fill
 
@@ -73,6 +73,13 @@ def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> N
 )  # fmt: skip
 def test_words_stay(text: str) -> None:
     assert redacted(text, ()) == text
+
+
+def test_the_working_directory_of_the_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PWD": "/home/me/work", "OLDPWD": "/home/me/before", "DB_PWD": "a-password"}.items():
+        monkeypatch.setenv(name, value)
+    said = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
+    assert said == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
 
 
 def test_a_secret_that_is_cut_into_tokens_is_hidden_in_all_of_them() -> None:

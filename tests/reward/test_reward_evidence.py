@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import RewardError
 from gspo.observe.run_dir import read_jsonl
@@ -103,9 +104,9 @@ def failing(tiny: Callable[..., Config], folder: Path, body: str, *overrides: st
 def test_a_run_that_a_reward_stops_leaves_the_traceback_and_the_completions(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
-    config = failing(tiny, tmp_path, "raise ValueError('ouch')", "steps=3", "eval.every=0")
+    config = failing(tiny, tmp_path, f"raise ValueError('ouch hf_{'x1' * 17}')", "steps=3", "eval.every=0")
     heard = Said(display)
-    with pytest.raises(RewardError, match=r"ouch \(mine\.py:3\).*reward_errors/01\.txt"):
+    with pytest.raises(RewardError, match=r"ouch .*\(mine\.py:3\).*reward_errors/01\.txt"):
         train(config, heard)
     run = Path(config.run_dir)
     (file,) = (run / "reward_errors").iterdir()
@@ -114,9 +115,11 @@ def test_a_run_that_a_reward_stops_leaves_the_traceback_and_the_completions(
     assert 'mine.py", line 3, in score' in text
     assert "---- printed\nhello" in text
     assert records[0]["text"] in text
+    assert "ouch [hidden]" in text
+    assert "x1x1" not in text  # a secret in the message, nor in the line of the file that raised
     assert len(records) == 16
     assert all(record["failure"].startswith("raised: score: ValueError: ouch") for record in records)
-    assert sum("traceback" in said for said in heard.said) == 1
+    assert sum("reward_errors/01.txt" in said for said in heard.said) == 1
     assert [e["step"] for e in read_jsonl(run / "events.jsonl") if e["event"] == "reward failed"] == [1]
 
 
@@ -143,7 +146,7 @@ def test_a_fault_of_every_step_is_told_once(tiny: Callable[..., Config], display
     heard = Said(display)
     train(config, heard)
     assert len(list((Path(config.run_dir) / "reward_errors").iterdir())) == 1
-    assert sum("a few" in said and "traceback" in said for said in heard.said) == 1
+    assert sum("a few" in said and "reward_errors/01.txt" in said for said in heard.said) == 1
 
 
 def test_a_first_evaluation_without_a_score_stops_the_run_before_the_first_step(
@@ -154,3 +157,15 @@ def test_a_first_evaluation_without_a_score_stops_the_run_before_the_first_step(
         train(config, display)
     assert not (Path(config.run_dir) / "metrics.jsonl").exists()
     assert len(list((Path(config.run_dir) / "reward_errors").iterdir())) == 1
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_command_of_the_error_continues_the_run_once_the_reward_is_fixed(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
+    config = failing(tiny, tmp_path, "raise ValueError('ouch')", "steps=1", f"eval.every={every}")
+    with pytest.raises(RewardError) as stopped:
+        train(config, display)
+    failing(tiny, tmp_path, "return [float(len(c)) for c in completions]")
+    command = str(stopped.value).partition("then: gspo ")[2].split()
+    assert main(command) == 0, capsys.readouterr().err
