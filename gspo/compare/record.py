@@ -24,7 +24,10 @@ from typing import Any
 from gspo.compare.arms import slug
 from gspo.config import read_toml
 from gspo.errors import ConfigError
-from gspo.observe.run_dir import replace_text
+from gspo.observe.run_dir import check_plain, replace_text
+
+WRITTEN = ("configs", "figures", "logs")
+"""Folders whose files are written in place. The runs' own directories are looked over by the runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,10 @@ class Record:
 
 
 def read(out: Path) -> Record | None:
-    """The record of a directory; None if it is new or empty."""
+    """The record of a directory; None if it is new or empty. One in which writing could change something outside is refused."""
     file = out / "compare.toml"
     if file.is_file():
+        check_plain(out, files=(), folders=WRITTEN)
         return _from_tree(read_toml(file), file)
     if out.exists() and (not out.is_dir() or any(p.name != ".lock" for p in out.iterdir())):
         raise ConfigError(f"{out}: is not empty and holds no comparison (no compare.toml); choose another --out")

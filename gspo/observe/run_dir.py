@@ -369,7 +369,7 @@ def _plain(mode: int) -> bool:
 
 
 def _leads_out(entry: Path) -> str:
-    return f"{entry}: is a link, has a second name elsewhere, or is not what a run writes under this name; a run writes only to files of its own: put a copy in its place, or take it away"  # fmt: skip
+    return f"{entry}: is a link, has a second name elsewhere, or is not what a run writes under this name; gspo writes only to files of its own: put a copy in its place, or take it away"  # fmt: skip
 
 
 def _environment() -> dict[str, Any]:

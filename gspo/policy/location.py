@@ -46,10 +46,12 @@ def load_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if config.trust_remote_code and not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
+            raise  # code of the model's author, who needs the traceback
         pickled = type(error).__name__ == "UnpicklingError"
-        if not pickled and not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
-            raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
+            reason = f"its files are damaged or contradict each other ({type(error).__name__}: {reason})"
         reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
         path = _named(config)
         local = "" if Path(path).expanduser().exists() else " (and there is no such file or directory here)"

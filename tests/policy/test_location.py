@@ -76,3 +76,16 @@ def test_a_proxy_or_a_network_leaves_the_name_to_the_hub(offline: Path, monkeypa
         assert location(config) == ("someone/some-model", {})
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given: [])
     assert location(config) == ("someone/some-model", {})
+
+
+def test_model_files_that_contradict_each_other_are_one_line(tmp_path: Path) -> None:
+    built = ModelConfig(build="tiny_dense")
+    tokenizer = load_tokenizer(built)
+    for part in (build_model(built, tokenizer, 0), tokenizer):
+        part.save_pretrained(tmp_path)
+    file, heads = tmp_path / "config.json", '"num_attention_heads": 4'
+    assert heads in file.read_text()
+    file.write_text(file.read_text().replace(heads, heads.replace("4", "0")))
+    config = ModelConfig(path=str(tmp_path), device="cpu")
+    with pytest.raises(ConfigError, match=r"cannot load .*contradict each other"):
+        load_policy(config, load_tokenizer(config), seed=0)
