@@ -559,7 +559,11 @@ def test_a_run_with_relative_paths_resumes_from_another_directory(
 def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
     """Replies of one token are cut, all but those that end at once."""
     config = tiny(
-        "objective.shape=overlong_filter", "rollout.max_tokens=1", "steps=2", "reward.max_unscored_fraction=1"
+        "objective.shape=overlong_filter",
+        "rollout.max_tokens=1",
+        "steps=2",
+        "reward.max_unscored_fraction=1",
+        "eval.every=0",
     )
     (tmp_path / "picky.py").write_text(
         "def score(prompts, completions, **columns):\n    return [None] + [float(i) for i in range(len(completions) - 1)]\n"

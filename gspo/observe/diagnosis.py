@@ -122,10 +122,12 @@ def _error(look: Look) -> Finding | None:
 
 def _died(look: Look) -> Finding | None:
     """A run that nobody works on, that said nothing at its end and is not at its end."""
-    steps, last = look.settings.get("steps"), look.recent[-1] if look.recent else {}
-    tokens, step = look.settings.get("tokens"), last.get("step", 0)
-    at_end = (last.get("tokens/sampled") or 0) >= tokens if isinstance(tokens, int) and tokens else step >= (steps or 0)
-    if look.state != "ended" or not isinstance(steps, int) or at_end:
+    steps, tokens = look.settings.get("steps"), look.settings.get("tokens")
+    if look.state != "ended" or not isinstance(steps, int):
+        return None
+    last = look.recent[-1] if look.recent else {}
+    step, sampled = last.get("step", 0), last.get("tokens/sampled") or 0
+    if sampled >= tokens if isinstance(tokens, int) and tokens else step >= steps:
         return None
     of = "" if tokens else f" of {steps}"
     return Finding(

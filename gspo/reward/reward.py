@@ -294,8 +294,9 @@ class RewardPool:
         except WorkerHung as error:
             hung, printed = True, worker.printed()
             reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
-            worker.start()
+            # Before a fresh process is started, which takes time that the batch must not run out of meanwhile.
             again = job.batch.idle(job, error.processor_s) if len(job.replies) == 1 else []
+            worker.start()
             self._lost(job, reason, printed, "timeout", again, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.

@@ -40,7 +40,7 @@ def test_a_resume_from_misaligned_tensors_is_the_uninterrupted_run(
     for step in (2, 3):
         shutil.rmtree(run_of(cut) / f"checkpoints/{step:06d}")
     misalign_loading(offset, monkeypatch.setattr)
-    resume(cut.run_dir, display)
+    resume(cut.run_dir, display, trust_run=True)
     same_end(run_of(cut), run_of(whole))
 
 
@@ -58,7 +58,7 @@ def test_adapters_are_evaluated_merged_and_resumed_the_same(
         shutil.copytree(config.run_dir, run)
         shutil.rmtree(run / "checkpoints/000002")
         misalign_loading(offset, monkeypatch.setattr)
-        resume(run, display)
+        resume(run, display, trust_run=True)
         out.mkdir()
         replies = str(out / "replies.jsonl")
         assert main(["eval", str(run), "--limit", "2", "--samples", "2", "--replies", replies]) == 0

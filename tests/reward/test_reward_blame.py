@@ -51,7 +51,7 @@ def test_a_function_of_the_user_that_hangs_on_a_completion_stays_unscored(
 
 
 def test_a_verifier_that_does_not_get_the_processor_is_asked_once_more(make_pool: Any, group: Any) -> None:
-    pool = make_pool("math_answer", timeout_s=2.0)
+    pool = make_pool("math_answer", timeout_s=4.0)
     (stopped,) = pool.pids()
     os.killpg(stopped, signal.SIGSTOP)
     (score,) = pool.score([group(["72"], answer="72")])[0]
