@@ -137,7 +137,8 @@ class WorkerProcess:
     def call(
         self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """The answer to one call. After `WorkerHung`, `WorkerDied` or `Cancelled` the process is gone; `printed` is not."""
+        """The answer to one call. After `WorkerDied` or `Cancelled` the process is gone; `printed` is not. After `WorkerHung` it
+        still has to be killed, which takes a while where it does not run."""
         self._tail = b""
         used = processor_seconds(self._process.pid) if self._process else 0.0
         try:
@@ -147,7 +148,6 @@ class WorkerProcess:
             return answer
         except WorkerHung as hung:
             hung.processor_s = processor_seconds(self._process.pid) - used if self._process else 0.0
-            self.kill()
             raise
         except (WorkerDied, Cancelled):
             self.kill()

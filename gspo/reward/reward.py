@@ -292,10 +292,11 @@ class RewardPool:
             if self._closing:
                 raise
         except WorkerHung as error:
-            hung, printed = True, worker.printed()
-            reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
-            # Before a fresh process is started, which takes time that the batch must not run out of meanwhile.
+            hung, reason = True, f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
+            # First of all: to end a process and to start one takes time, which the batch must not run out of meanwhile.
             again = job.batch.idle(job, error.processor_s) if len(job.replies) == 1 else []
+            worker.kill()
+            printed = worker.printed()
             worker.start()
             self._lost(job, reason, printed, "timeout", again, guilty=len(job.replies) == 1)
         except WorkerDied as error:
