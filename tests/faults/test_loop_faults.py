@@ -58,11 +58,11 @@ def events(config: Config, kind: str) -> list[dict[str, Any]]:
 
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     # where, function, which call, the step whose state must be saved
-    "generate": (LocalEngine, "_decode", 6, 1),
-    "reward": (RewardPool, "score", 6, 1),
+    "generate": (LocalEngine, "_decode", 4, 1),
+    "reward": (RewardPool, "score", 4, 1),
     "learn": (gspo.loop, "learn", 2, 2),
     "save": (checkpoint, "save", 2, 1),
-    "evaluate": (gspo.loop, "evaluate", 5, 2),
+    "evaluate": (gspo.loop, "evaluate", 3, 2),
     "first evaluation": (gspo.loop, "evaluate", 1, 0),
 }
 
@@ -100,7 +100,7 @@ def test_f7_an_interrupted_evaluation_leaves_its_step_pending(
 ) -> None:
     config = tiny("steps=3", "eval.every=1")
     with monkeypatch.context() as patch:
-        Injector(patch, gspo.loop, "evaluate", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        Injector(patch, gspo.loop, "evaluate", 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         train(config, display)
     state = checkpoint.read_state(run_of(config) / "checkpoints/000002")
     assert state.pending is not None
