@@ -203,6 +203,7 @@ class Loop:
         changed = self._check_settings(state.settings)
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
+        self._write_changes(state, changed)
         self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._look_around(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
@@ -214,6 +215,14 @@ class Loop:
         self._saved = self.began = state.step
         state = self._reached(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
+
+    def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
+        """Write new settings into the run directory, now that nothing can refuse them any more."""
+        before, steps = state.settings.get("steps"), self.config.steps
+        if steps != before:
+            self.run.event("new end", steps=steps, before=before)
+        if steps != before or changed:
+            self.run.describe(self.config)
 
     def _check_settings(self, saved: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Say which settings differ from those of the checkpoint, then and now; refuse what would make it another run."""

@@ -125,10 +125,8 @@ def resume(
                 f"--steps: {run.path} has already done {done} steps, more than {steps}; give a larger number"
             )
         if steps is not None and steps != config.steps:
-            config = _with_new_end(run, config, steps, display)
+            config = _with_new_end(config, steps, display)
         check(config)
-        if overrides:
-            run.describe(config)
         return _run(run, config, run_objective(config), display, begin=begin)
     finally:
         run.close()
@@ -180,14 +178,10 @@ def _unfit(run: RunDir, state: TrainerState) -> str | None:
     )
 
 
-def _with_new_end(run: RunDir, config: Config, steps: int, display: Display) -> Config:
+def _with_new_end(config: Config, steps: int, display: Display) -> Config:
     if config.learner.schedule != "constant":
         display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
-    run.event("new end", steps=steps, before=config.steps)
-    config = dataclasses.replace(config, steps=steps)
-    check(config)
-    run.describe(config)
-    return config
+    return dataclasses.replace(config, steps=steps)
 
 
 def run_objective(config: Config) -> Objective:

@@ -71,6 +71,21 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
     assert [r["step"] for r in read_jsonl(run_of(cut) / "timings.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_refused_resume_changes_no_settings(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    files = [run_of(config) / name for name in ("config.toml", "environment.json")]
+    before = [file.read_text() for file in files]
+    monkeypatch.setattr("gspo.loop.fingerprint", lambda problems: "others")
+    with pytest.raises(ConfigError, match="the problems are not those"):
+        resume(run_of(config), display, steps=4, overrides=["learner.learning_rate=1e-5"])
+    assert [file.read_text() for file in files] == before
+    kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
+    assert "new end" not in kinds
+
+
 def test_a_stop_signal_saves_and_a_resume_goes_on_exactly(tiny: Callable[..., Config], display: Any) -> None:
     whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", "checkpoint.every=100", run_dir="cut")
     train(whole, display)
