@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
+from gspo.policy.alignment import align
 from gspo.policy.model import _routers, load_policy, load_tokenizer
 from gspo.policy.routing import Forced, Routers, changed, check_replay, find_routers, says_it_routes
 from gspo.types import Routes
@@ -480,12 +481,14 @@ def test_a_watched_model_is_copied_and_saved_as_ever(built: Any, tmp_path: Path)
     from transformers import AutoModelForCausalLM
 
     model, routers = built["qwen3-moe"]
+    align(model)  # a copy is aligned, and what is loaded need not be
     plain = logits_of(model)
     with routers.watch() as own:
         logits_of(model)
     twin = copy.deepcopy(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    align(loaded)
     for other in (twin, loaded):
         assert_untouched(other)
         assert torch.equal(logits_of(other), plain)
