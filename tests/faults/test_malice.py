@@ -218,6 +218,8 @@ ALLOWED = {
     # in the sandbox, which is there for that: the program, and the row's tests
     "reward/sandbox/inside/candidate.py": {"exec", "compile", "__import__"},
     "reward/sandbox/inside/judge.py": {"exec", "compile", "__import__"},
+    # stands for the tests' own `eval`: of a program's text it evaluates arithmetic only
+    "reward/sandbox/inside/evaluate.py": {"eval", "exec", "compile"},
 }
 NAMES = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {
