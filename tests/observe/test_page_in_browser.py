@@ -150,8 +150,8 @@ def test_a_run_with_impossible_numbers_leaves_the_others_on_the_page(page: Any, 
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", replies=[reply("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100) for i in range(3)])  # fmt: skip
     opened(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")  # an empty chart has nothing to say
     chart = page.locator(".chart svg").first
-    chart.wait_for()
     box = chart.bounding_box()
     chart.hover(position={"x": 60 + (box["width"] - 60) * 5 / 12, "y": 40})
     assert "step 5" in page.locator(".chart .legend").first.inner_text()
