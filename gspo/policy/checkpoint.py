@@ -261,8 +261,13 @@ def _retire(folder: Path, keep: int, step: int) -> None:
     A checkpoint of a later step was passed over when the run resumed, so it is not one of those that are kept instead."""
     own = [path for path in saved(folder) if _ours(path) and int(path.name) <= step]
     left = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
-    for path in (*(own[:-keep] if keep else ()), *left):
+    for path in left:
         shutil.rmtree(path)
+    for path in own[:-keep] if keep else ():
+        aside = folder / f".tmp-old-{path.name}"
+        # What a kill leaves of it is then known as a leftover, and not taken for somebody else's folder.
+        path.rename(aside)
+        shutil.rmtree(aside)
 
 
 def _digest(path: Path) -> str:
