@@ -16,14 +16,14 @@ _PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 def held(pid: int, at_least: int = 0) -> int:
     """Bytes of a process and all below it. Below `at_least` an upper bound will do, which is quicker to find."""
-    tree = [pid, *_descendants(pid)]
+    tree = [pid, *descendants(pid)]
     rough = sum(map(_resident, tree))
     return rough if rough < at_least else sum(map(_proportional, tree))
 
 
 def processor_seconds(pid: int) -> float:
     """Of a process and all below it, with the children that it has waited for."""
-    return sum(map(_used, [pid, *_descendants(pid)])) / _TICKS
+    return sum(map(_used, [pid, *descendants(pid)])) / _TICKS
 
 
 def _used(pid: int) -> int:
@@ -31,10 +31,11 @@ def _used(pid: int) -> int:
     return sum(map(int, fields[11:15])) if len(fields) > 14 else 0
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
     found = []
     for child in _read(f"/proc/{pid}/task/{pid}/children").split():
-        found += [int(child), *_descendants(int(child))]
+        found += [int(child), *descendants(int(child))]
     return found
 
 
@@ -53,7 +54,7 @@ def _proportional(pid: int) -> int:
 
 def _read(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:  # a process may give itself any name
             return file.read()
     except OSError:
         return ""

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
+from gspo.reward.memory import descendants, processor_seconds
 from gspo.reward.sandbox.inside.candidate import READY, TOKEN
 from gspo.reward.sandbox.inside.values import LENGTH
 from gspo.reward.sandbox.interpreter import ENVIRONMENT, INSIDE
@@ -27,7 +28,6 @@ from gspo.reward.sandbox.level import Level, identity, settings
 START_S = 30.0
 """For starting a process: a machine may be busy."""
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 _BOOTSTRAP = f"""
 import marshal, os, sys
@@ -103,7 +103,7 @@ class Box:
             raise SandboxError(f"sandbox: cannot start a process: {words}") from None
         if line != READY.encode():
             raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
-        for pid in (self.pid, *_descendants(self.pid)):
+        for pid in (self.pid, *descendants(self.pid)):
             _offer(pid)
 
     def ask(self, line: bytes, deadline: float) -> bytes:
@@ -126,11 +126,11 @@ class Box:
 
     def waited(self) -> float:
         """Seconds that the process and what it started were ready to run and the machine was busy with others."""
-        return sum(map(_waited, [self.pid, *_descendants(self.pid)]))
+        return sum(map(_waited, [self.pid, *descendants(self.pid)]))
 
     def cpu_s(self) -> float:
         """Processor time of the process and what it started, with all threads, also of those that have ended."""
-        return sum(map(_cpu_s, [self.pid, *_descendants(self.pid)]))
+        return processor_seconds(self.pid)
 
     def close(self) -> None:
         """End the process and wait for it. May be called twice."""
@@ -201,24 +201,10 @@ class Box:
         return ""
 
 
-def _descendants(pid: int) -> list[int]:
-    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [one for child in file.read().split() for one in (int(child), *_descendants(int(child)))]
-    return []
-
-
 def _offer(pid: int) -> None:
     """Should the machine run out of memory, the kernel ends this process first, and not the trainer."""
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write("1000")
-
-
-def _cpu_s(pid: int) -> float:
-    """Of a process and of its children that were waited for."""
-    with suppress(OSError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()  # its name stands in brackets, and a program may choose it
-        return sum(map(int, fields[11:15])) / _TICKS
-    return 0.0
 
 
 def _waited(pid: int) -> float:

@@ -324,7 +324,7 @@ class _Judge:
             raise SandboxError(f"sandbox: the tests' process ended: {error}; raise memory_mb") from None
         why = decode(answer[1:].decode(), no_references)
         if why:
-            raise RewardError(f"the row's tests do not work in the sandbox: {one_line(why, 300)}; mend the row")
+            raise RewardError(f"the row's tests do not work in the sandbox: {one_line(why, 300)}; fix the row")
         self._own_s = time.monotonic() - start
 
     def _start(self) -> None:
