@@ -20,7 +20,7 @@ from typing import Any
 from gspo.config import help_texts
 from gspo.errors import ConfigError
 from gspo.objectives import describe
-from gspo.objectives.loss import build
+from gspo.objectives.table import objective as build
 from gspo.objectives.objective import OPTIONS
 from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
 
