@@ -356,6 +356,26 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_not_replaced(own: Path, display:
     assert (own / "checkpoints/000003/data").read_text() == "mine"
 
 
+def test_what_cannot_be_deleted_is_not_written_to(
+    own: Path, display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a directory that may not be written, whose files may."""
+    partial, unlink = own / "checkpoints/.tmp-000003", os.unlink
+    partial.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    os.link(tmp_path / "precious", partial / "trainer.json")
+
+    def refuse(path: Any, **options: Any) -> None:
+        if os.path.lexists(partial / "trainer.json") and os.path.basename(path) == "trainer.json":
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(CheckpointError, match=f"{partial} is in the way and cannot be deleted"):
+        resume(own, display, steps=3)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 # ------------------------------------------------------------------------------------------------- what is stated
 
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
