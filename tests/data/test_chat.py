@@ -6,6 +6,9 @@ import json
 import re
 
 import pytest
+from tokenizers import Regex
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import Split
 
 from gspo.config import DataConfig
 from gspo.data.chat import render, render_all
@@ -109,6 +112,16 @@ def test_a_template_with_a_syntax_error_is_one_error_that_names_its_file(make_to
         ConfigError, match="the chat template cannot be read"
     ):  # before the file, which is not there, is read
         load_problems(DataConfig(path=str(tmp_path / "missing.jsonl")), tokenizer, 0)
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_of_a_tokenizer_that_backtracks_without_end_is_an_error(make_tokenizer, place):
+    pattern = Regex("(a+)+b|(a|a)*c")
+    tokenizer = make_tokenizer()
+    made = Split(pattern, "isolated") if place == "pre_tokenizer" else Replace(pattern, "x")
+    setattr(tokenizer.backend_tokenizer, place, made)
+    with pytest.raises(ConfigError, match=r"its tokenizer cannot read a prompt: .*retry-limit"):
+        render_all(["a" * 200], tokenizer, chat="auto")
 
 
 def test_a_range_without_end_is_refused(make_tokenizer):
