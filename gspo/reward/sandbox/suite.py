@@ -300,7 +300,7 @@ def _parse(text: str, where: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"{where}: not Python: {one_line(error, 100)}; mend the row") from None
+        raise RewardError(f"{where}: not Python: {one_line(error, 100)}; fix the row") from None
 
 
 # ------------------------------------------------------------------------------------------- values
