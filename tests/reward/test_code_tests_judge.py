@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import numpy
 import pytest
 from code_tests_corpus import CASES, Case
 
-from gspo.errors import RewardError
+from gspo.errors import ConfigError, RewardError
 from gspo.reward.sandbox.grade import Busy, Grade, Limits, grade_all
 from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
+from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
 
@@ -461,6 +463,35 @@ def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
     for use in (memoryview, os.fspath):
         with pytest.raises(TypeError):
             use(remote)  # type: ignore[operator]
+
+
+def with_numpy() -> Level:
+    suite = read_suite({"tests": ["assert f() == 1"]}, "")
+    with contextlib.suppress(ConfigError):  # a Python in a closed home directory
+        level = sandbox_level(sys.executable, True)
+        (grade,) = grade_all(["import numpy\ndef f(): return 1"], suite, level, ARRAYS)
+        if isinstance(grade, Grade) and grade.value(all_or_nothing=True) == 1.0:
+            return level
+    pytest.skip(f"{sys.executable} has no numpy that a sandbox can read")
+
+
+ARRAYS = Limits(limit_s=30.0, memory_mb=4096)
+
+
+def test_arrays_travel_as_arrays() -> None:
+    tests = [
+        "import numpy as np\nassert f(np.array([1, 2])).tolist() == [2, 4]",
+        "assert np.array_equal(f(np.array([1, 2])), np.array([2, 4]))",
+        "assert np.allclose(f(np.ones((2, 2))), 2) and f(np.ones((2, 3))).shape == (2, 3)",
+        "assert (f(np.array([1, 2])) == np.array([2, 4])).all()",
+        "x = np.array([3, 1, 2])\nf(x)\nassert x.tolist() == [1, 2, 3]",
+    ]
+    right = "def f(x):\n    found = 2 * x\n    x.sort()\n    return found"
+    wrong = "def f(x):\n    return 3 * x"
+    empty = "import numpy\ndef f(x): return numpy.zeros((0, *x.shape))"
+    suite = read_suite({"tests": tests}, "")
+    grades = grade_all([right, wrong, empty], suite, with_numpy(), ARRAYS)
+    assert [g.value(all_or_nothing=True) for g in grades if isinstance(g, Grade)] == [1.0, 0.0, 0.0]
 
 
 # ------------------------------------------------------------------------------------------- what the tests make of answers

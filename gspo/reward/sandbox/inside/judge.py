@@ -246,7 +246,10 @@ class Tally:
 
     @staticmethod
     def same(value: Any, expected: Any) -> bool:
-        """Equal as JSON: tuples are lists, keys are text, floats may differ in the last digits, true is not 1."""
+        """Equal as JSON: tuples and arrays are lists, keys are text, floats may differ in the last digits, true is not
+        1."""
+        if type(value).__module__ == "numpy":
+            value = value.tolist()
         if isinstance(expected, list):
             if not isinstance(value, (list, tuple)) or len(value) != len(expected):
                 return False
@@ -800,6 +803,8 @@ def _update(before: Any, after: Any) -> None:
         if type(before).__name__ == "deque" and type(before) is type(after):
             before.clear()
             before.extend(after)
+        elif type(before).__module__ == "numpy" and type(before) is type(after) and before.shape == after.shape:
+            before[...] = after
     elif type(before) is list:
         before[:] = [_merged(b, a) for b, a in zip(before, after)] + after[len(before) :]  # noqa: B905
     elif type(before) is dict:
