@@ -507,7 +507,15 @@ def test_arrays_travel_as_arrays() -> None:
         "__import__('os')",
     ],
 )
-@pytest.mark.parametrize("how", ["eval(solve(1))", "eval(solve(1), globals())", "[*map(eval, [solve(1)])][0]"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "eval(solve(1))",
+        "eval(solve(1), globals())",
+        "[*map(eval, [solve(1)])][0]",
+        "__import__('builtins').eval(solve(1))",
+    ],
+)
 def test_an_answer_that_the_tests_evaluate_is_no_code(answer: str, how: str) -> None:
     assert values([f"def solve(x): return {answer!r}"], f"want = 24\nassert {how} == want") == [0.0]
 
@@ -516,6 +524,16 @@ def test_an_answer_that_the_tests_execute_is_not() -> None:
     program = "def solve(x): return 'want = 1'"
     assert values([program], "want = 24\nexec(solve(1))\nassert want == 1") == [0.0]
     assert values([program], "exec('want = 1')\nassert want == 1 and solve(1) != 5") == [1.0]
+
+
+def test_importing_the_built_ins_is_no_way_around_that() -> None:
+    program = 'def solve(x): return \'[setattr(__import__("sys"), "lie", 24)] and 24\''
+    for start in ("import builtins", "import builtins as b; builtins = b", "from builtins import eval"):
+        call = "eval" if start.startswith("from") else "builtins.eval"
+        assert values([program], f"{start}\nassert {call}(solve(1)) == 24") == [0.0]
+        assert values(["def solve(x): return '4 * 6'"], f"{start}\nassert {call}(solve(1)) == 24") == [1.0]
+    ordinary = "import builtins\nassert builtins.len(solve(1)) == 5 and isinstance(solve(1), builtins.str)"
+    assert values(["def solve(x): return '4 * 6'"], ordinary) == [1.0]
 
 
 def test_an_expression_that_the_tests_evaluate_has_its_value() -> None:

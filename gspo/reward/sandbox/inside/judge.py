@@ -52,7 +52,7 @@ def main(settings: dict[str, Any]) -> None:
     job = decode(channel.next(), no_references)
     try:
         prelude, *steps = [compile(text, "<tests>", "exec", dont_inherit=True) for text in job["code"]]
-        _namespace(job, prelude)
+        _namespace(job, prelude, steps)
         for name in job["imports"]:
             __import__(name)
     except Exception as error:
@@ -98,9 +98,8 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
     random.seed(0)  # the same tests for every program
     tally = Tally(job["asserts"], link)
     try:
-        names = _namespace(job, prelude)
+        names = _namespace(job, prelude, steps)
         names["__gspo__"] = tally
-        names["__builtins__"].update(guarded([prelude, *steps], names))
         for name in job["names"]:
             _bind(name, names, link)
         for step in steps:
@@ -114,14 +113,14 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
     return {**tally.result(bool(link.gone)), "why": tally.why, "gone": link.gone}
 
 
-def _namespace(job: dict[str, Any], prelude: Any) -> dict[str, Any]:
+def _namespace(job: dict[str, Any], prelude: Any, steps: list[Any]) -> dict[str, Any]:
     """The names that the tests start with."""
     sys.modules["tests"] = module = type(sys)("tests")  # where dataclasses look for the names of types
     names = module.__dict__
-    names["__builtins__"] = dict(builtins.__dict__)
+    names["__builtins__"] = guarded([prelude, *steps], names)
     exec(prelude, names)
     for name in job["modules"]:
-        names[name] = __import__(name)
+        names[name] = names["__builtins__"]["__import__"](name)
     return names
 
 
