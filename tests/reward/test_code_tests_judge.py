@@ -385,6 +385,24 @@ def test_all_tests_are_asked_whatever_came_before() -> None:
     assert (grade.passed, grade.total) == (1, 6)
 
 
+def test_all_parts_of_an_assert_are_asked_whatever_came_before() -> None:
+    program = """
+asked = []
+def f(x):
+    asked.append(x)
+    return 0
+def g():
+    return asked
+"""
+    tests = ("assert f(1) == 1 and (f(2) == 2 and f(3).real == 3) and f(4).x == 4", "assert g() == [1, 2, 3, 4]")
+    assert shares([program], *tests) == [0.5]
+    guard = "assert (r := f(1)) is not None and r == 1"
+    assert values(["def f(x): return x", "def f(x): return None"], guard) == [1.0, 0.0]
+    half = "assert f(1) == 1 and f(-1) == -1"
+    gone = "import os\ndef f(x): return x if x > 0 else os._exit(0)"
+    assert shares([gone], half, "assert f(1) == 1") == [0.0]
+
+
 def test_all_inputs_are_asked_whatever_came_before() -> None:
     tests = [{"input": f"{x}", "output": f"{2 * x}"} for x in range(4)]
     suite = read_suite({"tests": tests}, "")

@@ -158,8 +158,13 @@ class Tally:
     def next_step(self) -> None:
         self._steps.append({})
 
+    def needs(self, number: int, value: Any) -> None:
+        """A part of an assert's condition, before the last one."""
+        if not value:
+            self.failure(number, AssertionError("wrong answer"))
+
     def holds(self, number: int, value: Any) -> None:
-        """An assert's condition, evaluated. Nothing holds of a program that is no longer there."""
+        """An assert's condition, or its last part, evaluated. Nothing holds of a program that is no longer there."""
         self._reached.add(number)
         if value and not self._link.gone:
             self._step_of(number).setdefault(number, True)
