@@ -23,7 +23,8 @@ FUNCTION = (
 _OPEN = r"[$€£(*\\]*\s*$"
 _DENIED = re.compile(
     r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below"
-    r"|(?<!add )(?<!adds )(?<!sum )(?<!sums )(?<!adding )(?<!comes )up to|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over"
+    r"|(?<!add )(?<!adds )(?<!sum )(?<!sums )(?<!adding )(?<!comes )up to"
+    r"|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over"
     r"|(?:more|less|greater|fewer|other) than|times as \w+ as)"
     r"|\\pm|\\mp)\s*"
     rf"(?:(?:equal to|exactly|about|be|the|option)(?:\s+|$))*{_OPEN}"
@@ -46,10 +47,11 @@ _AFTER = r"[\s(\[*_-]*"
 _BY = "plus|minus|less|times|point|divided by|multiplied by|remainder|to the power of|mod|modulo|choose"
 _SOME = f"a (?:bit|little|few)|an?[\\s-](?:{_FRACTION})|some|{_ONES}"
 _CHANGED = re.compile(
-    rf"(?i)(?:\s+or (?:more|less|fewer|higher|lower)\b"
-    rf"|{_AFTER}(?:in )?(?:squared|cubed|factorial|per mille|basis points?|negative|half|at (?:least|most)|hex"
-    rf"|hexadecimal|octal|binary|base [a-z]+|(?:ten|hundred|thousand|million|billion|lakh|crore)s|dozens|score"
-    rf"|(?:m|b|tr|quadr|quint|z)illions?|mil|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth)s)\b"
+    r"(?i)(?:\s+or (?:more|less|fewer|higher|lower)\b"
+    rf"|{_AFTER}(?:in )?(?:squared|cubed|factorial|per mille|basis points?|at (?:least|most)|base [a-z]+|dozens|halves"
+    r"|(?:ten|hundred|thousand|million|billion|lakh|crore|third|fourth|fifth|sixth|seventh|eighth|ninth)s"
+    r"|(?:m|b|tr|quadr|quint|z)illions?)\b"
+    rf"|{_AFTER}(?:in )?(?:negative|half|hex|hexadecimal|octal|binary|score|mil)\W*$"
     rf"|{_AFTER}(?:{_BY})[\s-]+(?:{_SOME})\b|{_AFTER}(?:and|over)[\s-]+(?:{_SOME})(?:[\s-](?:{_ONES}))*\W*$"
     rf"|\s+(?:{_ONES})[\s-](?:{_FRACTION})s?\b"
     rf"|(?:\s+[a-z]+){{0,2}}\s+(?:and|plus|minus|less)\s+(?:an?|{_ONES})[\s-](?:{_FRACTION})s?\b"
@@ -63,8 +65,8 @@ _REFUTED = re.compile(
     r"|\s+(?:(?:is|was|does|did|can|could|would) ?(?:not|n't)|can't|cannot|won't|fails)\b)"
 )
 _LARGER = re.compile(
-    r"(?i)\s*(?:years?|months?|weeks?|days?|hours?|hrs?|h|minutes?|mins?|feet|foot|ft|yards?|pounds?|lbs?|km|meters?|m)?"
-    r"\s*(?:,\s*)?(?:and)?\s*"
+    r"(?i)\s*(?:years?|months?|weeks?|days?|hours?|hrs?|h|minutes?|mins?|feet|foot|ft|yards?|pounds?|lbs?|km|meters?"
+    r"|m)?\s*(?:,\s*)?(?:and)?\s*"
 )
 _SMALLER = re.compile(
     r"(?i)\s*(?:months?|weeks?|days?|hours?|hrs?|h|minutes?|mins?|seconds?|secs?|s|inch(?:es)?|in|ft|feet|ounces?|oz"

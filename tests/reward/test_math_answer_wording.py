@@ -255,6 +255,9 @@ RIGHT: dict[str, list[str]] = {
         "The cost is 72 dollars per person",
         "She got no less and no more: 72",
         "This adds up to 72.",
+        "72 half-hour sessions",
+        "72 negative numbers",
+        "72 binary digits",
     ],
     "-72": [
         "Answer: -72",
