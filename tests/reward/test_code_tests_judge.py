@@ -16,7 +16,7 @@ from code_tests_corpus import CASES, Case
 
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.sandbox.grade import Busy, Grade, Limits, grade_all
-from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
+from gspo.reward.sandbox.inside.remote import INSTANCE, RESULT, Remote
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
