@@ -109,7 +109,7 @@ class WorkerProcess:
         except WorkerDied as error:
             self.kill()
             raise RewardError(
-                f"reward.functions: the process that imports {self._names()} ended: {error}; mend the file"
+                f"reward.functions: the process that imports {self._names()} ended: {error}; fix the file"
             ) from None
         if "error" in answer:
             self.kill()
