@@ -77,6 +77,19 @@ def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def empty_picture() -> Iterator[None]:
+    """Drawing `curves.png` takes longer than a tiny run. A run in a process of its own draws it (tests/test_cli.py)."""
+
+    def draw(run: Path) -> Path:
+        (run / "curves.png").write_bytes(b"")
+        return run / "curves.png"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gspo.train.draw_curves", draw)
+        yield
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Config]:
     """A config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides. A random model is never
