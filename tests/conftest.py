@@ -31,14 +31,23 @@ if "GSPO_TESTS_OFFSET" in os.environ:
 
 
 LONGEST = (
-    "test_paged.py", "test_sandbox_clock.py", "test_sandbox_attacks.py", "test_misaligned.py", "test_cli.py", "test_train.py",
-    "test_compare_whole.py", "test_loop_faults.py", "test_reward_functions.py", "test_code_tests_judge.py", "test_reward_blame.py",
+    "test_paged.py",
+    "test_sandbox_clock.py",
+    "test_sandbox_attacks.py",
+    "test_misaligned.py",
+    "test_cli.py",
+    "test_train.py",
+    "test_compare_whole.py",
+    "test_loop_faults.py",
+    "test_reward_functions.py",
+    "test_code_tests_judge.py",
+    "test_reward_blame.py",
     "test_lora.py",
-)  # fmt: skip
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: one that is taken last keeps a single process busy while the others idle."""
+    """The files that take longest come first: one that is taken last keeps one process busy while the others idle."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

@@ -1,7 +1,6 @@
-"""The command line as a user meets it: one-line errors, exit codes, and a few processes of its own.
+"""The command line as a user meets it: output, one-line errors, exit codes.
 
-A process imports torch anew, which costs seconds. So most tests call `main` in this one, and those that ask what the process
-itself does (`process`) are few.
+A new process spends seconds on importing torch, so most tests call `main` in this one. A few start a real process.
 """
 
 from __future__ import annotations
