@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
-# Test processes side by side; a file of tests stays in one.
+# Test processes side by side; a file of tests stays in one. The order of files is that of tests/conftest.py.
 JOBS ?= 2
-SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev

@@ -30,6 +30,27 @@ if "GSPO_TESTS_OFFSET" in os.environ:
     misalign_loading(int(os.environ["GSPO_TESTS_OFFSET"]))
 
 
+LONGEST = (
+    "test_paged.py",
+    "test_sandbox_clock.py",
+    "test_sandbox_attacks.py",
+    "test_misaligned.py",
+    "test_cli.py",
+    "test_trainer.py",
+    "test_compare_whole.py",
+    "test_loop_faults.py",
+    "test_reward_functions.py",
+    "test_code_tests_judge.py",
+    "test_reward_blame.py",
+    "test_lora.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first: one that is taken last keeps one process busy while the others idle."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 class SilentDisplay:
     """Remembers what it was told."""
 
@@ -75,6 +96,19 @@ def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_picture() -> Iterator[None]:
+    """Drawing `curves.png` takes longer than a tiny run. A run in a process of its own draws it (tests/test_cli.py)."""
+
+    def draw(run: Path) -> Path:
+        (run / "curves.png").write_bytes(b"")
+        return run / "curves.png"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gspo.trainer.draw_curves", draw)
+        yield
 
 
 @pytest.fixture

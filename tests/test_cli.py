@@ -1,16 +1,22 @@
-"""The command line as a user meets it: real processes, one-line errors, exit codes."""
+"""The command line as a user meets it: output, one-line errors, exit codes.
+
+A new process spends seconds on importing torch, so most tests call `main` in this one. A few start a real process.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from gspo.cli import main
 from gspo.config import load
 from gspo.data.problems import demonstrations, load_problems
 
@@ -20,16 +26,27 @@ SMALL = [
 ]  # fmt: skip
 
 
-def gspo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gspo.cli", *arguments], capture_output=True, text=True, timeout=240, cwd=cwd
     )
 
 
+def gspo(*arguments: str, cwd: Path = Path()) -> subprocess.CompletedProcess[str]:
+    """The same without a process of its own."""
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as left:
+            code = int(left.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("cli") / "run"
-    done = gspo("demo", f"--run-dir={run}", "--seed=3", *SMALL)
+    done = process("demo", f"--run-dir={run}", "--seed=3", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert "Finished 2 steps in" in done.stdout
@@ -119,6 +136,7 @@ def test_objectives_for_people_and_programs() -> None:
     assert all(r["name"] in text.stdout for r in rows)
 
 
+FEW = ["--data.task_size=50", "--data.held_out=8"]
 MISTAKES = [
     (["train", "nowhere.toml"], "nowhere.toml: no such recipe"),
     (["train"], "name a recipe"),
@@ -128,7 +146,7 @@ MISTAKES = [
     (["train", "demo", "--objective.clip_lo=1"], "did you mean clip_low"),
     (["train", "demo", "--objective.tau_pos=1"], "has no setting 'tau_pos'"),
     (["train", "demo", "--data.task=adition"], "no task 'adition'"),
-    (["train", "demo", "--rollout.engine=magic"], "no engine 'magic'"),
+    (["train", "demo", *FEW, "--rollout.engine=magic"], "no engine 'magic'"),
     (["train", "demo", "--model.build=", "--model.path=./nowhere"], "./nowhere: no such directory"),
     (["train", "demo", "--reward.functions=nope"], "nope"),
     (["train", "demo", "--reward.functions=nope.py:f"], "nope.py"),
@@ -136,9 +154,9 @@ MISTAKES = [
     (["train", "--resume", "nowhere", "--seed=1"], "leave out all but --steps and settings"),
     (["eval", "./nowhere", "--data", "addition"], "./nowhere: no such directory"),
     (["eval", "./nowhere"], "./nowhere: no such run or model"),
-    (["train", "demo", "--rollout.engine_options.slots=abc"], "rollout.engine_options.slots"),
-    (["train", "demo", "--model.device=mps"], "model.device"),
-    (["train", "demo", "--rollout.max_tokens=5000"], "the model's 4096 positions"),
+    (["train", "demo", *FEW, "--rollout.engine_options.slots=abc"], "rollout.engine_options.slots"),
+    (["train", "demo", *FEW, "--model.device=mps"], "model.device"),
+    (["train", "demo", *FEW, "--rollout.max_tokens=5000"], "the model's 4096 positions"),
     (
         [
             "train",
@@ -158,13 +176,25 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
 def test_a_mistake_is_one_clear_line(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = gspo(*arguments, cwd=tmp_path)
+    check_mistake(gspo(*arguments, cwd=tmp_path), words, tmp_path)
+
+
+FOUND_EARLY_AND_LATE = [m for m in MISTAKES if m[0][-1] in ("--lerner.x=1", "--rollout.max_tokens=5000")]
+
+
+@pytest.mark.parametrize(("arguments", "words"), FOUND_EARLY_AND_LATE, ids=["before torch is imported", "with a model"])
+def test_a_process_says_no_more_than_that(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Nor do the libraries that it imports."""
+    check_mistake(process(*arguments, cwd=tmp_path), words, tmp_path)
+
+
+def check_mistake(done: subprocess.CompletedProcess[str], words: str, folder: Path) -> None:
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("gspo: ")
     assert words in lines[0]
-    assert not list(tmp_path.rglob("config.toml"))
+    assert not list(folder.rglob("config.toml"))
 
 
 def test_a_failed_start_does_not_use_up_its_directory(tmp_path: Path) -> None:

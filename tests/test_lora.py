@@ -77,10 +77,10 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
 ) -> None:
     whole, cut = (adapting(*overrides, "steps=4", run_dir=name) for name in ("whole", "cut"))
     train(whole, display)
-    train(cut, display)
+    shutil.copytree(whole.run_dir, cut.run_dir)
     for step in (3, 4):
         os.rename(f"{cut.run_dir}/checkpoints/{step:06d}", f"{cut.run_dir}/.gone-{step}")
-    assert resume(cut.run_dir, display).step == 4
+    assert resume(cut.run_dir, display, trust_run=True).step == 4
     assert Path(cut.run_dir, "metrics.jsonl").read_bytes() == Path(whole.run_dir, "metrics.jsonl").read_bytes()
     for file in ("adapter_model.safetensors", "trainer.tensors"):
         ours, theirs = load_file(last(cut) / file), load_file(last(whole) / file)

@@ -50,6 +50,30 @@ class Injector:
         monkeypatch.setattr(owner, name, instead)
 
 
+@pytest.fixture(scope="module")
+def untouched() -> dict[tuple[str, ...], Path]:
+    return {}
+
+
+@pytest.fixture
+def whole_run(
+    untouched: dict[tuple[str, ...], Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """The run with these settings that no fault has touched, trained once for all tests."""
+
+    def find(*overrides: str) -> Path:
+        if overrides not in untouched:
+            run = tmp_path_factory.mktemp("whole") / "run"
+            train(tiny(*overrides, run_dir=str(run)), display)
+            untouched[overrides] = run
+        return untouched[overrides]
+
+    return find
+
+
 def events(config: Config, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == kind]
 
@@ -72,11 +96,15 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     [*((phase, number) for phase in PHASES for number in (signal.SIGTERM, signal.SIGINT)), ("reward", signal.SIGUSR1)],
 )
 def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
-    phase: str, number: int, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    number: int,
+    whole_run: Callable[..., Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner, name, at, step = PHASES[phase]
-    whole, cut = tiny("steps=3", "eval.every=1", run_dir="whole"), tiny("steps=3", "eval.every=1", run_dir="cut")
-    train(whole, display)
+    whole, cut = whole_run("steps=3", "eval.every=1"), tiny("steps=3", "eval.every=1", run_dir="cut")
     asked: list[float] = []
 
     def ask() -> None:
@@ -92,7 +120,7 @@ def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
     newest = checkpoint.newest(run_of(cut) / "checkpoints")[0]
     assert int(newest.name) == step
     resume(run_of(cut), display)
-    same_end(run_of(whole), run_of(cut))
+    same_end(whole, run_of(cut))
 
 
 def test_f7_an_interrupted_evaluation_leaves_its_step_pending(
@@ -425,16 +453,20 @@ def starve(
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "old log-probs"])
 def test_f22_what_does_not_fit_is_halved_with_the_same_result(
-    training: bool, error: type[Exception], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    training: bool,
+    error: type[Exception],
+    whole_run: Callable[..., Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setting = ("steps=2", "eval.every=0", "model.build=tiny_moe", "routing.balance_loss=0.01")
-    plenty, scarce = tiny(*setting, run_dir="plenty"), tiny(*setting, run_dir="scarce")
-    train(plenty, display)
+    plenty, scarce = whole_run(*setting), tiny(*setting, run_dir="scarce")
     with monkeypatch.context() as patch:
         shots = starve(patch, 3, error, training=training)
         train(scarce, display)
     assert shots
-    for a, b in zip(*(read_jsonl(run_of(c) / "metrics.jsonl")[1:] for c in (plenty, scarce)), strict=True):
+    for a, b in zip(*(read_jsonl(run / "metrics.jsonl")[1:] for run in (plenty, run_of(scarce))), strict=True):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
         assert a["loss/balance"] == pytest.approx(b["loss/balance"], rel=1e-4)
         assert a["reward/mean"] == b["reward/mean"]
@@ -482,10 +514,13 @@ def fail_always(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
 def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
-    error: OSError, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    error: OSError,
+    whole_run: Callable[..., Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", run_dir="cut")
-    train(whole, display)
+    whole, cut = whole_run("steps=4"), tiny("steps=4", run_dir="cut")
     with monkeypatch.context() as patch:
         injector = fail_once(patch, 3, error)
         train(cut, display)
@@ -493,7 +528,7 @@ def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
     assert [e["step"] for e in events(cut, "checkpoint failed")] == [2]
     assert [p.name for p in checkpoint.saved(run_of(cut) / "checkpoints")] == ["000000", "000001", "000003", "000004"]
     assert not list((run_of(cut) / "checkpoints").glob(".tmp-*"))
-    same_end(run_of(whole), run_of(cut))
+    same_end(whole, run_of(cut))
 
 
 def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
@@ -531,11 +566,16 @@ class FullDisk:
     ("name", "at", "room"), [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)]
 )  # fmt: skip
 def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exact(
-    name: str, at: int, room: bool, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    at: int,
+    room: bool,
+    whole_run: Callable[..., Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`room`: there is some left for the checkpoint. Every file holds whole lines alone, also before the resume."""
-    whole, cut = tiny("steps=2", run_dir="whole"), tiny("steps=2", run_dir="cut")
-    train(whole, display)
+    whole, cut = whole_run("steps=2"), tiny("steps=2", run_dir="cut")
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, name, at)
         if not room:
@@ -550,24 +590,23 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
         assert all(json.loads(line) for line in file.read_text().splitlines())
     assert not list(run_of(cut).rglob(".tmp-*"))
     resume(run_of(cut), display)
-    same_end(run_of(whole), run_of(cut))
+    same_end(whole, run_of(cut))
 
 
 def test_f23_replies_that_cannot_be_written_do_not_stop_a_run(
-    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    whole_run: Callable[..., Path], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gspo.record.run_dir import RunDir
 
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    whole, cut = tiny("steps=3", run_dir="whole"), tiny("steps=3", run_dir="cut")
-    train(whole, display)
+    whole, cut = whole_run("steps=3"), tiny("steps=3", run_dir="cut")
     with monkeypatch.context() as patch:
         injector = Injector(patch, RunDir, "rollouts", 2, full)
         train(cut, display)
     assert injector.shots == 1
-    assert (run_of(whole) / "metrics.jsonl").read_bytes() == (run_of(cut) / "metrics.jsonl").read_bytes()
+    assert (whole / "metrics.jsonl").read_bytes() == (run_of(cut) / "metrics.jsonl").read_bytes()
     assert any("could not be written" in m for m in display.messages)
 
 

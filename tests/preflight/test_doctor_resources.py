@@ -244,12 +244,9 @@ def test_disk(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> N
     assert levels == ["ok", "warning", "FAIL"]
 
 
-def test_sizes_on_disk_are_those_of_a_run(
-    tiny: Callable[..., Config], examined: Any, display: Any, monkeypatch: Any
-) -> None:
+def test_sizes_on_disk_are_those_of_a_run(tiny: Callable[..., Config], examined: Any, display: Any) -> None:
     from gspo.trainer import train
 
-    monkeypatch.setattr("gspo.trainer.draw_curves", lambda path: None)
     config = tiny("model.dtype=bfloat16", "rollout.prompts=16", "steps=1", "eval.every=0")
     case = examined(config, *SAMPLED, "objective", value=lambda g, i: 0.0).case
     run = train(config, display).run
