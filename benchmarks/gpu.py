@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gspo.config import LearnerConfig
-from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
-from gspo.policy.kernels.selected import selected_logprobs
-from gspo.policy.logprobs import _from_logits, planned_logprobs, reply_logprobs
-from gspo.policy.optimizer import Optimizer
-from gspo.policy.packing import reads_packed
+from gspo.learner.forward import _from_logits, planned_logprobs, reply_logprobs
+from gspo.learner.optimizer import Optimizer
+from gspo.learner.packing import reads_packed
+from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
+from gspo.model.kernels.fused_linear_logprobs import selected_logprobs
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""

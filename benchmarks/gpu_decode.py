@@ -16,10 +16,10 @@ import transformers
 from torch import Tensor
 
 from gspo.config import LoraConfig
-from gspo.policy.adapter import attach
-from gspo.policy.batch import Row, make_plan
-from gspo.policy.logprobs import planned_logprobs
-from gspo.policy.packing import reads_packed
+from gspo.learner.forward import planned_logprobs
+from gspo.learner.packing import reads_packed
+from gspo.learner.plan import Row, make_plan
+from gspo.model.adapter import attach
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import LocalEngine, build
 from gspo.types import Completion, Prompt, Sampling

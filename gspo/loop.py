@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo import trust
+from gspo.clock import Clock
+from gspo.cold_start import describe, supervised_start
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
 from gspo.errors import (
@@ -33,22 +35,20 @@ from gspo.errors import (
     NumericalError,
     RewardError,
 )
-from gspo.evaluate import Evaluation, evaluate
-from gspo.objective.auto_clip import at_limit
-from gspo.observe.alarms import HISTORY, holding
-from gspo.observe.clock import Clock
-from gspo.observe.metrics import reasons_left_out, rollout_records, step_metrics
-from gspo.observe.progress import Display
-from gspo.observe.run_dir import RunDir, read_jsonl
-from gspo.observe.sinks import Sinks
-from gspo.policy import checkpoint
-from gspo.policy.adapter import adapted
-from gspo.policy.checkpoint import TrainerState
-from gspo.policy.location import fingerprint_of
-from gspo.policy.optimizer import TUNABLE
-from gspo.start import describe, supervised_start
+from gspo.evaluation import Evaluation, evaluate
+from gspo.learner import checkpoint
+from gspo.learner.checkpoint import TrainerState
+from gspo.learner.optimizer import TUNABLE
+from gspo.model.adapter import adapted
+from gspo.model.source import fingerprint_of
+from gspo.objectives.adaptive_clip import at_limit
+from gspo.record.alarms import HISTORY, holding
+from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
+from gspo.record.progress import Display
+from gspo.record.run_dir import RunDir, read_jsonl
+from gspo.record.sinks import Sinks
+from gspo.signals import Interrupted, StopRequest
 from gspo.step import Collected, Learned, Parts, collect, learn
-from gspo.stop import Interrupted, StopRequest
 from gspo.types import Status
 
 MAY_CHANGE = (

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.clock import Clock
 from gspo.config import Config
 from gspo.data.problems import Problems, PromptOrder
-from gspo.objective.advantage import apply_rule, batch_whitened, whitened_returns
-from gspo.objective.auto_clip import AutoClip
-from gspo.objective.counted import Counted, counted, keeps
-from gspo.objective.loss import Loss
-from gspo.objective.objective import Objective
-from gspo.objective.penalty import KL_ESTIMATORS
-from gspo.objective.sequences import Sequences, Tokens
-from gspo.observe.clock import Clock
-from gspo.policy.adapter import switched_off
-from gspo.policy.batch import Plan, Positions, Row, make_plan
-from gspo.policy.logprobs import planned_logprobs
-from gspo.policy.model import Policy
-from gspo.policy.old import Old, from_sampler, recomputed
-from gspo.policy.optimizer import Optimizer, Update
-from gspo.policy.packing import reads_packed
-from gspo.policy.replay import Routed, Unrouted, route
-from gspo.policy.update import Batch, update
+from gspo.learner.forward import planned_logprobs
+from gspo.learner.old_logprobs import Old, from_sampler, recomputed
+from gspo.learner.optimizer import Optimizer, Update
+from gspo.learner.packing import reads_packed
+from gspo.learner.plan import Plan, Positions, Row, make_plan
+from gspo.learner.routing_replay import Routed, Unrouted, route
+from gspo.learner.update import Batch, update
+from gspo.model.adapter import switched_off
+from gspo.model.load import Policy
+from gspo.objectives.adaptive_clip import AutoClip
+from gspo.objectives.advantage import apply_rule, batch_whitened, whitened_returns
+from gspo.objectives.loss import Loss
+from gspo.objectives.objective import Objective
+from gspo.objectives.penalty import KL_ESTIMATORS
+from gspo.objectives.samples import Counted, counted, keeps
+from gspo.objectives.sequences import Sequences, Tokens
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Decoded, Engine
-from gspo.rollout.rollout import Gathered, distinct, gather
+from gspo.rollout.gather import Gathered, distinct, gather
 from gspo.types import Completion, Group, Prompt, Score
 
 
@@ -59,7 +59,7 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Learner):
-    """Everything a step works with, built once by `train.py`."""
+    """Everything a step works with, built once by `trainer.py`."""
 
     problems: Problems
     order: PromptOrder

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import gspo
+from gspo.clock import Clock
 from gspo.config import Config
-from gspo.objective.loss import build
-from gspo.objective.sequences import Sequences
-from gspo.observe.clock import Clock
-from gspo.policy.batch import Row, make_plan
-from gspo.policy.logprobs import planned_logprobs, reply_logprobs
-from gspo.policy.update import update
+from gspo.learner.forward import planned_logprobs, reply_logprobs
+from gspo.learner.plan import Row, make_plan
+from gspo.learner.update import update
+from gspo.objectives.sequences import Sequences
+from gspo.objectives.table import objective as build
 from gspo.step import Parts, collect, learn
 from gspo.types import Group, StopReason
 
@@ -39,7 +39,7 @@ class GradientRecorder:
             torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).clone()
         )
         self.model.zero_grad()
-        from gspo.policy.optimizer import Update
+        from gspo.learner.optimizer import Update
 
         return Update(applied=True, grad_norm=float(self.gradients[-1].norm()), learning_rate=0.0)
 
@@ -72,10 +72,10 @@ def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
 
 
 def _batch(parts: Parts, objective: Any, groups: tuple[Group, ...], *, budget: int, shuffle: int) -> Any:
-    from gspo.objective.advantage import apply_rule
-    from gspo.objective.counted import counted
-    from gspo.objective.sequences import Tokens
-    from gspo.policy.update import Batch
+    from gspo.learner.update import Batch
+    from gspo.objectives.advantage import apply_rule
+    from gspo.objectives.samples import counted
+    from gspo.objectives.sequences import Tokens
 
     replies = counted(groups, objective, max_tokens=10)
     rows = [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies]
@@ -192,7 +192,7 @@ def test_groups_stay_together_and_every_row_is_used_once() -> None:
 
 
 def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objective.counted import counted
+    from gspo.objectives.samples import counted
     from gspo.types import Score, Status
 
     parts = parts_of(tiny())
@@ -213,7 +213,7 @@ def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., 
 
 
 def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objective.counted import counted
+    from gspo.objectives.samples import counted
 
     parts = parts_of(tiny())
     groups = groups_of(parts)

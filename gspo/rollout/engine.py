@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError
-from gspo.policy.routing import Routers
+from gspo.model.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.errors import ConfigError, DataError, NumericalError
-from gspo.rollout import draw, rows
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.paged.decoder import Decoder
+from gspo.rollout.local import sampling as draw
+from gspo.rollout.local import states as rows
+from gspo.rollout.local.decoder import Decoder
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 VOCABULARY, EOS = 48, 0

@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
-from gspo.policy.routing import find_routers
-from gspo.rollout.draw import GREEDY, draw, uniform
+from gspo.model.routing import find_routers
 from gspo.rollout.engine import Decoded, EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.paged import batch, decoder, kernels
-from gspo.rollout.paged.decoder import Decoder, float32_logits, obstacle_to_pages
-from gspo.rollout.paged.graphs import Graphs
-from gspo.rollout.paged.pages import PAGE, Pages, pages_for
-from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
-from gspo.rollout.queue import Replies, make_queue
+from gspo.rollout.local import batch, decoder, kernels
+from gspo.rollout.local.blocks import PAGE, Pages, pages_for
+from gspo.rollout.local.cuda_graphs import Graphs
+from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_pages
+from gspo.rollout.local.queue import Replies, make_queue
+from gspo.rollout.local.sampling import GREEDY, draw, uniform
+from gspo.rollout.local.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
 from gspo.types import Prompt, Sampling
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -340,7 +340,7 @@ def filled(rows: int, width: int, seed: int = 0) -> Slots:
 
 
 def twins() -> tuple[Any, Any]:
-    from gspo.rollout.paged import kernels_triton
+    from gspo.rollout.local import kernels_triton
 
     return kernels, kernels_triton
 

@@ -16,7 +16,7 @@ from vllm_cases import apart, context_of, drawn, small_moe, some_prompts
 
 from gspo.config import LoraConfig
 from gspo.errors import WeightSyncError
-from gspo.policy import adapter
+from gspo.model import adapter
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.in_process import InProcess
 from gspo.rollout.vllm.memory import SHARED

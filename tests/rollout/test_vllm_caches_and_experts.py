@@ -11,7 +11,7 @@ from needs import needs_vllm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm_cases import apart, context_of, drawn, small_moe, some_prompts, stirred
 
-from gspo.policy.routing import Forced
+from gspo.model.routing import Forced
 from gspo.rollout.engine import build_engine
 from gspo.types import Completion, Sampling
 

@@ -347,7 +347,7 @@ def test_tied_weights_are_sent_once() -> None:
 
 def test_experts_that_vllm_returns_itself_are_cut_to_the_layers_that_have_some() -> None:
     """Layer 0 of this model is dense; vLLM's array has a row for it all the same."""
-    from gspo.policy.routing import find_routers
+    from gspo.model.routing import find_routers
     from gspo.rollout.vllm.experts import from_text, moe_layers
 
     mixture = small_moe(num_hidden_layers=3, mlp_only_layers=[0])

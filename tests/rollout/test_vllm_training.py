@@ -10,9 +10,9 @@ import pytest
 from needs import needs_vllm
 
 from gspo.config import Config
-from gspo.observe.run_dir import read_jsonl
+from gspo.record.run_dir import read_jsonl
 from gspo.rollout.vllm.in_process import InProcess
-from gspo.train import resume, train
+from gspo.trainer import resume, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 MIXTURE = ("rollout.engine=vllm", "model.build=tiny_moe", "model.build_options={head_dim = 32}")

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
-from gspo.policy.memory import out_of_memory, release_memory
-from gspo.policy.model import position_limit
-from gspo.policy.routing import Routers
-from gspo.rollout.draw import draw, uniform, with_greedy
+from gspo.model.load import position_limit
+from gspo.model.memory import out_of_memory, release_memory
+from gspo.model.routing import Routers
 from gspo.rollout.engine import Decoded, EngineContext
-from gspo.rollout.paged.batch import PagedBatch
-from gspo.rollout.paged.decoder import obstacle_to_pages
-from gspo.rollout.queue import Queue, Replies, make_queue
-from gspo.rollout.rows import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
+from gspo.rollout.local.batch import PagedBatch
+from gspo.rollout.local.decoder import obstacle_to_pages
+from gspo.rollout.local.queue import Queue, Replies, make_queue
+from gspo.rollout.local.sampling import draw, uniform, with_greedy
+from gspo.rollout.local.states import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo.errors import ConfigError, EngineError
-from gspo.policy.adapter import adapted
-from gspo.policy.routing import Routers
+from gspo.model.adapter import adapted
+from gspo.model.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
 from gspo.rollout.vllm.canary import check_canary

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, EngineError
-from gspo.policy.adapter import SETTINGS
-from gspo.policy.adapter import layers as adapted_layers
+from gspo.model.adapter import SETTINGS
+from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault

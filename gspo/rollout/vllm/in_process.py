@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, WeightSyncError
-from gspo.policy.adapter import layers as adapted_layers
+from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import native, sees_itself
 from gspo.rollout.vllm.host import Check, Reply, Request
