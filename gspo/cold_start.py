@@ -17,14 +17,14 @@ from gspo.learner.plan import Row
 from gspo.learner.sft import ColdStart, cold_start
 from gspo.model.quantization import numbers_in
 from gspo.record.progress import Display
-from gspo.step import Parts
+from gspo.step import RunContext
 from gspo.types import Prompt, Sampling
 
 CHECKED = 128
 """Fresh problems per accuracy check of the cold start."""
 
 
-def describe(parts: Parts, run: object, display: Display, warn: Callable[[str], None]) -> None:
+def describe(parts: RunContext, run: object, display: Display, warn: Callable[[str], None]) -> None:
     """Say what is about to be trained."""
     config, problems = parts.config, parts.problems
     size, trained = (
@@ -50,7 +50,7 @@ def _human(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
 
 
-def supervised_start(parts: Parts, display: Display) -> ColdStart:
+def supervised_start(parts: RunContext, display: Display) -> ColdStart:
     """Fine-tune on the task's demonstrations until sampled accuracy on fresh problems is high enough."""
     config, rollout = parts.config.cold_start, parts.config.rollout
     fresh = _fresh_problems(parts)
@@ -66,7 +66,7 @@ def supervised_start(parts: Parts, display: Display) -> ColdStart:
     def report(step: int, loss: float, reached: float) -> None:
         display.cold_start(step, config.steps, loss, reached)
 
-    rows = (Row(prompt_ids=p.token_ids, reply_ids=reply) for p, reply in fresh)
+    rows = (Row(prompt_ids=p.token_ids, completion_ids=reply) for p, reply in fresh)
     done = cold_start(parts.policy, config, rows, accuracy, report)
     parts.optimizer.adopt_weights()
     reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"
@@ -74,7 +74,7 @@ def supervised_start(parts: Parts, display: Display) -> ColdStart:
     return done
 
 
-def _fresh_problems(parts: Parts) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
+def _fresh_problems(parts: RunContext) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
     """Endless (prompt, demonstration ids), none of which asks the same as a held-out problem."""
     tokenizer, data = parts.policy.tokenizer, parts.config.data
     held_out = {p.key for p in parts.problems.held_out}

@@ -73,7 +73,7 @@ def safe_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class DrawnStream(SafeStream):
+class AnsiStream(SafeStream):
     """A text stream for a library that draws: its colours and moves go through, and nothing else that acts."""
 
     def write(self, text: str) -> int:
@@ -85,4 +85,4 @@ class DrawnStream(SafeStream):
 def terminal() -> TextIO:
     """Standard output for a library that draws on it. What others print meanwhile comes through that library too."""
     stream = sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout
-    return cast(TextIO, DrawnStream(stream))
+    return cast(TextIO, AnsiStream(stream))

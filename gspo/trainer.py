@@ -41,7 +41,7 @@ from gspo.loop import MAY_CHANGE, Loop
 from gspo.model.adapter import adapted, base_of
 from gspo.model.load import Policy, load_policy, load_tokenizer
 from gspo.model.memory import out_of_memory
-from gspo.objectives.adaptive_clip import AutoClip, take_auto
+from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.advantage import batch_whitened, external
 from gspo.objectives.objective import Objective, settings_of
 from gspo.objectives.samples import overlong_range
@@ -54,7 +54,7 @@ from gspo.record.sinks import Sinks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
 from gspo.signals import StopRequest
-from gspo.step import Parts
+from gspo.step import RunContext
 
 OWN_OPTION = ("name", "run_dir", "steps")
 """Settings that a resume takes by an option of its own, or from where the run lies."""
@@ -186,7 +186,7 @@ def _with_new_end(config: Config, steps: int, display: Display) -> Config:
 
 def run_objective(config: Config) -> Objective:
     """The config's objective, refused where a run cannot use it."""
-    name, (_, settings) = config.objective.name, run_auto_clip(config)
+    name, (_, settings) = config.objective.name, run_adaptive_clip(config)
     if name in TABLE and "max_length" in settings_of(TABLE[name]):
         settings.setdefault("max_length", config.rollout.max_tokens)
     objective = build_objective(name, **settings)
@@ -220,12 +220,12 @@ def _check_overlong(config: Config, objective: Objective) -> None:
         raise ConfigError(f"objective.overlong_limit: the length penalty begins above {limit - cache} tokens (overlong_limit {limit} less overlong_cache {cache}), and replies are cut at rollout.max_tokens = {longest}, so it can never act; lower overlong_limit, or raise overlong_cache or rollout.max_tokens")  # fmt: skip
 
 
-def run_auto_clip(config: Config) -> tuple[AutoClip | None, dict[str, Any]]:
+def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adapting clip range, if the settings ask for one, and the objective's other settings."""
     name, settings = config.objective.name, dict(config.objective.settings)
     if name not in TABLE:
         return None, settings
-    auto, settings = take_auto(dataclasses.replace(TABLE[name], name=name), settings)
+    auto, settings = take_adaptive(dataclasses.replace(TABLE[name], name=name), settings)
     if auto and config.learner.mini_batches == 1:
         raise ConfigError(f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; set more, or a number")  # fmt: skip
     return auto, settings
@@ -289,7 +289,7 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
         raise
 
 
-def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path | None, stack: ExitStack) -> Parts:
+def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path | None, stack: ExitStack) -> RunContext:
     task = build_task(config.data.task, config.data.task_options) if config.data.task else None
     rewards = RewardPool(config.reward, (config.data.task, config.data.task_options) if task else None)
     stack.callback(rewards.close)
@@ -308,7 +308,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
     if config.routing.replay == "sampler" and not engine.reports_routes:
         raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
     _check_old_logp(config, objective, policy)
-    return Parts(
+    return RunContext(
         config=config,
         objective=objective,
         problems=problems,
@@ -318,7 +318,7 @@ def _build_parts(run: RunDir, config: Config, objective: Objective, begin: Path 
         engine=engine,
         rewards=rewards,
         optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
-        auto_clip=run_auto_clip(config)[0],
+        adaptive_clip=run_adaptive_clip(config)[0],
     )
 
 

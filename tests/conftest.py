@@ -19,7 +19,7 @@ import gspo.model.load
 from gspo import config as settings
 from gspo.config import Config
 from gspo.record.run_dir import RunDir
-from gspo.step import Parts
+from gspo.step import RunContext
 from gspo.trainer import _build_parts, run_objective
 
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
@@ -100,7 +100,7 @@ def parts_of() -> Any:
     """Builds the parts of a config and closes them after the test."""
     with ExitStack() as stack:
 
-        def build(config: Config) -> Parts:
+        def build(config: Config) -> RunContext:
             run = RunDir.create(config)
             stack.callback(run.close)
             return _build_parts(run, config, run_objective(config), None, stack)

@@ -12,7 +12,7 @@ import pytest
 from gspo.cli import main
 from gspo.config import Config
 from gspo.evaluation import Evaluation, evaluate
-from gspo.rollout.local.states import CachedRows
+from gspo.rollout.local.states import KVCacheState
 from gspo.trainer import train
 from gspo.types import Score, Status
 
@@ -74,13 +74,13 @@ def test_an_evaluation_reads_every_prompt_once(
     config = tiny()
     parts = parts_of(config)
     read: list[tuple[int, ...]] = []
-    prefill = CachedRows.prefill
+    prefill = KVCacheState.prefill
 
-    def counting(rows: CachedRows, prompts: list[tuple[int, ...]]) -> Any:
+    def counting(rows: KVCacheState, prompts: list[tuple[int, ...]]) -> Any:
         read.extend(prompts)
         return prefill(rows, prompts)
 
-    monkeypatch.setattr(CachedRows, "prefill", counting)
+    monkeypatch.setattr(KVCacheState, "prefill", counting)
     problems, sampling = parts.problems.held_out, config.rollout.sampling
     done = evaluate(
         parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from gspo.learner.packing import read
 from gspo.learner.plan import MicroBatch, Plan
-from gspo.model.kernels.fused_linear_logprobs import selected_logprobs
-from gspo.model.lm_head import gradient_buffer, head_of, keeps_last, passed_by
+from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
+from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.memory import out_of_memory
 
 
-def reply_logprobs(
+def completion_logprobs(
     model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
-    head = head_of(model)
+    head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
-    with passed_by(head):
+    with bypass_head(head):
         hidden = read(model, batch)
-    logp_N, entropy_N = selected_logprobs(
+    logp_N, entropy_N = fused_linear_logprobs(
         hidden.flatten(0, 1)[batch.output_N],
         head.weight,
         batch.target_N,
@@ -47,8 +47,8 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     first = int(column_N.min()) if keeps_last(model) else 0
     logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
-    normaliser_N = torch.logsumexp(logits_NV, dim=-1)
-    logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normaliser_N
+    normalizer_N = torch.logsumexp(logits_NV, dim=-1)
+    logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normalizer_N
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         scores_NV = logits_NV if entropy_gradient else logits_NV.detach()
         probability_NV = torch.softmax(scores_NV, dim=-1)
@@ -57,7 +57,7 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
 
 
 @torch.no_grad()
-def planned_logprobs(
+def plan_logprobs(
     model: Any,
     plan: Plan,
     temperature: float,
@@ -69,7 +69,7 @@ def planned_logprobs(
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
-    head_of(model)  # its trial must not run inside `routed`
+    lm_head(model)  # its trial must not run inside `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     steps = plan.steps if step is None else plan.steps[step : step + 1]
     waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]
@@ -78,7 +78,7 @@ def planned_logprobs(
         batch = cpu_batch.to(device)
         try:
             with routed(batch):
-                logp_N[batch.at_N], entropy_N[batch.at_N] = reply_logprobs(model, batch, temperature)
+                logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
         except Exception as error:
             halves = plan.halves(cpu_batch)
             if not out_of_memory(error) or len(halves) < 2:

@@ -1,6 +1,6 @@
 """The old policy's log-probabilities: what ratios are measured against.
 
-In: a planned batch and the engine's log-probabilities. Out: `Old`. Two ways (`learner.old_logp`):
+In: a planned batch and the engine's log-probabilities. Out: `OldLogprobs`. Two ways (`learner.old_logp`):
 
     recompute   the learner's own forward over all tokens: exact, whatever the engine computes
     sampler     the engine's own numbers, which the GSPO paper suggests because sequence ratios bear more noise: one forward
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from gspo.errors import MismatchError
-from gspo.learner.forward import planned_logprobs
+from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import Plan
-from gspo.learner.routing_replay import Unrouted
-from gspo.learner.update import Ahead, old_logprobs
+from gspo.learner.routing_replay import NoRouting
+from gspo.learner.update import CachedForward, old_logprobs
 from gspo.model.load import Policy
 from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Old:
+class OldLogprobs:
     """The old policy of a batch."""
 
     logp_N: Tensor
@@ -38,28 +38,32 @@ class Old:
     """Its entropy at the tokens that the learner has computed."""
     log_rho_M: Tensor
     """log pi_old - log mu at these tokens, pi_old by the learner's forward, mu the engine's."""
-    ahead: Ahead | None = None
+    ahead: CachedForward | None = None
     """The first learning forward, where computing this was that already."""
 
 
 def recomputed(
-    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: Unrouted, *, keep: bool
-) -> Old:  # fmt: skip
+    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: NoRouting, *, keep: bool
+) -> OldLogprobs:  # fmt: skip
     """By the learner's forward; `keep`: the first update may use a part of it."""
     logp_N, entropy_N, ahead = old_logprobs(policy, objective, plan, temperature, routing, keep=keep)
-    return Old(logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead)
+    return OldLogprobs(
+        logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead
+    )
 
 
-def from_sampler(policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective) -> Old:
+def from_sampler(
+    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective
+) -> OldLogprobs:
     """The engine's numbers, after a look at how far they are from the learner's; `MismatchError` if too far."""
-    logp_N, entropy_N = planned_logprobs(policy.model, plan, temperature, policy.device, step=0)
+    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, step=0)
     at_M = torch.cat([micro.at_N for micro in plan.steps[0]]).sort().values.to(policy.device)
     tokens = Tokens(
         logp_N=logp_N[at_M], logp_old_N=sampler_N[at_M], logp_sampler_N=sampler_N[at_M], advantage_N=torch.zeros_like(logp_N[at_M]),
         sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.rows)),
     )  # fmt: skip
     _check(objective, tokens)
-    return Old(
+    return OldLogprobs(
         logp_N=sampler_N,
         logp_sampler_N=sampler_N,
         entropy_M=entropy_N[at_M],

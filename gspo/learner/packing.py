@@ -81,7 +81,7 @@ def _trial(model: Any) -> float:
     rows = [
         Row(
             prompt_ids=tuple((3 * j + p) % vocabulary for j in range(p)),
-            reply_ids=tuple((7 * i + 5 * j + 1) % vocabulary for j in range(r)),
+            completion_ids=tuple((7 * i + 5 * j + 1) % vocabulary for j in range(r)),
         )
         for i, (p, r) in enumerate(lengths)
     ]

@@ -32,11 +32,11 @@ class Row:
     """One sequence: what was given and what was generated."""
 
     prompt_ids: tuple[int, ...]
-    reply_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.reply_ids)
+        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Plan:
 
     def lengths(self, rows: Sequence[int]) -> Tensor:
         """Reply tokens of some rows, in float64."""
-        return torch.tensor([len(self.rows[r].reply_ids) for r in rows], dtype=torch.float64)
+        return torch.tensor([len(self.rows[r].completion_ids) for r in rows], dtype=torch.float64)
 
 
 def make_plan(
@@ -145,7 +145,7 @@ def make_plan(
 ) -> Plan:
     """Deal groups, in seeded order, into `mini_batches` optimiser steps of equal size (to one reply); a group stays whole
     unless it stands across a cut. With `packed`, rows of a micro-batch that have the same prompt share it."""
-    sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r.reply_ids) for r in rows], dtype=torch.long))  # fmt: skip
+    sequence_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(r.completion_ids) for r in rows], dtype=torch.long))  # fmt: skip
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(rows))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
@@ -186,12 +186,12 @@ def _by_packed_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -
     used, prompts = 0, set[tuple[int, ...]]()
     for row in chosen:
         new = 0 if rows[row].prompt_ids in prompts else len(rows[row].prompt_ids)
-        if parts and used + new + len(rows[row].reply_ids) <= budget:
+        if parts and used + new + len(rows[row].completion_ids) <= budget:
             parts[-1].append(row)
         else:
             parts.append([row])
             used, new, prompts = 0, len(rows[row].prompt_ids), set()
-        used += new + len(rows[row].reply_ids)
+        used += new + len(rows[row].completion_ids)
         prompts.add(rows[row].prompt_ids)
     return parts
 
@@ -214,7 +214,7 @@ def _padded(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBat
     input_ids = torch.full((len(chosen), width), pad_id)
     input_at = torch.full((len(chosen), width), -1)
     for i, r in enumerate(chosen):
-        input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].reply_ids)
+        input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].completion_ids)
         input_at[i, : rows[r].length] = torch.arange(starts[r], starts[r + 1])
     where = [np.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
     return MicroBatch(
@@ -246,10 +246,10 @@ def _packed(rows: Sequence[Row], owner: Mapping[int, int]) -> MicroBatch:
         ids += given
         columns.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
         for row in group:
-            here = np.arange(len(ids), len(ids) + len(rows[row].reply_ids))
+            here = np.arange(len(ids), len(ids) + len(rows[row].completion_ids))
             where.append(np.concatenate([prompts[-1], here]))
             parts.append(here)
-            ids += rows[row].reply_ids
+            ids += rows[row].completion_ids
             columns.append((range(starts[row] + len(given), starts[row + 1]), 1, len(given)))
         replies.append(np.arange(begin + len(given), len(ids)))
     lengths = [len(at) for at, _, _ in columns]
@@ -290,12 +290,12 @@ def _span(stretches: list[Places]) -> Span:
 
 def _replies(rows: Sequence[Row], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
     """The reply tokens of a micro-batch; `where` its rows' tokens stand among the inputs, flattened."""
-    starts = [0, *accumulate(len(row.reply_ids) for row in rows)]
-    lengths = [len(rows[r].reply_ids) for r in chosen]
+    starts = [0, *accumulate(len(row.completion_ids) for row in rows)]
+    lengths = [len(rows[r].completion_ids) for r in chosen]
     return {
         "row_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)),
         "output_N": _joined([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
-        "target_N": torch.tensor([x for r in chosen for x in rows[r].reply_ids], dtype=torch.long),
+        "target_N": torch.tensor([x for r in chosen for x in rows[r].completion_ids], dtype=torch.long),
         "at_N": _joined([np.arange(starts[r], starts[r + 1]) for r in chosen]),
     }
 

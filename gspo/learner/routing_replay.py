@@ -25,12 +25,12 @@ from gspo.learner.packing import read
 from gspo.learner.plan import MicroBatch, Plan
 from gspo.model.lm_head import keeps_last
 from gspo.model.memory import out_of_memory
-from gspo.model.routing import Forced, Routers, Seen, changed
+from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
 from gspo.types import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class RoutingStats:
     """What the routers did in a step. Flips are choices that differ, per reply token: those of the position whose output
     predicts it, summed over layers."""
 
@@ -51,7 +51,7 @@ class Routed:
     """The auxiliary loss of each optimiser step, coefficient included; empty: there is none."""
 
 
-class Unrouted:
+class NoRouting:
     """Routing of a dense model, and of one whose routing is left alone: there is nothing to do."""
 
     @property
@@ -63,15 +63,15 @@ class Unrouted:
         """The context of the forward that gives the old log-probabilities."""
         return nullcontext()
 
-    def learning(self, micro: MicroBatch) -> AbstractContextManager[Seen | None]:
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
         """The context of a forward of the learning policy and its backward."""
         return nullcontext()
 
-    def balance_loss(self, micro: MicroBatch, seen: Seen | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
         """This micro-batch's part of the auxiliary load-balancing loss."""
         return 0.0
 
-    def outcome(self, model: Any) -> Routed | None:
+    def outcome(self, model: Any) -> RoutingStats | None:
         """What came of it."""
         return None
 
@@ -84,14 +84,14 @@ def route(
     replay: str,
     balance: float,
     device: torch.device,
-) -> Unrouted:
+) -> NoRouting:
     """The routing of a batch; `sampled` are the experts that the engine reported for each row."""
     if routers is None:
-        return Unrouted()
+        return NoRouting()
     return Routing(routers, plan, sampled, replay=replay, balance=balance, device=device)
 
 
-class Routing(Unrouted):
+class Routing(NoRouting):
     """Owns the choices of one batch while it is learned from."""
 
     def __init__(
@@ -163,21 +163,21 @@ class Routing(Unrouted):
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
 
     @contextmanager
-    def learning(self, micro: MicroBatch) -> Iterator[Seen]:
+    def learning(self, micro: MicroBatch) -> Iterator[RouterTrace]:
         forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
         with self.routers.watch(forced, logits=bool(self.balance)) as seen:
             yield seen
         self._count_flips(micro, seen)
 
-    def _count_flips(self, micro: MicroBatch, seen: Seen) -> None:
+    def _count_flips(self, micro: MicroBatch, seen: RouterTrace) -> None:
         old_NLK, output_N = self.old_ILK[self._input_of(micro)], micro.output_N
         self.flipped_N[micro.at_N] = changed(seen.used_ILK[output_N], old_NLK).to(torch.int16)
         self.changed_N[micro.at_N] = changed(seen.native_ILK[output_N], old_NLK).to(torch.int16)
 
-    def _forced(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> Forced:
+    def _forced(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
         at_I = micro.input_at.flatten()
         real_I, at_I = at_I >= 0, at_I.clamp(min=0)
-        return Forced(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
+        return ForcedExperts(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
 
     def _input_of(self, micro: MicroBatch) -> Tensor:
         """Where the positions that predict reply tokens stand among the input tokens of the plan."""
@@ -190,9 +190,9 @@ class Routing(Unrouted):
 
     # ---- what came of it
 
-    def outcome(self, model: Any) -> Routed:
+    def outcome(self, model: Any) -> RoutingStats:
         updates_N = self._updates_between(model)
-        return Routed(
+        return RoutingStats(
             flipped_N=self.flipped_N,
             native_N=self.changed_N,
             sampler_N=self.sampler_N,
@@ -237,7 +237,7 @@ class Routing(Unrouted):
 
     # ---- auxiliary load-balancing loss
 
-    def balance_loss(self, micro: MicroBatch, seen: Seen | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
         """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
 
         Native routing on both sides: `f`, the share of choices that fall on an expert, is the old policy's own choice over

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from gspo.config import ColdStartConfig, LearnerConfig
-from gspo.learner.forward import reply_logprobs
+from gspo.learner.forward import completion_logprobs
 from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import Row, make_plan
 from gspo.model.load import Policy
@@ -56,7 +56,7 @@ def _step(policy: Policy, optimizer: Optimizer, rows: list[Row]) -> float:
     plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
     total = 0.0
     for micro in plan.steps[0]:
-        logp_N, _ = reply_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
+        logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
         loss = -logp_N.sum() / plan.tokens
         loss.backward()
         total += float(loss.detach())

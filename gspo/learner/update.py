@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import planned_logprobs, reply_logprobs
+from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.optimizer import Optimizer, Update
 from gspo.learner.plan import MicroBatch, Plan
-from gspo.learner.routing_replay import Unrouted
+from gspo.learner.routing_replay import NoRouting
 from gspo.model.load import Policy
 from gspo.model.memory import out_of_memory, release_memory
 from gspo.objectives.loss import Loss, loss_of, select
@@ -30,7 +30,7 @@ from gspo.objectives.trust_region import CovarianceRegion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class CachedForward:
     """The forward of the first micro-batch, run before its turn: it gave old log-probabilities, and its graph is kept."""
 
     of: MicroBatch
@@ -46,9 +46,9 @@ class Batch:
     tokens: Tokens
     """All its reply tokens; sequence i is row i of the plan."""
     temperature: float
-    routing: Unrouted = field(default_factory=Unrouted)
+    routing: NoRouting = field(default_factory=NoRouting)
     """What a mixture of experts does with its routers in learning forwards."""
-    ahead: Ahead | None = None
+    ahead: CachedForward | None = None
     logp_N: Tensor = field(init=False)
     """The learning policy's log-probabilities at the moment each token was used."""
     ratio_N: Tensor = field(init=False)
@@ -63,29 +63,27 @@ class Batch:
 
 
 def old_logprobs(
-    policy: Policy, objective: Objective, plan: Plan, temperature: float, routing: Unrouted, *, keep: bool
-) -> tuple[Tensor, Tensor, Ahead | None]:
+    policy: Policy, objective: Objective, plan: Plan, temperature: float, routing: NoRouting, *, keep: bool
+) -> tuple[Tensor, Tensor, CachedForward | None]:
     """(logp_N, entropy_N) under the weights as they are. The first update will have the same weights, so with `keep` its
     first micro-batch is computed once for both, last of all, so that no other forward runs beside its graph."""
     first, device = plan.steps[0][0], policy.device
     keep &= not isinstance(objective.trust_region, CovarianceRegion)  # it looks at the whole step first
     rest = replace(plan, steps=(plan.steps[0][1:], *plan.steps[1:])) if keep and routing.repeats else plan
-    logp_N, entropy_N = planned_logprobs(policy.model, rest, temperature, device, routed=routing.old)
+    logp_N, entropy_N = plan_logprobs(policy.model, rest, temperature, device, routed=routing.old)
     if rest is plan:
         return logp_N, entropy_N, None
     micro, ahead = first.to(device), None
     try:
         with routing.old(micro):
-            found = reply_logprobs(policy.model, micro, temperature, entropy_gradient=bool(objective.entropy))
-        ahead = Ahead(of=first, logp_N=found[0], entropy_N=found[1])
+            found = completion_logprobs(policy.model, micro, temperature, entropy_gradient=bool(objective.entropy))
+        ahead = CachedForward(of=first, logp_N=found[0], entropy_N=found[1])
     except Exception as error:
         if not out_of_memory(error):
             raise
     if ahead is None:
         release_memory()
-        found = planned_logprobs(
-            policy.model, replace(plan, steps=((first,),)), temperature, device, routed=routing.old
-        )
+        found = plan_logprobs(policy.model, replace(plan, steps=((first,),)), temperature, device, routed=routing.old)
         return logp_N + found[0], entropy_N + found[1], None
     logp_N[micro.at_N], entropy_N[micro.at_N] = ahead.logp_N.detach(), ahead.entropy_N.detach()
     return logp_N, entropy_N, ahead
@@ -124,7 +122,7 @@ def _gradients(policy: Policy, objective: Objective, batch: Batch, index: int, s
         known = known if known is not None and known.of is cpu_batch else None
         with batch.routing.learning(micro) if known is None else nullcontext() as seen:
             if known is None:
-                logp_N, entropy_N = reply_logprobs(
+                logp_N, entropy_N = completion_logprobs(
                     policy.model, micro, batch.temperature, entropy_gradient=bool(objective.entropy)
                 )
             else:
@@ -152,7 +150,7 @@ def _select(policy: Policy, objective: Objective, batch: Batch, index: int, seed
     if not isinstance(objective.trust_region, CovarianceRegion):
         return None
     at_N = torch.cat([micro.at_N for micro in batch.plan.steps[index]]).sort().values.to(policy.device)
-    logp_N, _ = planned_logprobs(
+    logp_N, _ = plan_logprobs(
         policy.model, batch.plan, batch.temperature, policy.device, step=index, routed=batch.routing.learning
     )
     chosen = select(objective, replace(_take(batch.tokens, at_N), logp_N=logp_N[at_N]), seed)

@@ -20,7 +20,7 @@ _found: WeakKeyDictionary[Any, torch.nn.Linear | None] = WeakKeyDictionary()
 _keeps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def head_of(model: Any) -> torch.nn.Linear | None:
+def lm_head(model: Any) -> torch.nn.Linear | None:
     """The output layer, if logits are hidden states times its weight; looked for once per model."""
     if model not in _found:
         obstacle = obstacle_to_head(model)
@@ -66,7 +66,7 @@ def obstacle_to_head(model: Any) -> str | None:
 
 
 @contextmanager
-def passed_by(head: torch.nn.Linear) -> Iterator[None]:
+def bypass_head(head: torch.nn.Linear) -> Iterator[None]:
     """Inside, the model's `logits` are what would have gone into the head."""
     head.forward = _same  # type: ignore[method-assign, assignment]
     try:

@@ -27,7 +27,7 @@ from gspo.model.alignment import align
 from gspo.model.causal import check_causal
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
-from gspo.model.lm_head import head_of
+from gspo.model.lm_head import lm_head
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 from gspo.model.source import load_errors, location
@@ -141,7 +141,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     _choose_threads(model, config, device)
     if device.type == "cpu":
         replace_norms(model)
-    head_of(model)
+    lm_head(model)
     reads_packed(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:

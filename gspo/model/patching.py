@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextmanager
-def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def patched_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, calling `module` calls `forward`."""
     before = module.__dict__.get("forward")
     module.forward = forward

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gspo.errors import ConfigError
-from gspo.model.patching import replaced_forward
+from gspo.model.patching import patched_forward
 from gspo.types import Routes
 
 MAY_ROUTE = re.compile(r"(Router|Gate|Gating|MoE|Moe|MoeBlock|MoEBlock|MoeMLP|FeedForward)$")
@@ -36,7 +36,7 @@ RANKS = ("DogeCDMoE",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forced:
+class ForcedExperts:
     """Experts to use instead of the routers' own."""
 
     chosen_ILK: Tensor
@@ -46,7 +46,7 @@ class Forced:
 
 
 @dataclass(kw_only=True)
-class Seen:
+class RouterTrace:
     """What the routers did in one forward. A recomputation in the backward pass repeats it and is not noted again."""
 
     compact: torch.dtype
@@ -88,24 +88,32 @@ class Routers:
         return torch.uint8 if self.experts <= 256 else torch.int16
 
     @contextmanager
-    def watch(self, forced: Forced | None = None, *, logits: bool = False, gates: bool = False) -> Iterator[Seen]:
+    def watch(
+        self, forced: ForcedExperts | None = None, *, logits: bool = False, gates: bool = False
+    ) -> Iterator[RouterTrace]:
         """Note the choices of the one forward inside, or prescribe them. The backward pass belongs inside too where
         activations are recomputed; `logits` keeps the router logits, with their graph, `gates` the experts' weights."""
         assert not self._watched, "the routers are already being watched"
-        seen = Seen(compact=self.compact)
+        seen = RouterTrace(compact=self.compact)
         with ExitStack() as stack:
             self._watched = True
             stack.callback(setattr, self, "_watched", False)
             for layer, module in enumerate(self.modules):
                 stack.enter_context(
-                    replaced_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
+                    patched_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
                 )
             yield seen
         missing = self.layers - len(seen.used)
         assert not missing, f"{missing} of {self.layers} routers were not called in the forward"
 
     def _routed(
-        self, layer: int, forward: Callable[..., Any], seen: Seen, forced: Forced | None, logits: bool, gates: bool
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        seen: RouterTrace,
+        forced: ForcedExperts | None,
+        logits: bool,
+        gates: bool,
     ) -> Callable[..., Any]:
         def choose(score_IE: Tensor, native: Any) -> Any:
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
@@ -166,7 +174,7 @@ def changed(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
     return (~shared).sum((-1, -2))
 
 
-def _prescribed(score_IE: Tensor, native: Any, forced: Forced, layer: int) -> Any:
+def _prescribed(score_IE: Tensor, native: Any, forced: ForcedExperts, layer: int) -> Any:
     assert len(score_IE) == len(forced.known_I), f"{len(score_IE)} tokens, but experts for {len(forced.known_I)}"
     chosen_IK = torch.where(forced.known_I.unsqueeze(-1), forced.chosen_ILK[:, layer].long(), native.indices)
     return torch.return_types.topk((score_IE.gather(-1, chosen_IK), chosen_IK))
@@ -207,7 +215,7 @@ def find_routers(model: Any) -> Routers | None:
 
     with ExitStack() as stack:
         for index, module in enumerate(candidates):
-            stack.enter_context(replaced_forward(module, _under(_TopK(note(index)), module.forward)))
+            stack.enter_context(patched_forward(module, _under(_TopK(note(index)), module.forward)))
         _try(model)
     if not shapes:
         return None
@@ -271,9 +279,9 @@ def check_balance(model: Any, routers: Routers) -> None:
         _try(model)
 
 
-def _replayed(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, Seen]:
+def _replayed(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, RouterTrace]:
     known_I = torch.ones(len(chosen_ILK), dtype=torch.bool, device=chosen_ILK.device)
-    with routers.watch(Forced(chosen_ILK=chosen_ILK, known_I=known_I), gates=True) as seen:
+    with routers.watch(ForcedExperts(chosen_ILK=chosen_ILK, known_I=known_I), gates=True) as seen:
         return _try(model), seen
 
 

@@ -94,7 +94,7 @@ def _from_hub(name: str) -> str:
     raise ConfigError(f"model.path: {name!r} is not here, neither as a directory nor among the models fetched before, and {host} cannot be reached; give a directory or a .gguf file")  # fmt: skip
 
 
-def fingerprint_of(config: ModelConfig) -> str:
+def weights_fingerprint(config: ModelConfig) -> str:
     """Of the files that hold the given model's weights; empty if they are not here, but on the hub. Of a large file, blocks
     at even distances are read."""
     if config.build or not Path(_named(config)).expanduser().exists():

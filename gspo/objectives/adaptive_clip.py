@@ -38,7 +38,7 @@ SIDES = ("clip_low", "clip_high")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoClip:
+class AdaptiveClip:
     """Which sides adapt, and to what share of clipped tokens (both sides together)."""
 
     target: float
@@ -84,7 +84,7 @@ def at_limit(scale: float) -> str | None:
     return None
 
 
-def take_auto(row: Objective, settings: Mapping[str, Any]) -> tuple[AutoClip | None, dict[str, Any]]:
+def take_adaptive(row: Objective, settings: Mapping[str, Any]) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adapting range that settings ask for, if any, and the settings without it."""
     asked = {k: v for k, v in settings.items() if k in SIDES and isinstance(v, str) and v.startswith(PREFIX)}
     rest = {k: v for k, v in settings.items() if k not in asked}
@@ -96,7 +96,7 @@ def take_auto(row: Objective, settings: Mapping[str, Any]) -> tuple[AutoClip | N
     targets = {key: _target(key, text) for key, text in asked.items()}
     if len(set(targets.values())) > 1:
         raise ConfigError("objective.clip_low, objective.clip_high: one target holds for both sides together; give the same share to both")  # fmt: skip
-    return AutoClip(target=next(iter(targets.values())), sides=tuple(asked)), rest
+    return AdaptiveClip(target=next(iter(targets.values())), sides=tuple(asked)), rest
 
 
 def _target(key: str, text: str) -> float:

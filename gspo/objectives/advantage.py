@@ -23,13 +23,13 @@ AdvantageRule = Callable[[Tensor, Tensor, int], Tensor]
 
 def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """(R - mean) / std within the group; Bessel's std, no epsilon."""
-    centred_B = centred(reward_B, group_B, groups)
+    centred_B = centered(reward_B, group_B, groups)
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
     variance_P = _sum(centred_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
     return torch.where(centred_B == 0, 0.0, centred_B / variance_P.sqrt()[group_B])
 
 
-def centred(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """R - mean within the group."""
     scored_B = torch.isfinite(reward_B)
     value_B = torch.where(scored_B, reward_B, 0.0)
@@ -41,7 +41,7 @@ def centred(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 def leave_one_out(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """R - mean of the others in the group = k/(k-1) (R - mean)."""
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
-    return centred(reward_B, group_B, groups) * (count_P / (count_P - 1).clamp(min=1))[group_B]
+    return centered(reward_B, group_B, groups) * (count_P / (count_P - 1).clamp(min=1))[group_B]
 
 
 def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
@@ -49,7 +49,7 @@ def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     scored_B = torch.isfinite(reward_B)
     useful_B = scored_B & mixed(reward_B, group_B, groups)[group_B]
     alpha = scored_B.sum() / useful_B.sum().clamp(min=1)
-    return alpha * centred(reward_B, group_B, groups)
+    return alpha * centered(reward_B, group_B, groups)
 
 
 def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:

@@ -97,7 +97,7 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
 
 def off_policy_keep(delta: float, tokens: Tokens) -> Tensor:
     """0 where A < 0 and mean_t log(mu/pi) of the reply is above delta, else 1 (DeepSeek-V3.2)."""
-    drift_B = tokens.sequences.mean(tokens.logp_behaviour_N - tokens.logp_N.detach())
+    drift_B = tokens.sequences.mean(tokens.logp_behavior_N - tokens.logp_N.detach())
     dropped_N = (tokens.advantage_N < 0) & (tokens.sequences.spread(drift_B) > delta)
     return (~dropped_N).to(tokens.logp_N.dtype)
 

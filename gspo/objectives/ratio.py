@@ -31,7 +31,7 @@ def sequence(tokens: Tokens) -> Tensor:
 
 def product(tokens: Tokens) -> Tensor:
     """W = prod_t pi/mu: the true ratio of the whole reply against the policy that sampled it."""
-    log_ratio_N = (tokens.logp_N - tokens.logp_behaviour_N).detach()
+    log_ratio_N = (tokens.logp_N - tokens.logp_behavior_N).detach()
     return with_gradient_of(tokens.sequences.spread(tokens.sequences.sum(log_ratio_N)), tokens.logp_N)
 
 

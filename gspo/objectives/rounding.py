@@ -30,7 +30,7 @@ class Noise:
     """Share of replies (or tokens) whose ratio rounding alone takes out of the clip range."""
 
 
-def noise_of(objective: Objective, sequences: Sequences, rounding_N: Tensor) -> Noise | None:
+def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tensor) -> Noise | None:
     """`rounding_N`: the difference of the two log-probabilities of each token. None: the objective has no clip range."""
     region: Any = objective.trust_region
     if not hasattr(region, "clip_low") or not len(rounding_N):

@@ -16,7 +16,7 @@ from gspo.types import Completion, Group, Prompt, Score, Status, StopReason, equ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class TrainSample:
     """A reply that is learned from."""
 
     group: int
@@ -29,12 +29,12 @@ class Counted:
     """After shaping."""
 
 
-def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[Counted]:
+def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
     """The replies to learn from, group by group."""
-    kept: list[Counted] = []
+    kept: list[TrainSample] = []
     for number, group in enumerate(groups):
         members = [
-            Counted(
+            TrainSample(
                 group=number,
                 sample=i,
                 prompt=group.prompt,

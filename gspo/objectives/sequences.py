@@ -66,6 +66,6 @@ class Tokens:
             assert value is None or value.shape == shape, f"{name}: {tuple(value.shape)}, not {tuple(shape)}"
 
     @property
-    def logp_behaviour_N(self) -> Tensor:
+    def logp_behavior_N(self) -> Tensor:
         """What the replies were drawn from: the sampler if it reported, else the old policy."""
         return self.logp_old_N if self.logp_sampler_N is None else self.logp_sampler_N

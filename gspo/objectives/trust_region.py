@@ -175,7 +175,7 @@ class MaskedWeight(TrustRegion):
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         ratio_N = log_ratio_N.detach().exp()
-        log_weight_N = (tokens.logp_N.detach() - tokens.logp_behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_weight_N = (tokens.logp_N.detach() - tokens.logp_behavior_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         weight_N = log_weight_N.exp().clamp(max=self.weight_cap)
         dropped_N = pushed_out(ratio_N, tokens.advantage_N, self.clip_low, self.clip_high)
         objective_N = weight_N * tokens.advantage_N * tokens.logp_N
@@ -247,7 +247,7 @@ class DropCovariance(CovarianceRegion):
 
 
 @dataclass(frozen=True)
-class PenaliseCovariance(CovarianceRegion):
+class PenalizeCovariance(CovarianceRegion):
     """r A - cov_kl |log pi - log pi_old| on the `select_fraction` of tokens with the largest Cov (KL-Cov). No clip."""
 
     cov_kl: float

@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class Timings:
     """How long things took on a few replies."""
 
     replies: int
@@ -54,8 +54,8 @@ class Case:
     groups: list[Group] | None = None
     """A few prompts of the first step, sampled and scored as the run would."""
     fresh: Any = None
-    """Log-probabilities of those replies (`batch.Fresh`)."""
-    pace: Pace | None = None
+    """Log-probabilities of those replies (`batch.LogprobsByPolicy`)."""
+    pace: Timings | None = None
     activation_bytes: float | None = None
     """Per token of a micro-batch, measured; None: not measured."""
     device: torch.device | None = None

@@ -24,7 +24,7 @@ MANY = 0.05
 """From this share on, rows that are left out deserve a warning."""
 
 
-class Untokenized:
+class RowTokenizer:
     """Stands in for a tokenizer where only rows and fields are looked at: any prompt is one token."""
 
     chat_template = "any"
@@ -38,7 +38,7 @@ class Untokenized:
 
 
 def check_data(case: Case) -> Iterator[Finding]:
-    config, tokenizer = case.config.data, case.tokenizer or Untokenized()
+    config, tokenizer = case.config.data, case.tokenizer or RowTokenizer()
     case.problems = problems = load_problems(config, tokenizer, case.config.seed)
     source = config.path or (f"hub data set {config.hub}" if config.hub else f"task {config.task}")
     answers = sum("answer" in p.columns for p in problems.train)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
-from gspo.model.lm_head import head_of
+from gspo.model.lm_head import lm_head
 from gspo.model.quantization import BITS, linear_layers
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, ok, warning
@@ -42,7 +42,7 @@ TIGHT = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class MemoryUse:
     """One use of memory."""
 
     name: str
@@ -58,8 +58,8 @@ class Line:
 class Estimate:
     """What a run holds throughout, and the phases that come on top one at a time."""
 
-    held: tuple[Line, ...]
-    phases: dict[str, tuple[Line, ...]]
+    held: tuple[MemoryUse, ...]
+    phases: dict[str, tuple[MemoryUse, ...]]
     """By name; that of learning begins with the gradients."""
 
     @property
@@ -148,14 +148,14 @@ def estimate(case: Case, *, gpu: bool) -> Estimate:
     n, t = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     weights = weight_bytes(case.skeleton, config.quantize)
     each = "per trained weight" if t < n else "per weight"
-    held = [Line(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
-    held += [Line(name="optimiser moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
+    held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
+    held += [MemoryUse(name="optimiser moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
     if any(p.element_size() < 4 for p in parameters):
-        held.append(Line(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
+        held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
     if case.objective is not None and case.objective.kl and not config.lora.rank:
-        held.append(Line(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
-    gradients = Line(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
-    temporary = Line(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
+        held.append(MemoryUse(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
+    gradients = MemoryUse(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
+    temporary = MemoryUse(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
     return Estimate(
         held=tuple(held),
         phases={
@@ -166,7 +166,7 @@ def estimate(case: Case, *, gpu: bool) -> Estimate:
     )
 
 
-def _learning(case: Case) -> tuple[Line, ...]:
+def _learning(case: Case) -> tuple[MemoryUse, ...]:
     shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
     rows, width = largest_micro_batch(case)
     checkpointing = case.config.model.gradient_checkpointing
@@ -175,28 +175,28 @@ def _learning(case: Case) -> tuple[Line, ...]:
     origin = "measured" if case.activation_bytes else "estimated"
     entries = logits_held(case, rows * reply, shape.vocabulary)
     return (
-        Line(name="activations", bytes=rows * width * per_token, how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}"),
-        Line(name="logits", bytes=entries * LOGIT_BYTES, how=f"{entries / 1e6:,.4g}M of {rows} x {reply} reply tokens x {shape.vocabulary}, {LOGIT_BYTES} bytes each"),
+        MemoryUse(name="activations", bytes=rows * width * per_token, how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}"),
+        MemoryUse(name="logits", bytes=entries * LOGIT_BYTES, how=f"{entries / 1e6:,.4g}M of {rows} x {reply} reply tokens x {shape.vocabulary}, {LOGIT_BYTES} bytes each"),
     )  # fmt: skip
 
 
 def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
     """How many of the logits of some reply tokens exist at a time."""
-    if case.policy is not None and head_of(case.policy.model) is None:
+    if case.policy is not None and lm_head(case.policy.model) is None:
         return tokens * vocabulary
     held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
     return min(tokens * vocabulary, max(held, 256 * tokens))
 
 
-def _sampling(case: Case) -> tuple[Line, ...]:
+def _sampling(case: Case) -> tuple[MemoryUse, ...]:
     if case.config.rollout.engine != "local":
         return ()
     shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
     slots = min(int(case.config.rollout.engine_options.get("slots", 256)), case.replies)
     columns = case.longest_prompt + case.config.rollout.max_tokens
     return (
-        Line(name="keys and values", bytes=slots * columns * shape.layers * 2 * shape.keys * size, how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes"),
-        Line(name="logits of a step", bytes=slots * shape.vocabulary * DRAW_BYTES, how=f"{slots} x {shape.vocabulary} x {DRAW_BYTES} bytes"),
+        MemoryUse(name="keys and values", bytes=slots * columns * shape.layers * 2 * shape.keys * size, how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes"),
+        MemoryUse(name="logits of a step", bytes=slots * shape.vocabulary * DRAW_BYTES, how=f"{slots} x {shape.vocabulary} x {DRAW_BYTES} bytes"),
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
     return f"{more or 'Set '}rollout.max_tokens lower, or use more memory: even one row of {width} tokens is too much."
 
 
-def _total(lines: Sequence[Line]) -> float:
+def _total(lines: Sequence[MemoryUse]) -> float:
     return sum(line.bytes for line in lines)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from gspo.objectives.samples import keeps
-from gspo.preflight.case import Case, Pace
+from gspo.preflight.case import Case, Timings
 from gspo.preflight.findings import Finding, note, ok
 from gspo.preflight.machine import digits
 
@@ -39,12 +39,12 @@ def check_time(case: Case) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def rollout_seconds(case: Case, pace: Pace, scale: float) -> float:
+def rollout_seconds(case: Case, pace: Timings, scale: float) -> float:
     """Sampling of a whole step, with refills."""
     return pace.rollout_s * scale * _draws(case)
 
 
-def slots_scale(case: Case, pace: Pace) -> float:
+def slots_scale(case: Case, pace: Timings) -> float:
     """How many times the measured batch a step takes if only full rounds of slots count."""
     slots = int(case.config.rollout.engine_options.get("slots", 256))
     return math.ceil(case.replies / slots) / math.ceil(pace.replies / slots)
@@ -58,7 +58,7 @@ def _draws(case: Case) -> float:
     return min(float(case.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
 
 
-def _evaluation(case: Case, pace: Pace) -> float:
+def _evaluation(case: Case, pace: Timings) -> float:
     held_out = len(case.problems.held_out) if case.problems else 0
     replies = held_out * (case.config.eval.samples + case.config.eval.greedy)
     return (pace.rollout_s + pace.reward_s) * replies / pace.replies

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import planned_logprobs, reply_logprobs
+from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.packing import reads_packed
 from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
-from gspo.learner.routing_replay import Unrouted, route
-from gspo.model.lm_head import head_of
-from gspo.objectives.rounding import noise_of
+from gspo.learner.routing_replay import NoRouting, route
+from gspo.model.lm_head import lm_head
+from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.case import PATIENCE_S, Case
 from gspo.preflight.findings import Finding, fail, note, ok, warning
@@ -31,11 +31,11 @@ from gspo.types import Completion, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fresh:
+class LogprobsByPolicy:
     """Log-probabilities of the sampled replies by policy, for the tokens that were computed."""
 
     plan: Plan
-    routing: Unrouted
+    routing: NoRouting
     old_N: Tensor
     new_N: Tensor
     sampler_N: Tensor
@@ -83,12 +83,12 @@ def _fitting(case: Case) -> tuple[int, int]:
     return int(max(0.0, room) / per_token), width
 
 
-def _fresh(case: Case, budget: int) -> Fresh:
+def _fresh(case: Case, budget: int) -> LogprobsByPolicy:
     """Old and learning forward, and backward, of the sampled replies: whole micro-batches, while patience lasts."""
     assert case.policy is not None
     config, policy, replies = case.config, case.policy, _replies(case)
     plan = make_plan(
-        [Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
+        [Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
         mini_batches=config.learner.mini_batches, token_budget=budget, pad_id=policy.pad_id, seed=f"{config.seed}/mini-batches/1",
         packed=reads_packed(policy.model),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _fresh(case: Case, budget: int) -> Fresh:
             break
         micro = cpu_batch.to(policy.device)
         alone = replace(plan, steps=((cpu_batch,),))
-        old_N += planned_logprobs(policy.model, alone, config.rollout.temperature, policy.device, routed=routing.old)[0]
+        old_N += plan_logprobs(policy.model, alone, config.rollout.temperature, policy.device, routed=routing.old)[0]
         new_N[micro.at_N] = _learn(case, micro, routing)
         known_N[micro.at_N] = True
         done, rows = done + 1, rows + len(micro.rows)
@@ -109,7 +109,7 @@ def _fresh(case: Case, budget: int) -> Fresh:
     if case.pace:
         case.pace = replace(case.pace, learned=rows, learn_s=time.monotonic() - started)
     sampler_N = torch.tensor([x for _, _, c in replies for x in c.logp_sampler], dtype=torch.float32, device=policy.device)  # fmt: skip
-    return Fresh(plan=plan, routing=routing, old_N=old_N, new_N=new_N, sampler_N=sampler_N, known_N=known_N, micro_batches=done)  # fmt: skip
+    return LogprobsByPolicy(plan=plan, routing=routing, old_N=old_N, new_N=new_N, sampler_N=sampler_N, known_N=known_N, micro_batches=done)  # fmt: skip
 
 
 def _replies(case: Case) -> list[tuple[int, Prompt, Completion]]:
@@ -122,7 +122,7 @@ def _replies(case: Case) -> list[tuple[int, Prompt, Completion]]:
     ]
 
 
-def _learn(case: Case, micro: MicroBatch, routing: Unrouted) -> Tensor:
+def _learn(case: Case, micro: MicroBatch, routing: NoRouting) -> Tensor:
     """One learning forward and backward; the first also counts what autograd keeps."""
     assert case.policy is not None
     model, counting = case.policy.model, case.activation_bytes is None and not case.config.model.gradient_checkpointing
@@ -137,10 +137,10 @@ def _learn(case: Case, micro: MicroBatch, routing: Unrouted) -> Tensor:
 
     with routing.learning(micro):
         with torch.autograd.graph.saved_tensors_hooks(keep, _same):
-            logp_N, _ = reply_logprobs(model, micro, case.config.rollout.temperature)
+            logp_N, _ = completion_logprobs(model, micro, case.config.rollout.temperature)
         (-logp_N.mean()).backward()
     if counting:
-        head = logp_N.numel() * shape_of(model).vocabulary * 4 if head_of(model) is None else 0
+        head = logp_N.numel() * shape_of(model).vocabulary * 4 if lm_head(model) is None else 0
         case.activation_bytes = max(0, sum(kept.values()) - head) / micro.input_ids.numel()
     if case.policy.device.type == "cuda":
         torch.cuda.synchronize(case.policy.device)
@@ -166,7 +166,7 @@ def check_temperature(case: Case) -> Iterator[Finding]:
     what = f"At temperature {temperature:g} the engine's log-probabilities differ from the learner's by {apart:.2g} per token on average (k3 {k3:.2g})"
     ignored = math.inf
     if temperature != 1:
-        plain_N, _ = planned_logprobs(case.policy.model, _computed(fresh), 1.0, case.policy.device, routed=fresh.routing.old)  # fmt: skip
+        plain_N, _ = plan_logprobs(case.policy.model, _computed(fresh), 1.0, case.policy.device, routed=fresh.routing.old)  # fmt: skip
         ignored, k3_ignored = _distance(fresh, plain_N)
         numbers |= {"mean_difference_ignored": ignored, "k3_ignored": k3_ignored}
         what += f"; with the temperature ignored it would be {ignored:.2g} (k3 {k3_ignored:.2g})"
@@ -187,14 +187,14 @@ def _agreement(case: Case, what: str, apart: float, ignored: float, numbers: dic
     return ok(f"{what}: they agree but for rounding.", **numbers)
 
 
-def _rounding(case: Case, fresh: Fresh) -> Iterator[Finding]:
+def _rounding(case: Case, fresh: LogprobsByPolicy) -> Iterator[Finding]:
     """What the difference, where it is rounding, would do to the ratio that the objective clips."""
     rollout, objective = case.config.rollout, case.objective
     if objective is None or case.config.learner.mini_batches < 2 or rollout.engine != "local" or rollout.top_p < 1 or rollout.top_k:  # fmt: skip
         return
     sequence_N = fresh.plan.sequence_N.to(fresh.known_N.device)[fresh.known_N]
     sequences = Sequences(sequence_N, len(fresh.plan.rows))
-    noise = noise_of(objective, sequences, (fresh.old_N - fresh.sampler_N)[fresh.known_N])
+    noise = rounding_noise(objective, sequences, (fresh.old_N - fresh.sampler_N)[fresh.known_N])
     if noise is None or noise.beyond_clip < NOISY:
         return
     unit = "replies" if objective.clips_sequences else "tokens"
@@ -205,13 +205,13 @@ def _rounding(case: Case, fresh: Fresh) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _computed(fresh: Fresh) -> Plan:
+def _computed(fresh: LogprobsByPolicy) -> Plan:
     """The plan as far as it was gone through."""
     micro_batches = list(chain.from_iterable(fresh.plan.steps))[: fresh.micro_batches]
     return replace(fresh.plan, steps=(tuple(micro_batches),))
 
 
-def _distance(fresh: Fresh, logp_N: Tensor) -> tuple[float, float]:
+def _distance(fresh: LogprobsByPolicy, logp_N: Tensor) -> tuple[float, float]:
     """Mean |log rho| and mean rho - 1 - log rho, rho = learner's / engine's."""
     log_N = (logp_N - fresh.sampler_N)[fresh.known_N].double()
     return float(log_N.abs().mean()), float((log_N.exp() - 1 - log_N).mean())

@@ -43,7 +43,7 @@ def check_functions(case: Case) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownAnswer:
     """A problem with replies that state its own answer, for one reward function."""
 
     prompt: Prompt
@@ -63,7 +63,7 @@ def check_known(case: Case) -> Iterator[Finding]:
     yield from _empty(case)
 
 
-def _judged(case: Case, name: str, spec: str, known: Sequence[Known]) -> Iterator[Finding]:
+def _judged(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
     """What the function says of the data's own answers."""
     assert case.rewards is not None
     started = time.monotonic()
@@ -84,7 +84,7 @@ def _judged(case: Case, name: str, spec: str, known: Sequence[Known]) -> Iterato
 
 
 def _missed(
-    case: Case, name: str, spec: str, known: Sequence[Known], best: Sequence[float | None], right: int, numbers: dict[str, Any]
+    case: Case, name: str, spec: str, known: Sequence[KnownAnswer], best: Sequence[float | None], right: int, numbers: dict[str, Any]
 ) -> Finding:  # fmt: skip
     silent = sum(v is None for v in best)
     at = next(i for i, v in enumerate(best) if v is None or v <= case.config.reward.correct_above)
@@ -97,7 +97,7 @@ def _missed(
     return warning(f"{name} calls only {right} of {len(known)} of the data's own answers right{cause}: where it does not, no reply can be right.", "Check data.answer_field, data.answer_after and the reward's options against the example, or take these rows out.", detail=example, **numbers)  # fmt: skip
 
 
-def _planted(case: Case, name: str, spec: str, known: Sequence[Known]) -> Iterator[Finding]:
+def _planted(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
     """A wrong final answer after right working must not be right: it is what a model learns to write otherwise."""
     assert case.rewards is not None
     if spec == "code_tests":
@@ -125,7 +125,7 @@ def _planted(case: Case, name: str, spec: str, known: Sequence[Known]) -> Iterat
         )
 
 
-def _wrong_at_last(known: Known, others: Sequence[Known]) -> list[str]:
+def _wrong_at_last(known: KnownAnswer, others: Sequence[KnownAnswer]) -> list[str]:
     """Its own answer as working, in thought and aloud, and then a wrong answer in the same form."""
     right = _first_answer(known)
     wrong = _off_by_one(right)
@@ -137,7 +137,7 @@ def _wrong_at_last(known: Known, others: Sequence[Known]) -> list[str]:
     return [text for good, bad in pairs for text in (f"<think>{good}</think>\n{bad}", f"First: {good}\nNo. {bad}")]
 
 
-def _first_answer(known: Known) -> str:
+def _first_answer(known: KnownAnswer) -> str:
     answer = known.prompt.columns.get("answer")
     return str(answer[0] if isinstance(answer, list) and answer else answer)
 
@@ -177,11 +177,11 @@ def _tests(case: Case) -> Iterator[Finding]:
         )
 
 
-def _known(case: Case, spec: str) -> list[Known]:
+def _known(case: Case, spec: str) -> list[KnownAnswer]:
     if spec == "task_answer":
         return _demonstrated(case)
     options = case.config.reward.options.get(spec, {})
-    made = [Known(prompt=p, texts=tuple(BUILT_IN.get(spec, _any)(p.columns, options))) for p in _some(case)]
+    made = [KnownAnswer(prompt=p, texts=tuple(BUILT_IN.get(spec, _any)(p.columns, options))) for p in _some(case)]
     return [known for known in made if known.texts]
 
 
@@ -191,13 +191,13 @@ def _some(case: Case) -> list[Prompt]:
     return [train[i] for i in PromptOrder(len(train), case.config.seed).take(0, min(TRIED, len(train)))]
 
 
-def _demonstrated(case: Case) -> list[Known]:
+def _demonstrated(case: Case) -> list[KnownAnswer]:
     data = case.config.data
     if not build_task(data.task, data.task_options).has_demonstrations:
         return []
     problems = list(islice(demonstrations(data, case.config.seed), TRIED))
     return [
-        Known(
+        KnownAnswer(
             prompt=Prompt(
                 id=f"demonstration {i}", content=p.prompt, text=p.prompt, token_ids=(0,), columns={"answer": p.answer, **p.columns}
             ),

@@ -16,7 +16,7 @@ from gspo.data.problems import PromptOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps
-from gspo.preflight.case import PATIENCE_S, Case, Pace
+from gspo.preflight.case import PATIENCE_S, Case, Timings
 from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
@@ -70,7 +70,7 @@ def _draw(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
     )  # fmt: skip
     sampled = time.monotonic()
     scores_P = case.rewards.score(list(zip(prompts, replies_P, strict=True)))
-    case.pace = Pace(
+    case.pace = Timings(
         replies=len(prompts) * rollout.replies, rollout_s=sampled - started, reward_s=time.monotonic() - sampled
     )
     return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, replies_P, scores_P, strict=True)]

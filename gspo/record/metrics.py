@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo.learner.routing_replay import Routed
+from gspo.learner.routing_replay import RoutingStats
 from gspo.objectives.loss import statistics
 from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
-from gspo.objectives.rounding import noise_of
+from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.samples import left_out
 from gspo.redact import known_secrets, redacted
-from gspo.step import Collected, Learned
+from gspo.step import CollectResult, LearnResult
 from gspo.types import Completion, Group, Score, Status, StopReason
 
 NAN = float("nan")
@@ -35,7 +35,7 @@ LONG = 16
 """Tokens from which on a reply can be called repetitive."""
 
 
-def step_metrics(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, Any]:
+def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Any]:
     """Everything about a step but its times and evaluation."""
     learning = _learned(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
     reasons = reasons_left_out(objective, collected, learned)
@@ -43,13 +43,13 @@ def step_metrics(objective: Objective, collected: Collected, learned: Learned | 
     return _sampled(collected) | kinds | learning
 
 
-def reasons_left_out(objective: Objective, collected: Collected, learned: Learned | None) -> dict[str, int]:
+def reasons_left_out(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """How many replies are not learned from, for each kind of reason; the most frequent one first."""
     return dict(Counter(why for *_, why in _replies(objective, collected, learned) if why).most_common())
 
 
 def _replies(
-    objective: Objective, collected: Collected, learned: Learned | None
+    objective: Objective, collected: CollectResult, learned: LearnResult | None
 ) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
     """Every reply, where it stands among those that were learned from (None: it was not), and why it was not."""
     found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
@@ -61,7 +61,7 @@ def _replies(
             yield group, c, s, at, why if at is None else ""
 
 
-def _sampled(collected: Collected) -> dict[str, Any]:
+def _sampled(collected: CollectResult) -> dict[str, Any]:
     groups = collected.gathered.sampled
     replies = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
     rewards = [s.reward for _, s in replies if s.reward is not None]
@@ -93,7 +93,7 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
     return {name: float(np.quantile(lengths, q)) if lengths else NAN for name, q in names.items()}
 
 
-def _decoding(collected: Collected) -> dict[str, Any]:
+def _decoding(collected: CollectResult) -> dict[str, Any]:
     """How full the batches were that the replies were drawn in."""
     decoded = collected.decoded
     if decoded is None or not decoded.steps:
@@ -131,7 +131,7 @@ def _notes(scores: Sequence[Score]) -> dict[str, float]:
     return {f"reward/note/{name}/{word}": n / len(scores) for (name, word), n in sorted(counts.items())}
 
 
-def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
+def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
     stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
     applied = [u for u in learned.updates if u.applied]
     metrics = {
@@ -165,7 +165,7 @@ def _learned(objective: Objective, learned: Learned) -> dict[str, Any]:
     return metrics | (_routing(learned.routed) if learned.routed else {})
 
 
-def _shaping(learned: Learned) -> dict[str, float]:
+def _shaping(learned: LearnResult) -> dict[str, float]:
     """What the punishment of long replies takes off."""
     taken = [float(r.score.reward or 0) - r.reward for r in learned.counted]
     return {"reward/length_penalty": _mean(taken), "length/punished_fraction": _mean([t > 0 for t in taken])}
@@ -186,15 +186,15 @@ def mismatch(log_rho_M: Tensor) -> dict[str, float]:
     }
 
 
-def _noise(objective: Objective, learned: Learned) -> dict[str, float]:
+def _noise(objective: Objective, learned: LearnResult) -> dict[str, float]:
     """Where a clip range can act at all: one update per batch has ratio 1 to the bit, however coarse the rounding."""
     if learned.rounding_N is None or len(learned.updates) < 2:
         return {}
-    noise = noise_of(objective, learned.tokens.sequences, learned.rounding_N)
+    noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
     return {} if noise is None else {"noise/log_ratio": noise.log_ratio, "noise/beyond_clip": noise.beyond_clip}
 
 
-def _routing(routed: Routed) -> dict[str, Any]:
+def _routing(routed: RoutingStats) -> dict[str, Any]:
     """How many of the chosen experts changed, and how evenly the experts are used."""
     after_N = routed.update_N > 0
     flipped, native = routed.flipped_N[after_N], routed.native_N[after_N]
@@ -222,7 +222,7 @@ def _share(counts: Tensor, of: int) -> float:
 
 
 def rollout_records(
-    objective: Objective, collected: Collected, learned: Learned | None, *, routes: bool
+    objective: Objective, collected: CollectResult, learned: LearnResult | None, *, routes: bool
 ) -> Iterator[dict[str, Any]]:
     """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies;
     `routes`: and the sampler's experts, where learning used them."""
@@ -269,7 +269,7 @@ def _learning(reward: float, advantage: float, numbers: dict[str, Any]) -> dict[
     return {"shaped_reward": reward, "advantage": advantage, **numbers}
 
 
-def _by_sequence(learned: Learned) -> list[dict[str, Any]]:
+def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
     """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
     tokens = learned.tokens
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()

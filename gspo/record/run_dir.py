@@ -281,7 +281,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-class Held:
+class DirectoryLock:
     """A directory that this process alone works in, until it is closed or the process ends."""
 
     def __init__(self, path: Path, folder: int, file: int, *, by_folder: bool) -> None:
@@ -307,14 +307,14 @@ class Held:
 
     __del__ = close
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DirectoryLock:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def lock(path: Path, *, busy: str, option: str) -> Held:
+def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
     """Hold a directory until the handle is closed or the process ends; `busy` says who else may hold it.
 
     The directory itself is locked, because anyone may delete a lock file; `.lock` is for those who want to know, and for
@@ -333,7 +333,7 @@ def lock(path: Path, *, busy: str, option: str) -> Held:
         except OSError as error:
             raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another {option}") from None
         undo.pop_all()
-        return Held(path, folder, file, by_folder=by_folder)
+        return DirectoryLock(path, folder, file, by_folder=by_folder)
 
 
 def _locks_folders(folder: int) -> bool:

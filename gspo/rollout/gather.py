@@ -15,7 +15,7 @@ from gspo.types import Group, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class RolloutBatch:
     """What a step sampled."""
 
     groups: tuple[Group, ...]
@@ -29,7 +29,7 @@ class Gathered:
 
 def gather(
     draw: Callable[[int], Sequence[Group]], *, want: int, keep: Callable[[Group], bool], budget: int
-) -> Gathered:
+) -> RolloutBatch:
     """`want` groups; those that are not to be kept are replaced, drawing at most `budget` times `want` prompts."""
     kept: list[Group] = []
     discarded: list[Group] = []
@@ -39,7 +39,7 @@ def gather(
         drawn += count
         for group in draw(count):
             (kept if keep(group) else discarded).append(group)
-    return Gathered(groups=tuple(kept), discarded=tuple(discarded))
+    return RolloutBatch(groups=tuple(kept), discarded=tuple(discarded))
 
 
 def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:

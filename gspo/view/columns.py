@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.view.panels import KEYS, PHASES
-from gspo.view.safe_files import Place, open_regular
+from gspo.view.safe_files import ReadPosition, open_regular
 
 CHUNK = 1 << 19
 LONGEST_LINE = 1 << 20
@@ -72,7 +72,7 @@ class Columns:
     def _forget(self) -> None:
         self.columns: dict[str, Column] = {}
         self._starts = array("q")
-        self._place = Place()
+        self._place = ReadPosition()
         self._behind = self._within_long = False
 
     def __len__(self) -> int:

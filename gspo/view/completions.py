@@ -42,7 +42,7 @@ class Replies:
 
     def __init__(self, run: Path) -> None:
         self.folder = run / "rollouts"
-        self._pieces = Pieces(run)
+        self._pieces = TokenTexts(run)
         self._parsed: OrderedDict[tuple[int, int, int], list[Record]] = OrderedDict()
 
     def steps(self) -> list[int]:
@@ -287,7 +287,7 @@ def _cut(text: Any, most: int) -> str:
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-class Pieces:
+class TokenTexts:
     """The text of single tokens, by the tokenizer that the run (or its newest checkpoint) carries."""
 
     def __init__(self, run: Path) -> None:

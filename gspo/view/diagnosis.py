@@ -1,6 +1,6 @@
 """What is going on in a run, in plain language: what the numbers mean together, and what to try.
 
-In: what a run directory says (`Look`). Out: findings, the gravest first. Invariant: a function of the run directory alone;
+In: what a run directory says (`RunFacts`). Out: findings, the gravest first. Invariant: a function of the run directory alone;
 every sentence carries the numbers it rests on, and every rule has a test that triggers it and one that does not.
 """
 
@@ -45,7 +45,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class RunFacts:
     """What the rules look at."""
 
     rows: Sequence[Row]
@@ -58,7 +58,7 @@ class Look:
     settings: Mapping[str, Any]
     """`config.toml` as nested tables."""
     state: str
-    """Of the run, as `Watched.state` says it."""
+    """Of the run, as `RunReader.state` says it."""
 
     @property
     def recent(self) -> Sequence[Row]:
@@ -100,7 +100,7 @@ def setting(settings: Mapping[str, Any], section: str, key: str, otherwise: Any)
     return found if isinstance(found, kind) else otherwise
 
 
-def diagnose(look: Look) -> list[Finding]:
+def diagnose(look: RunFacts) -> list[Finding]:
     """Everything that holds now, the gravest first."""
     found = [finding for rule in RULES if (finding := rule(look)) is not None]
     if len(look.recent) >= FEWEST and not any(f.level in ("bad", "warn") for f in found):
@@ -111,7 +111,7 @@ def diagnose(look: Look) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------- how the run ended
 
 
-def _error(look: Look) -> Finding | None:
+def _error(look: RunFacts) -> Finding | None:
     last = look.events[-1] if look.events else {}
     if last.get("event") != "error":
         return None
@@ -120,7 +120,7 @@ def _error(look: Look) -> Finding | None:
     )
 
 
-def _died(look: Look) -> Finding | None:
+def _died(look: RunFacts) -> Finding | None:
     """A run that nobody works on, that said nothing at its end and is not at its end."""
     steps, tokens = look.settings.get("steps"), look.settings.get("tokens")
     if look.state != "ended" or not isinstance(steps, int):
@@ -137,7 +137,7 @@ def _died(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _alarm(look: Look) -> Finding | None:
+def _alarm(look: RunFacts) -> Finding | None:
     """The newest alarm of the recent steps."""
     first = look.recent[0]["step"] if look.recent else 0
     alarms = [e for e in look.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
@@ -152,7 +152,7 @@ def _alarm(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- is it learning?
 
 
-def _held_out(look: Look) -> Finding | None:
+def _held_out(look: RunFacts) -> Finding | None:
     """The last evaluation against the first and the best, beyond their intervals."""
     points = look.evaluations
     if len(points) < 2:
@@ -170,7 +170,7 @@ def _held_out(look: Look) -> Finding | None:
     return None
 
 
-def _fallen(look: Look, now: str, best: Row, last: Row) -> Finding:
+def _fallen(look: RunFacts, now: str, best: Row, last: Row) -> Finding:
     best_now = f"Held-out accuracy is {now}, below its best of {_percent(best['eval/accuracy'])} at step {_step(best)}, beyond both intervals"
     rewards = [r for r in (best.get("reward/mean"), last.get("reward/mean")) if r is not None]
     if len(rewards) == 2 and rewards[1] > rewards[0]:
@@ -185,7 +185,7 @@ def _fallen(look: Look, now: str, best: Row, last: Row) -> Finding:
     )  # fmt: skip
 
 
-def _plateau(look: Look) -> Finding | None:
+def _plateau(look: RunFacts) -> Finding | None:
     """The reward of the last window against the one before it."""
     before, after = look.rows[:-WINDOW], look.recent
     if len(before) < WINDOW or look.mean("reward/correct_fraction") > 0.9:
@@ -206,7 +206,7 @@ def _plateau(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- is there a signal?
 
 
-def _nothing_trained(look: Look) -> Finding | None:
+def _nothing_trained(look: RunFacts) -> Finding | None:
     """Steps that left the policy as it was."""
     idle = [r for r in look.recent if r.get("samples/trained") == 0]
     if not idle:
@@ -251,7 +251,7 @@ _WHY_NOTHING = {
 """By the most frequent reason why replies were left out: why nothing was trained on, and what to do."""
 
 
-def _uniform(look: Look) -> Finding | None:
+def _uniform(look: RunFacts) -> Finding | None:
     """Groups without a difference in reward. They can still teach a penalty that is added to it."""
     share, penalty = look.mean("groups/uniform_fraction"), _penalty(look)
     if len(look.recent) < FEWEST or not share >= 0.5 or (look.whitens and look.mean("reward/std") >= FLAT):
@@ -272,7 +272,7 @@ def _uniform(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _penalty(look: Look) -> str:
+def _penalty(look: RunFacts) -> str:
     """What is learned from groups that are uniform in reward; empty: nothing, as where they are discarded."""
     if look.mean("groups/discarded") > 0 or not look.mean("advantage/std") >= FLAT:
         return ""
@@ -282,7 +282,7 @@ def _penalty(look: Look) -> str:
     return " and ".join(filter(None, (length, kl)))
 
 
-def _only_penalty(look: Look, share: float, penalty: str) -> Finding:
+def _only_penalty(look: RunFacts, share: float, penalty: str) -> Finding:
     return Finding(
         name="only a penalty is learned", level="warn",
         what=f"Only {penalty} is being learned: in {_percent(share)} of the groups all replies have the same reward (mean {look.mean('reward/mean'):.3g}), and yet their advantages differ (standard deviation {look.mean('advantage/std'):.2g}).",
@@ -290,7 +290,7 @@ def _only_penalty(look: Look, share: float, penalty: str) -> Finding:
     )  # fmt: skip
 
 
-def _unscored(look: Look) -> Finding | None:
+def _unscored(look: RunFacts) -> Finding | None:
     steps = [r for r in look.recent if (r.get("samples/unscored") or 0) > 0]
     if not steps:
         return None
@@ -302,7 +302,7 @@ def _unscored(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _truncated(look: Look) -> Finding | None:
+def _truncated(look: RunFacts) -> Finding | None:
     share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", 0)
     if len(look.recent) < FEWEST or not share >= 0.1:
         return None
@@ -314,7 +314,7 @@ def _truncated(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _length_drift(look: Look) -> Finding | None:
+def _length_drift(look: RunFacts) -> Finding | None:
     ends = _ends(look, "length/mean")
     if ends is None or not (ends[1] >= 2 * ends[0] or ends[1] <= 0.5 * ends[0]):
         return None
@@ -329,7 +329,7 @@ def _length_drift(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- the trust region
 
 
-def _one_update(look: Look) -> Finding | None:
+def _one_update(look: RunFacts) -> Finding | None:
     if look.setting("learner", "mini_batches", 1) != 1 or not look.rows or look.mean("clip/high") != look.mean("clip/high"):  # fmt: skip
         return None
     return Finding(
@@ -339,7 +339,7 @@ def _one_update(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _clip_never(look: Look) -> Finding | None:
+def _clip_never(look: RunFacts) -> Finding | None:
     high = look.mean("clip/high")
     if len(look.recent) < FEWEST or look.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
         return None
@@ -354,7 +354,7 @@ def _clip_never(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _clip_always(look: Look) -> Finding | None:
+def _clip_always(look: RunFacts) -> Finding | None:
     share = look.mean("clip/fraction_sequences")
     if len(look.recent) < FEWEST or not look.clips_sequences or not share >= 0.5:
         return None
@@ -368,7 +368,7 @@ def _clip_always(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- the policy
 
 
-def _entropy(look: Look) -> Finding | None:
+def _entropy(look: RunFacts) -> Finding | None:
     ends = _ends(look, "entropy/mean")
     if ends is None or not ends[1] <= 0.5 * ends[0] or look.mean("reward/correct_fraction", look.recent[-3:]) > 0.95:
         return None
@@ -379,7 +379,7 @@ def _entropy(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _moves_far(look: Look) -> Finding | None:
+def _moves_far(look: RunFacts) -> Finding | None:
     kl = look.mean("kl/old_new")
     if len(look.recent) < FEWEST or not kl >= 0.05:
         return None
@@ -390,7 +390,7 @@ def _moves_far(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _mismatch(look: Look) -> Finding | None:
+def _mismatch(look: RunFacts) -> Finding | None:
     k3, truncated = look.mean("mismatch/k3"), look.setting("rollout", "top_p", 1.0) < 1 or look.setting("rollout", "top_k", 0)  # fmt: skip
     if len(look.recent) < FEWEST or not k3 >= 1e-3:
         return None
@@ -411,7 +411,7 @@ def _mismatch_remedy(truncated: bool, flips: float) -> str:
     return 'Another engine or precision computes them: objective.mismatch = "token_tis" corrects for it.'
 
 
-def _noise(look: Look) -> Finding | None:
+def _noise(look: RunFacts) -> Finding | None:
     beyond, size = look.mean("noise/beyond_clip"), look.mean("noise/log_ratio")
     if len(look.recent) < FEWEST or not beyond >= NOISY:
         return None
@@ -424,7 +424,7 @@ def _noise(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _skipped(look: Look) -> Finding | None:
+def _skipped(look: RunFacts) -> Finding | None:
     skipped = sum(int(r.get("grad/skipped") or 0) for r in look.recent)
     if not skipped:
         return None
@@ -435,7 +435,7 @@ def _skipped(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _flips(look: Look) -> Finding | None:
+def _flips(look: RunFacts) -> Finding | None:
     share = look.mean("routing/flip_fraction")
     if len(look.recent) < FEWEST or not share >= 0.05:
         return None
@@ -446,7 +446,7 @@ def _flips(look: Look) -> Finding | None:
     )  # fmt: skip
 
 
-def _load(look: Look) -> Finding | None:
+def _load(look: RunFacts) -> Finding | None:
     busiest = look.mean("routing/load_max")
     if len(look.recent) < FEWEST or not busiest >= 8:
         return None
@@ -460,7 +460,7 @@ def _load(look: Look) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- time
 
 
-def _time(look: Look) -> Finding | None:
+def _time(look: RunFacts) -> Finding | None:
     """The phase that a user can do something about, if it takes much of the time."""
     rows = [r for r in look.timings if r.get("time/step_s")]
     if len(rows) < FEWEST:
@@ -478,7 +478,7 @@ def _time(look: Look) -> Finding | None:
     return None
 
 
-def _sampling_remedy(look: Look) -> str:
+def _sampling_remedy(look: RunFacts) -> str:
     live, replies = look.mean("sampler/live_mean"), look.setting("rollout", "prompts", 0) * look.setting("rollout", "replies", 0)  # fmt: skip
     slots = setting({"options": look.setting("rollout", "engine_options", {})}, "options", "slots", 256)
     if live < min(replies, slots) / 3:
@@ -486,7 +486,7 @@ def _sampling_remedy(look: Look) -> str:
     return "Shorter replies, fewer uniform groups and a faster engine help; a faster learner does not."
 
 
-Rule = Callable[[Look], Finding | None]
+Rule = Callable[[RunFacts], Finding | None]
 RULES: tuple[Rule, ...] = (
     _error, _died, _alarm, _held_out, _plateau, _nothing_trained, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
     _clip_always, _entropy, _moves_far, _mismatch, _noise, _skipped, _flips, _load, _time,
@@ -496,7 +496,7 @@ RULES: tuple[Rule, ...] = (
 # ------------------------------------------------------------------------------------------------- words
 
 
-def _ends(look: Look, key: str) -> tuple[float, float] | None:
+def _ends(look: RunFacts, key: str) -> tuple[float, float] | None:
     """Mean of a metric over the first and the last three of the recent steps."""
     if len(look.recent) < max(6, WINDOW // 2):
         return None

@@ -20,7 +20,7 @@ from gspo.errors import ConfigError
 from gspo.record.run_dir import replace_text, writing
 from gspo.view.dashboard import handlers as answers
 from gspo.view.dashboard.server import PAGE
-from gspo.view.dashboard.watchlist import Shown, Watchlist
+from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import Finding
 
 POINTS = 800
@@ -30,7 +30,7 @@ OWN = ("name", "run_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Telling:
+class CompletionKind:
     """A kind of reply that says something about a run."""
 
     why: str
@@ -41,14 +41,14 @@ class Telling:
 
 
 TELLING = (
-    Telling(why="A well-paid reply of the first step", only="right_short", order="advantage", first=True),
-    Telling(why="A long wrong reply of the first step", only="wrong_long", order="length", first=True),
-    Telling(why="The best reply against its group, last step", only="right_short", order="advantage"),
-    Telling(why="A long wrong reply, last step", only="wrong_long", order="length"),
-    Telling(why="Clipped, although better than its group, last step", only="clipped_positive", order="ratio"),
-    Telling(why="The reply whose ratio moved most, last step", only="clipped", order="ratio"),
-    Telling(why="Cut at the limit, last step", only="truncated", order="length"),
-    Telling(why="Could not be scored, last step", only="unscored", order=""),
+    CompletionKind(why="A well-paid reply of the first step", only="right_short", order="advantage", first=True),
+    CompletionKind(why="A long wrong reply of the first step", only="wrong_long", order="length", first=True),
+    CompletionKind(why="The best reply against its group, last step", only="right_short", order="advantage"),
+    CompletionKind(why="A long wrong reply, last step", only="wrong_long", order="length"),
+    CompletionKind(why="Clipped, although better than its group, last step", only="clipped_positive", order="ratio"),
+    CompletionKind(why="The reply whose ratio moved most, last step", only="clipped", order="ratio"),
+    CompletionKind(why="Cut at the limit, last step", only="truncated", order="length"),
+    CompletionKind(why="Could not be scored, last step", only="unscored", order=""),
 )
 
 
@@ -91,7 +91,7 @@ def page(watchlist: Watchlist) -> str:
 """
 
 
-def _run_or_why(shown: Shown) -> dict[str, Any]:
+def _run_or_why(shown: WatchedRun) -> dict[str, Any]:
     """A run that cannot be read must not take the others down with it."""
     try:
         return _run(shown)
@@ -102,7 +102,7 @@ def _run_or_why(shown: Shown) -> dict[str, Any]:
         return {**nothing, **why, "findings": [dataclasses.asdict(finding)]}
 
 
-def _run(shown: Shown) -> dict[str, Any]:
+def _run(shown: WatchedRun) -> dict[str, Any]:
     shown.run.refresh()
     return {
         **answers.overview(shown, {"points": str(POINTS)}),
@@ -112,7 +112,7 @@ def _run(shown: Shown) -> dict[str, Any]:
     }
 
 
-def _telling(shown: Shown) -> list[dict[str, Any]]:
+def _telling(shown: WatchedRun) -> list[dict[str, Any]]:
     """One reply of each kind that there is, none twice."""
     steps, found, seen = shown.replies.steps(), [], set()
     for kind in TELLING if steps else ():

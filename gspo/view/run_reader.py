@@ -17,9 +17,9 @@ import numpy as np
 
 from gspo.redact import redacted_values
 from gspo.view.columns import Columns, downsample
-from gspo.view.diagnosis import WINDOW, Finding, Look, diagnose
+from gspo.view.diagnosis import WINDOW, Finding, RunFacts, diagnose
 from gspo.view.panels import KEYS, PHASES
-from gspo.view.safe_files import Place, open_regular, read_regular
+from gspo.view.safe_files import ReadPosition, open_regular, read_regular
 
 MOST_EVENTS = 500
 EVENT_BYTES = 4 << 20
@@ -35,13 +35,13 @@ MOST_EVALUATIONS = 10_000
 STEP_TIME = "time/step_s"
 
 
-class Watched:
+class RunReader:
     """One run, read on at each `refresh`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics, self._timings = Growing(path / "metrics.jsonl"), Growing(path / "timings.jsonl")
-        self._events = Lines(path / "events.jsonl", most=MOST_EVENTS)
+        self._metrics, self._timings = IncrementalFile(path / "metrics.jsonl"), IncrementalFile(path / "timings.jsonl")
+        self._events = JsonlTail(path / "events.jsonl", most=MOST_EVENTS)
         self._settings: dict[str, Any] = {}
         self._read_settings: tuple[int, int] | None = None
 
@@ -151,10 +151,10 @@ class Watched:
         bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in (*parts.items(), ("other", other))}  # fmt: skip
         return {"x": bars["other"]["x"], "y": {key: bar["y"] for key, bar in bars.items()}}
 
-    def look(self) -> Look:
+    def look(self) -> RunFacts:
         """What the plain-language rules look at."""
         rows = [row for row in self.metrics.last(2 * WINDOW + 1) if row.get("step")][-2 * WINDOW :]
-        return Look(
+        return RunFacts(
             rows=rows,
             evaluations=self._evaluations(),
             timings=self.timings.last(WINDOW),
@@ -190,7 +190,7 @@ class Watched:
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
-class Growing:
+class IncrementalFile:
     """A step file that is read in bites: until it was read to its end, a sample of its lines stands for it."""
 
     def __init__(self, path: Path) -> None:
@@ -218,7 +218,7 @@ class Growing:
         return self._sample or self.whole
 
 
-class Lines:
+class JsonlTail:
     """The last rows of a file of JSON lines; texts are cut, and of a long file only the end is read."""
 
     def __init__(self, path: Path, *, most: int) -> None:
@@ -228,7 +228,7 @@ class Lines:
 
     def _forget(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._place = Place()
+        self._place = ReadPosition()
 
     @property
     def version(self) -> tuple[int, int]:

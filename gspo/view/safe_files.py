@@ -35,7 +35,7 @@ def read_regular(path: Path, largest: int = LARGEST_TEXT) -> str:
     return data.decode("utf-8", "replace")
 
 
-class Place:
+class ReadPosition:
     """How far a growing file was read, and how to notice that it is not that file any more."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gspo.errors import ConfigError
 from gspo.safe_output import line, terminal
-from gspo.view.dashboard.watchlist import Shown, Watchlist
+from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import WINDOW, seconds
 from gspo.view.panels import PANELS, PHASES
 from gspo.view.run_reader import STEP_TIME
@@ -60,7 +60,7 @@ def screen(watchlist: Watchlist, *, width: int, height: int | None) -> Group:
     return Group(*parts)
 
 
-def _run(name: str, shown: Shown, width: int, height: int | None) -> list[Any]:
+def _run(name: str, shown: WatchedRun, width: int, height: int | None) -> list[Any]:
     """One run, in about so many lines."""
     shown.run.refresh()
     sentences = _sentences(shown)
@@ -81,7 +81,7 @@ def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     return "".join(" " if level is None else BARS[level] for level in levels)
 
 
-def _title(name: str, shown: Shown) -> Text:
+def _title(name: str, shown: WatchedRun) -> Text:
     run = shown.run
     of = run.planned_steps
     pace = run.pace()
@@ -89,7 +89,7 @@ def _title(name: str, shown: Shown) -> Text:
     return Text(line(said + (f", {seconds(pace)} per step" if pace else "")), style="bold")
 
 
-def _curves(shown: Shown, width: int, most: int | None) -> Table:
+def _curves(shown: WatchedRun, width: int, most: int | None) -> Table:
     """A line per metric, at most so many: name, sparkline, last value."""
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
@@ -104,7 +104,7 @@ def _curves(shown: Shown, width: int, most: int | None) -> Table:
     return table
 
 
-def _latest(shown: Shown, key: str) -> float:
+def _latest(shown: WatchedRun, key: str) -> float:
     """The last number of a metric; NaN for what only training gives if the last step trained on nothing."""
     last = next(iter(shown.run.metrics.last(1)), {})
     if last.get("samples/trained") == 0 and not key.startswith("eval/"):
@@ -112,7 +112,7 @@ def _latest(shown: Shown, key: str) -> float:
     return shown.run.metrics.latest(key)
 
 
-def _times(shown: Shown) -> Text:
+def _times(shown: WatchedRun) -> Text:
     """Where the time of the recent steps goes, in percent."""
     rows = shown.run.timings.last(WINDOW)
     total = sum(row.get(STEP_TIME, 0.0) for row in rows)
@@ -123,7 +123,7 @@ def _times(shown: Shown) -> Text:
     return Text(f"time of a step: {said}", style="dim")
 
 
-def _sentences(shown: Shown) -> list[Text]:
+def _sentences(shown: WatchedRun) -> list[Text]:
     lines = []
     for finding in shown.run.findings():
         sentence = Text("● ", style=COLOURS[finding.level])

@@ -396,7 +396,7 @@ def test_f18_an_alarm_can_stop_the_run_with_a_checkpoint(
 
 
 def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match=r"alarms\.stop: no alarm 'boredom'.*repetition"):
+    with pytest.raises(ConfigError, match=r"alarms\.stop must be one of .*'repetition'.*not 'boredom'"):
         tiny("alarms.stop=boredom")
 
 
@@ -405,7 +405,7 @@ def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
 
 def starve(monkeypatch: pytest.MonkeyPatch, most_rows: int, module: Any, error: type[Exception]) -> list[int]:
     """Forwards of more rows than this run out of memory."""
-    original, shots = module.reply_logprobs, []
+    original, shots = module.completion_logprobs, []
 
     def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if len(batch.rows) > most_rows:

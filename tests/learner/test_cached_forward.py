@@ -11,7 +11,7 @@ import torch
 from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner import update
-from gspo.learner.routing_replay import Routing, Unrouted
+from gspo.learner.routing_replay import NoRouting, Routing
 from gspo.step import collect, learn
 
 CASES = {
@@ -40,7 +40,7 @@ def test_the_same_to_the_bit_with_one_forward_less(
 ) -> None:
     counts: list[list[int]] = [[], []]
     kept, weights = learned(parts_of(tiny(*CASES[case])), counts[0])
-    for kind in (Unrouted, Routing):
+    for kind in (NoRouting, Routing):
         monkeypatch.setattr(kind, "repeats", property(lambda self: False))
     plain, expected = learned(parts_of(tiny(*CASES[case], run_dir="plain")), counts[1])
     assert len(counts[0]) == len(counts[1]) - 1
@@ -75,7 +75,7 @@ def test_a_forward_that_does_not_fit_with_its_graph_is_run_without(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = learned(parts_of(tiny()), [])[1]
-    parts, plain, failed = parts_of(tiny(run_dir="full")), update.reply_logprobs, []
+    parts, plain, failed = parts_of(tiny(run_dir="full")), update.completion_logprobs, []
 
     def full_once(*given: Any, **options: Any) -> Any:
         if not failed:

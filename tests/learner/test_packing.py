@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
-from gspo.learner.forward import planned_logprobs, reply_logprobs
+from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.packing import obstacle_to_packing, reads_packed
 from gspo.learner.plan import MicroBatch, Plan, Positions, Row, Span, make_plan
 from gspo.learner.routing_replay import Routing, route
@@ -37,7 +37,7 @@ def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> tuple
     rows, of = [], []
     for number, (prompt, replies) in enumerate(groups):
         ids = tuple(dice.randrange(2, 48) for _ in range(prompt))
-        rows += [Row(prompt_ids=ids, reply_ids=tuple(dice.randrange(2, 48) for _ in range(n))) for n in replies]
+        rows += [Row(prompt_ids=ids, completion_ids=tuple(dice.randrange(2, 48) for _ in range(n))) for n in replies]
         of += [number] * len(replies)
     return rows, of
 
@@ -71,7 +71,7 @@ def learned(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     weight_N = torch.linspace(-1, 1, plan.tokens)
     logp_N, entropy_N = torch.zeros(plan.tokens), torch.zeros(plan.tokens)
     for micro in plan.steps[0]:
-        logp, entropy = reply_logprobs(model, micro, 0.7, entropy_gradient=True)
+        logp, entropy = completion_logprobs(model, micro, 0.7, entropy_gradient=True)
         (weight_N[micro.at_N] * logp + 0.1 * entropy).sum().backward()
         logp_N[micro.at_N], entropy_N[micro.at_N] = logp.detach(), entropy.detach()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -174,7 +174,7 @@ def test_every_row_stands_where_the_plan_says() -> None:
             ids, positions, at = micro.input_ids[0], micro.position_ids[0], micro.input_at[0]
             starts = planned(True).input_starts
             for i, (row, owner) in enumerate(zip(micro.rows, micro.owners, strict=True)):
-                whole = ROWS[row].prompt_ids + ROWS[row].reply_ids
+                whole = ROWS[row].prompt_ids + ROWS[row].completion_ids
                 where = micro.packing.rows_RT[i, : len(whole)]
                 p = len(ROWS[row].prompt_ids)
                 assert tuple(ids[where].tolist()) == whole
@@ -183,7 +183,7 @@ def test_every_row_stands_where_the_plan_says() -> None:
                 assert at[where[:p]].tolist() == list(range(starts[owner], starts[owner] + p))
                 outputs = micro.output_N[micro.row_N == i]
                 assert outputs.tolist() == where[p - 1 : -1].tolist()
-                assert tuple(micro.target_N[micro.row_N == i].tolist()) == ROWS[row].reply_ids
+                assert tuple(micro.target_N[micro.row_N == i].tolist()) == ROWS[row].completion_ids
             assert int(micro.times.sum()) == sum(ROWS[r].length for r in micro.rows)
             assert (micro.times > 0).all()
             back = micro.packing.rows_RT.flatten()[micro.packing.place_I]
@@ -201,7 +201,9 @@ def test_a_prompt_is_computed_once_and_the_budget_is_kept() -> None:
 
 
 def test_positions_count_padding_and_what_packing_saves() -> None:
-    rows = [Row(prompt_ids=(1, 2, 3), reply_ids=(4,) * n) for n in (1, 5)] + [Row(prompt_ids=(5,), reply_ids=(6, 7))]
+    rows = [Row(prompt_ids=(1, 2, 3), completion_ids=(4,) * n) for n in (1, 5)] + [
+        Row(prompt_ids=(5,), completion_ids=(6, 7))
+    ]
     for packed, computed, empty in ((True, 3 + 6 + 3, 0), (False, 2 * 4 + 8, 1)):
         plan = make_plan(rows, [0, 0, 1], mini_batches=1, token_budget=16, pad_id=0, seed="s", packed=packed)
         assert plan.positions == Positions(computed=computed, empty=empty, padded=3 * 8), packed
@@ -331,10 +333,10 @@ def test_experts_are_counted_as_in_separate_rows(name: str) -> None:
     outcomes = []
     for packed in (False, True):
         routing = routing_of(model, planned(packed, budget=40))
-        planned_logprobs(model, routing.plan, 1.0, CPU, routed=routing.old)
+        plan_logprobs(model, routing.plan, 1.0, CPU, routed=routing.old)
         other = disturbed(model)
         routing.routers = find_routers(other)
-        planned_logprobs(other, routing.plan, 1.0, CPU, routed=routing.learning)
+        plan_logprobs(other, routing.plan, 1.0, CPU, routed=routing.learning)
         outcomes.append(routing.outcome(other))
     assert outcomes[0].native_N.sum() > 5
     for outcome in outcomes[1:]:
@@ -349,16 +351,16 @@ def test_replay_follows_a_shared_prompt_into_smaller_micro_batches() -> None:
     for packed in (False, True):
         plan = planned(packed)
         routing = routing_of(model, plan, replay="old")
-        planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+        plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
         other = disturbed(model)
         routing.routers = find_routers(other)
         for _ in range(3):
-            results.append(planned_logprobs(other, plan, 1.0, CPU, routed=routing.learning)[0])
+            results.append(plan_logprobs(other, plan, 1.0, CPU, routed=routing.learning)[0])
             assert int(routing.flipped_N.sum()) == 0
             smaller = plan.halved(0)
             assert smaller is not None
             plan = smaller
-    native = planned_logprobs(other, planned(False), 1.0, CPU)[0]
+    native = plan_logprobs(other, planned(False), 1.0, CPU)[0]
     assert (results[0] - native).abs().max() > 1e-2, "replay has an effect here"
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], **ROUND)
@@ -371,10 +373,10 @@ def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
     for packed, budget in ((False, 10**6), (False, 1), (True, 10**6), (True, 25), (True, 1)):
         plan = planned(packed, budget=budget)
         routing = routing_of(model, plan, balance=0.1)
-        planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+        plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
         for micro in plan.steps[0]:
             with routing.learning(micro) as seen:
-                reply_logprobs(model, micro, 1.0)
+                completion_logprobs(model, micro, 1.0)
                 loss = routing.balance_loss(micro, seen, 0)
             assert isinstance(loss, Tensor)
             loss.backward()
@@ -419,7 +421,7 @@ def test_memory_that_runs_out_halves_packed_rows(
         def limited(model: Any, batch: Any, *args: Any, most: int = most, **kwargs: Any) -> Any:
             if batch.input_ids.numel() > most and len(batch.rows) > 1:
                 raise torch.OutOfMemoryError("too many tokens")
-            return reply_logprobs(model, batch, *args, **kwargs)
+            return completion_logprobs(model, batch, *args, **kwargs)
 
         monkeypatch.setattr(module, "reply_logprobs", limited)
         groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups

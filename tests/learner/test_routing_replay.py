@@ -21,17 +21,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gspo.clock import Clock
 from gspo.config import Config
 from gspo.errors import ConfigError
-from gspo.learner.forward import planned_logprobs
+from gspo.learner.forward import plan_logprobs
 from gspo.learner.optimizer import Update
 from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
-from gspo.learner.routing_replay import Routing, Unrouted, route
-from gspo.model.routing import Forced, find_routers
+from gspo.learner.routing_replay import NoRouting, Routing, route
+from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_jsonl
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
 from gspo.rollout.local import states as rows_file
-from gspo.step import Learned, Parts, collect, learn
+from gspo.step import LearnResult, RunContext, collect, learn
 from gspo.trainer import resume, train
 from gspo.types import Completion, Group, Prompt, Routes, Sampling
 
@@ -46,7 +46,7 @@ def ids_of(length: int, start: int) -> tuple[int, ...]:
 
 
 def row_of(prompt: int, reply: int, start: int) -> Row:
-    return Row(prompt_ids=ids_of(prompt, start), reply_ids=ids_of(reply, start + 5))
+    return Row(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
 
 
 ROWS = [row_of(1, 1, 0), row_of(9, 12, 1), row_of(3, 2, 2), row_of(20, 5, 3), row_of(2, 7, 4), row_of(1, 9, 5)]
@@ -102,8 +102,8 @@ def test_load_and_records_are_of_real_tokens_only(name: str, pad: int) -> None:
     family = FAMILIES[name]
     model, plan = family.model(DOUBLE), planned(pad=pad)
     routing = routing_of(model, plan)
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
-    alone = [plain_choices(family, model, row.prompt_ids + row.reply_ids) for row in ROWS]
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    alone = [plain_choices(family, model, row.prompt_ids + row.completion_ids) for row in ROWS]
     load = torch.zeros(family.layers, family.experts, dtype=torch.int64)
     for row in alone:
         for token in row.tolist():
@@ -122,11 +122,11 @@ def test_padding_of_any_kind_changes_no_count() -> None:
     for pad in (0, 7, 33):
         plan = planned(pad=pad, steps=2)
         routing = routing_of(model, plan, replay="old")
-        planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+        plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
         disturbed = copy.deepcopy(model)
         disturb(disturbed)
         routing.routers = find_routers(disturbed)  # type: ignore[assignment]
-        planned_logprobs(disturbed, plan, 1.0, CPU, routed=routing.learning)
+        plan_logprobs(disturbed, plan, 1.0, CPU, routed=routing.learning)
         done = routing.outcome(disturbed)
         outcomes.append((done.flipped_N, done.native_N, done.sampler_N, done.load_LE, done.update_N))
     assert outcomes[0][1].sum() > 0
@@ -140,11 +140,11 @@ def test_flips_are_counted_per_reply_token_against_the_old_choice(budget: int) -
     model = family.model(DOUBLE)
     plan = planned(budget=budget, steps=2, seed="a")
     routing = routing_of(model, plan)
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
-    before = [plain_choices(family, model, row.prompt_ids + row.reply_ids) for row in ROWS]
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    before = [plain_choices(family, model, row.prompt_ids + row.completion_ids) for row in ROWS]
     disturb(model)
-    after = [plain_choices(family, model, row.prompt_ids + row.reply_ids) for row in ROWS]
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.learning)
+    after = [plain_choices(family, model, row.prompt_ids + row.completion_ids) for row in ROWS]
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.learning)
     expected = [
         n for row, a, b in zip(ROWS, after, before, strict=True) for n in flips(a[reply_part(row)], b[reply_part(row)])
     ]
@@ -164,14 +164,14 @@ def forced_alone(model: Any, row: Row, chosen_TLK: Tensor, known_T: Tensor | Non
     routers = find_routers(model)
     assert routers is not None
     known = torch.ones(row.length, dtype=torch.bool) if known_T is None else known_T
-    with torch.no_grad(), routers.watch(Forced(chosen_ILK=chosen_TLK, known_I=known)) as seen:
-        logits = model(input_ids=torch.tensor([row.prompt_ids + row.reply_ids]), use_cache=False).logits[0]
+    with torch.no_grad(), routers.watch(ForcedExperts(chosen_ILK=chosen_TLK, known_I=known)) as seen:
+        logits = model(input_ids=torch.tensor([row.prompt_ids + row.completion_ids]), use_cache=False).logits[0]
     return logits, seen.used_ILK
 
 
 def reply_logp(row: Row, logits_TV: Tensor) -> Tensor:
     logp_TV = logits_TV.double().log_softmax(-1)[reply_part(row)]
-    return logp_TV.gather(1, torch.tensor(row.reply_ids)[:, None])[:, 0]
+    return logp_TV.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, some layers dense", "gpt-oss"])
@@ -179,12 +179,12 @@ def reply_logp(row: Row, logits_TV: Tensor) -> Tensor:
 def test_records_follow_tokens_through_other_cuts_and_orders(name: str, budget: int, steps: int, seed: str) -> None:
     model, plan = FAMILIES[name].model(DOUBLE), planned(pad=33)
     routing = routing_of(model, plan, replay="old")
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     recorded = by_row(plan, routing.old_ILK)
     disturb(model)
-    native, _ = planned_logprobs(model, plan, 1.0, CPU)
+    native, _ = plan_logprobs(model, plan, 1.0, CPU)
     other = planned(budget=budget, steps=steps, pad=7, seed=seed)
-    replayed, _ = planned_logprobs(model, other, 1.0, CPU, routed=routing.learning)
+    replayed, _ = plan_logprobs(model, other, 1.0, CPU, routed=routing.learning)
     done = routing.outcome(model)
     assert done.flipped_N.sum() == 0
     assert done.native_N.sum() > 5
@@ -203,7 +203,7 @@ class Layout:
     def __init__(self, plan: Plan, *, share_prompt: bool) -> None:
         starts, reply_starts = plan.input_starts, [0]
         for row in plan.rows:
-            reply_starts.append(reply_starts[-1] + len(row.reply_ids))
+            reply_starts.append(reply_starts[-1] + len(row.completion_ids))
         ids: list[int] = []
         at: list[int] = []
         positions: list[int] = []
@@ -228,10 +228,10 @@ class Layout:
             if not share_prompt or r == 0:
                 prompt_at = place(row.prompt_ids, inputs[:p], 0, ())
             assert not share_prompt or row.prompt_ids == plan.rows[0].prompt_ids
-            reply_at = place(row.reply_ids, inputs[p:], p, prompt_at)
+            reply_at = place(row.completion_ids, inputs[p:], p, prompt_at)
             self.where.append([*prompt_at, *reply_at])
             out["position"] += self.where[-1][p - 1 : -1]
-            out["target"] += row.reply_ids
+            out["target"] += row.completion_ids
             out["at"] += range(reply_starts[r], reply_starts[r + 1])
         mask = torch.full((len(ids), len(ids)), torch.finfo(DOUBLE).min, dtype=DOUBLE)
         for i, seen in enumerate(sees):
@@ -254,7 +254,7 @@ class Layout:
         return model(input_ids=self.micro.input_ids, use_cache=False, **self.arguments).logits[0]
 
 
-SHARED = [Row(prompt_ids=ids_of(6, 1), reply_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
+SHARED = [Row(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, some layers dense", "deepseek-v3"])
@@ -264,7 +264,7 @@ def test_records_of_separate_rows_replay_in_another_layout(name: str, share: boo
     model, plan = FAMILIES[name].model(DOUBLE), planned(rows, pad=33)
     layout = Layout(plan, share_prompt=share)
     routing = routing_of(model, plan, replay="old")
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     recorded = by_row(plan, routing.old_ILK)
     disturb(model)
     with routing.learning(layout.micro) as seen:
@@ -288,7 +288,7 @@ def test_records_of_another_layout_are_those_of_separate_rows(name: str, share: 
     model, plan = FAMILIES[name].model(DOUBLE), planned(rows)
     layout = Layout(plan, share_prompt=share)
     separate, together = routing_of(model, plan), routing_of(model, plan)
-    planned_logprobs(model, plan, 1.0, CPU, routed=separate.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=separate.old)
     with together.old(layout.micro):
         layout.logits(model)
     rows_separate, rows_together = by_row(plan, separate.old_ILK), by_row(plan, together.old_ILK)
@@ -296,7 +296,7 @@ def test_records_of_another_layout_are_those_of_separate_rows(name: str, share: 
         known = len(row.prompt_ids) if share and r else 0  # the prompt stands only in the first
         assert torch.equal(in_order(a[known:]), in_order(b[known:]))
     disturb(model)
-    planned_logprobs(model, plan, 1.0, CPU, routed=separate.learning)
+    plan_logprobs(model, plan, 1.0, CPU, routed=separate.learning)
     with together.learning(layout.micro):
         layout.logits(model)
     counts = separate.outcome(model).native_N.tolist()
@@ -412,9 +412,9 @@ def test_more_experts_than_a_byte_holds_reach_the_learner(monkeypatch: Any) -> N
     assert all(c.routes.width == 2 for _, c in replies)
     assert max(int(unpacked(c.routes).max()) for _, c in replies) > 255
     assert_routes(family, model, prompts, groups)
-    plan = planned([Row(prompt_ids=p.token_ids, reply_ids=c.token_ids) for p, c in replies])
+    plan = planned([Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
     routing = routing_of(model, plan, [c.routes for _, c in replies], replay="sampler")
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     for found, (_, c) in zip(by_row(plan, routing.old_ILK), replies, strict=True):
         assert torch.equal(found[:-1].long(), unpacked(c.routes))
 
@@ -444,13 +444,13 @@ def test_the_last_token_of_a_row_routes_itself_in_the_old_forward_and_is_replaye
     model, plan = FAMILIES["qwen3-moe"].model(DOUBLE), planned()
     sampled = reported(ROWS)
     routing = routing_of(model, plan, sampled, replay="sampler")
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     for row, routes, found in zip(ROWS, sampled, by_row(plan, routing.old_ILK), strict=True):
         assert torch.equal(found[:-1].long(), unpacked(routes))
         known = torch.arange(row.length) < row.length - 1
         padded = torch.cat([unpacked(routes), torch.zeros(1, 2, 2, dtype=torch.long)])
-        ids = torch.tensor([row.prompt_ids + row.reply_ids])
-        with torch.no_grad(), Spy(model) as spy, routing.routers.watch(Forced(chosen_ILK=padded, known_I=known)):
+        ids = torch.tensor([row.prompt_ids + row.completion_ids])
+        with torch.no_grad(), Spy(model) as spy, routing.routers.watch(ForcedExperts(chosen_ILK=padded, known_I=known)):
             model(input_ids=ids, use_cache=False)
         # What the last token would have chosen by itself, after the others were prescribed.
         assert torch.equal(in_order(found[-1]), in_order(spy.chosen_ILK(FAMILIES["qwen3-moe"])[-1]))
@@ -474,7 +474,7 @@ def test_replay_of_a_sampler_that_does_not_say_is_an_error() -> None:
         routing_of(model, plan, sampled, replay="sampler")
     # Without replay a row may stay silent: it is not counted.
     routing = routing_of(model, plan, sampled)
-    planned_logprobs(model, plan, 1.0, CPU, routed=routing.old)
+    plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     silent = plan.sequence_N == 3
     found = routing.outcome(model).sampler_N
     assert (found[silent] == -1).all()
@@ -502,7 +502,7 @@ def test_routes_that_do_not_fit_the_model_are_refused(wrong: dict[str, int]) -> 
 def test_a_dense_model_has_nothing_to_route() -> None:
     plan = planned()
     made = route(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
-    assert type(made) is Unrouted
+    assert type(made) is NoRouting
     micro = plan.steps[0][0]
     with made.old(micro) as nothing, made.learning(micro) as seen:
         assert nothing is None
@@ -547,10 +547,12 @@ class Photographer:
         return done
 
 
-Stepped = tuple[Learned, dict[str, Any]]
+Stepped = tuple[LearnResult, dict[str, Any]]
 
 
-def stepped(parts: Parts, change: Callable[[tuple[Group, ...]], Sequence[Group]] = lambda groups: groups) -> Stepped:
+def stepped(
+    parts: RunContext, change: Callable[[tuple[Group, ...]], Sequence[Group]] = lambda groups: groups
+) -> Stepped:
     collected = collect(parts, step=1, cursor=0, clock=Clock())
     learned = learn(parts, change(collected.gathered.groups), step=1)
     assert learned is not None
@@ -561,8 +563,8 @@ def with_altered_routes(groups: Sequence[Group]) -> list[Group]:
     return [replace(g, completions=[replace(c, routes=altered(c.routes, 8)) for c in g.completions]) for g in groups]
 
 
-def rows_learned(learned: Learned) -> list[Row]:
-    return [Row(prompt_ids=c.prompt.token_ids, reply_ids=c.completion.token_ids) for c in learned.counted]
+def rows_learned(learned: LearnResult) -> list[Row]:
+    return [Row(prompt_ids=c.prompt.token_ids, completion_ids=c.completion.token_ids) for c in learned.counted]
 
 
 TINY_MOE = Family(kind="", gate=None)
@@ -570,8 +572,8 @@ TINY_MOE = Family(kind="", gate=None)
 
 
 @pytest.fixture
-def double_parts(parts_of: Any) -> Callable[[Config], Parts]:
-    def build(config: Config) -> Parts:
+def double_parts(parts_of: Any) -> Callable[[Config], RunContext]:
+    def build(config: Config) -> RunContext:
         parts = parts_of(config)
         parts.policy.model.double()
         parts.policy.model.set_experts_implementation("eager")
@@ -598,10 +600,12 @@ def test_a_step_says_what_flipped_and_starts_at_ratio_one(
     assert (learned.ratio_N[first] == 1.0).all()
     assert torch.equal(learned.tokens.logp_N[first], learned.tokens.logp_old_N[first])
     # Flips by hand: each row's learning forward came after `update` updates.
-    lengths = [len(row.reply_ids) for row in rows]
+    lengths = [len(row.completion_ids) for row in rows]
     updates = [int(u[0]) for u in routed.update_N.split(lengths)]
     choices = {
-        (r, u): plain_choices(TINY_MOE, watched.copies[u], rows[r].prompt_ids + rows[r].reply_ids)[reply_part(rows[r])]
+        (r, u): plain_choices(TINY_MOE, watched.copies[u], rows[r].prompt_ids + rows[r].completion_ids)[
+            reply_part(rows[r])
+        ]
         for r, u in {*((r, 0) for r in range(len(rows))), *enumerate(updates)}
     }
     counted = [flips(choices[r, u], choices[r, 0]) for r, u in enumerate(updates)]
@@ -637,11 +641,13 @@ def test_a_single_mini_batch_is_looked_at_again_after_its_update(
         return
     rows, at = rows_learned(learned), 0
     for row in rows:
-        n = len(row.reply_ids)
+        n = len(row.completion_ids)
         part = slice(at, at + n)
         at += n
         if int(learned.routed.update_N[part][0]) == 1:
-            both = [plain_choices(TINY_MOE, m, row.prompt_ids + row.reply_ids)[reply_part(row)] for m in watched.copies]
+            both = [
+                plain_choices(TINY_MOE, m, row.prompt_ids + row.completion_ids)[reply_part(row)] for m in watched.copies
+            ]
             assert learned.routed.flipped_N[part].tolist() == flips(both[1], both[0])
         else:
             assert learned.routed.flipped_N[part].sum() == 0
@@ -736,7 +742,7 @@ def test_a_reference_model_routes_by_itself(replay: str, tiny: Callable[..., Con
     expected = []
     for row in rows_learned(learned):
         with torch.no_grad():
-            logits = pristine(torch.tensor([row.prompt_ids + row.reply_ids]), use_cache=False).logits[0]
+            logits = pristine(torch.tensor([row.prompt_ids + row.completion_ids]), use_cache=False).logits[0]
         expected.append(reply_logp(row, logits))
     assert learned.tokens.logp_ref_N is not None
     torch.testing.assert_close(learned.tokens.logp_ref_N.double(), torch.cat(expected), rtol=0, atol=2e-5)
@@ -842,12 +848,12 @@ def balance_by_hand(model: Any, rows: Sequence[Row], chosen: Sequence[Tensor | N
         for layer, b in enumerate(blocks)
     ]
     for row, experts in zip(rows, chosen, strict=True):
-        ids = torch.tensor([row.prompt_ids + row.reply_ids])
+        ids = torch.tensor([row.prompt_ids + row.completion_ids])
         if experts is None:
             model(input_ids=ids, use_cache=False)
             continue
         padded = torch.cat([experts, torch.zeros(1, routers.layers, routers.top_k, dtype=torch.long)])
-        forced = Forced(chosen_ILK=padded, known_I=torch.arange(row.length) < row.length - 1)
+        forced = ForcedExperts(chosen_ILK=padded, known_I=torch.arange(row.length) < row.length - 1)
         with routers.watch(forced):
             model(input_ids=ids, use_cache=False)
     for handle in handles:
@@ -881,7 +887,7 @@ def test_the_balancing_loss_is_switch_on_native_routing(
     assert plain.routed.balance_losses == ()
     assert "loss/balance" not in plain_metrics
     rows = rows_learned(learned)
-    lengths = [len(row.reply_ids) for row in rows]
+    lengths = [len(row.completion_ids) for row in rows]
     step_of = [int(u[0]) for u in learned.routed.update_N.split(lengths)]
     for step in (0, 1):
         mine = [i for i, s in enumerate(step_of) if s == step]

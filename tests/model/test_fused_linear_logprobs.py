@@ -18,8 +18,8 @@ from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import Row, make_plan
 from gspo.model.kernels import fused_linear_logprobs as selected
 from gspo.model.kernels import fused_linear_logprobs_torch as selected_torch
-from gspo.model.kernels.fused_linear_logprobs import selected_logprobs
-from gspo.model.lm_head import head_of, obstacle_to_head
+from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
+from gspo.model.lm_head import lm_head, obstacle_to_head
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
@@ -67,14 +67,14 @@ def test_values_and_gradients_are_those_of_plain_logits(
         monkeypatch.setattr(selected, name, held if held != 400 else 37 * 512)
     hidden, weight, target = case(37, 24, 1001, torch.float64)
     gains = gains_of(37, idle)
-    for found, expected in zip(run(selected_logprobs, hidden, weight, target, gains), run(plain, hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(run(fused_linear_logprobs, hidden, weight, target, gains), run(plain, hidden, weight, target, gains), strict=True):  # fmt: skip
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     hidden, weight, target = case(9, 24, 300, torch.float64)
     gains = gains_of(9, 0.0)
-    for found, expected in zip(run(selected_logprobs, 300 * hidden, weight, target, gains), run(plain, 300 * hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(run(fused_linear_logprobs, 300 * hidden, weight, target, gains), run(plain, 300 * hidden, weight, target, gains), strict=True):  # fmt: skip
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
@@ -84,7 +84,9 @@ def test_error_is_no_worse_than_that_of_plain_logits(dtype: torch.dtype) -> None
     hidden, weight, target = case(64, 64, 2000, dtype)
     gains = gains_of(64)
     exact = run(plain, hidden.double(), weight.double(), target, gains)
-    ours = [distance(a, b) for a, b in zip(run(selected_logprobs, hidden, weight, target, gains), exact, strict=True)]
+    ours = [
+        distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)
+    ]
     theirs = [distance(a, b) for a, b in zip(run(plain, hidden, weight, target, gains), exact, strict=True)]
     for our, their in zip(ours, theirs, strict=True):
         assert our <= 1.1 * their + 1e-6
@@ -98,7 +100,7 @@ def test_rows_without_gradient_are_left_out_of_the_backward(idle: float, monkeyp
     seen: list[int] = []
     original = selected_torch.logit_gradient
     monkeypatch.setattr(selected_torch, "logit_gradient", lambda h, *rest: (seen.append(len(h)), original(h, *rest)))
-    gradient = run(selected_logprobs, hidden, weight, target, gains)[2]
+    gradient = run(fused_linear_logprobs, hidden, weight, target, gains)[2]
     busy = (gains[0] != 0) | (gains[1] != 0)
     assert seen == ([int(busy.sum())] if busy.any() else [])
     assert (gradient[~busy] == 0).all()
@@ -112,7 +114,7 @@ def test_the_weights_gradient_adds_up_in_float32() -> None:
     for size in [1.0] + [1e-3] * 30:
         gains = (torch.full((8,), size, device=DEVICE), torch.zeros(8, device=DEVICE))
         exact += run(plain, hidden.double(), weight.double(), target, gains)[3]
-        logp, _ = selected_logprobs(hidden, weight, target, 0.7, weight_gradient=buffer)
+        logp, _ = fused_linear_logprobs(hidden, weight, target, 0.7, weight_gradient=buffer)
         (gains[0] * logp).sum().backward()
     assert weight.grad is None
     assert distance(buffer, exact) < 5e-3
@@ -123,7 +125,7 @@ def test_the_weights_gradient_adds_up_in_float32() -> None:
 # --- in a model ---
 
 
-ROWS = [Row(prompt_ids=(5, 6, 7), reply_ids=(8, 9, 1)), Row(prompt_ids=(4,), reply_ids=(3, 2, 9, 7, 6))]
+ROWS = [Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)), Row(prompt_ids=(4,), completion_ids=(3, 2, 9, 7, 6))]
 
 
 def built(kind: str, **fields: Any) -> Any:
@@ -137,9 +139,12 @@ def built(kind: str, **fields: Any) -> Any:
 def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
     model = FAMILIES[name].model(torch.float64, tie_word_embeddings=tied)
     micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").steps[0][0]
-    assert head_of(model) is not None
+    assert lm_head(model) is not None
     found = []
-    for function in (logprobs.reply_logprobs, lambda m, b, t, entropy_gradient: logprobs._from_logits(m, b, t, True)):
+    for function in (
+        logprobs.completion_logprobs,
+        lambda m, b, t, entropy_gradient: logprobs._from_logits(m, b, t, True),
+    ):
         logp_N, entropy_N = function(model, micro, 0.7, entropy_gradient=True)
         (logp_N.sum() + 0.3 * entropy_N.sum()).backward()
         found.append((logp_N.detach(), entropy_N.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))  # fmt: skip
@@ -161,14 +166,14 @@ def test_families_that_do_more_than_a_product_keep_plain_logits(kind: str, field
     model = built(kind, **fields)
     micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").steps[0][0]
     with pytest.warns(RuntimeWarning, match=why):
-        logp_N, entropy_N = logprobs.reply_logprobs(model, micro, 0.7)
+        logp_N, entropy_N = logprobs.completion_logprobs(model, micro, 0.7)
     assert why in str(obstacle_to_head(model))
     expected = (model(input_ids=micro.input_ids).logits / 0.7).log_softmax(-1).flatten(0, 1)[micro.output_N]
     torch.testing.assert_close(logp_N, expected.gather(-1, micro.target_N[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy_N, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logprobs.reply_logprobs(model, micro, 0.7)  # says it once
+        logprobs.completion_logprobs(model, micro, 0.7)  # says it once
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied to the embedding"])
@@ -177,11 +182,11 @@ def test_bfloat16_gradients_are_kept_in_float32_and_used(tied: bool) -> None:
     exact = built("qwen3", head_dim=8, tie_word_embeddings=tied)
     exact.load_state_dict(model.state_dict())
     optimizer = Optimizer(model, LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9), 10)
-    rows = [Row(prompt_ids=r.prompt_ids, reply_ids=r.reply_ids) for r in ROWS * 4]
+    rows = [Row(prompt_ids=r.prompt_ids, completion_ids=r.completion_ids) for r in ROWS * 4]
     for net in (model, exact):
         plan = make_plan(rows, range(8), mini_batches=1, token_budget=1, pad_id=0, seed="")
         for micro in plan.steps[0]:
-            logprobs.reply_logprobs(net, micro, 0.7)[0].sum().backward()
+            logprobs.completion_logprobs(net, micro, 0.7)[0].sum().backward()
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert p.grad is not None
         assert p.grad.dtype == torch.float32
@@ -211,9 +216,9 @@ def test_on_triton(rows: int, size: int, vocabulary: int, idle: float, monkeypat
     hidden, weight, target = case(rows, size, vocabulary, torch.bfloat16 if CUDA else torch.float16)
     gains = gains_of(rows, idle)
     exact = run(plain, hidden.double(), weight.double(), target, gains)
-    torch_only = [distance(a, b) for a, b in zip(run(selected_logprobs, hidden, weight, target, gains), exact, strict=True)]  # fmt: skip
+    torch_only = [distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)]  # fmt: skip
     monkeypatch.setattr(selected, "_kernels", lambda hidden: selected_triton)
-    found = run(selected_logprobs, hidden, weight, target, gains)
+    found = run(fused_linear_logprobs, hidden, weight, target, gains)
     assert all(part.isfinite().all() for part in found)
     if vocabulary == 1:
         assert max(float(part.abs().max()) for part in found) < 1e-5

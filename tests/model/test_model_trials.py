@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError
-from gspo.learner.forward import planned_logprobs
+from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import Row, make_plan
 from gspo.model.lm_head import keeps_last
 from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
@@ -57,7 +57,7 @@ def loaded(config: ModelConfig, **fields: Any) -> Policy:
 
 
 def logprobs_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [Row(prompt_ids=(5, 6, 7), reply_ids=(8, 9, 1)), Row(prompt_ids=(5, 6), reply_ids=(11, 12, 13, 1))]
+    rows = [Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)), Row(prompt_ids=(5, 6), completion_ids=(11, 12, 13, 1))]
     plan = make_plan(rows, range(2), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
     micro = plan.steps[0][0]
     logits = model(input_ids=micro.input_ids, use_cache=False).logits.flatten(0, 1)[micro.output_N]
@@ -151,10 +151,10 @@ def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_
     monkeypatch.setattr(Gemma2ForCausalLM, "forward", how(Gemma2ForCausalLM.forward))
     model = loaded(config).model
     assert not keeps_last(model)
-    row = Row(prompt_ids=(5, 6, 7, 8, 9), reply_ids=(10, 11, 1))
+    row = Row(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
     plan = make_plan([row], range(1), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
-    logp_N, _ = planned_logprobs(model, plan, 1.0, torch.device("cpu"))
-    ids = torch.tensor([row.prompt_ids + row.reply_ids])
+    logp_N, _ = plan_logprobs(model, plan, 1.0, torch.device("cpu"))
+    ids = torch.tensor([row.prompt_ids + row.completion_ids])
     expected = model(input_ids=ids).logits.log_softmax(-1)[0, 4:7].gather(-1, ids[0, 5:, None])[:, 0]
     torch.testing.assert_close(logp_N, expected, rtol=1e-5, atol=1e-5)
 
@@ -163,10 +163,10 @@ def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
     """Its forward takes `logits_to_keep` with other keywords and ignores it."""
     config = saved(tmp_path, "xlstm", hidden_size=128, num_heads=4)
     model = loaded(config).model
-    row = Row(prompt_ids=(5, 6, 7, 8, 9), reply_ids=(10, 11, 1))
+    row = Row(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
     plan = make_plan([row], range(1), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
-    logp_N, _ = planned_logprobs(model, plan, 1.0, torch.device("cpu"))
-    ids = torch.tensor([row.prompt_ids + row.reply_ids])
+    logp_N, _ = plan_logprobs(model, plan, 1.0, torch.device("cpu"))
+    ids = torch.tensor([row.prompt_ids + row.completion_ids])
     expected = model(input_ids=ids).logits.float().log_softmax(-1)[0, 4:7].gather(-1, ids[0, 5:, None])[:, 0]
     torch.testing.assert_close(logp_N, expected, rtol=1e-3, atol=1e-3)
 

@@ -18,7 +18,7 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.model.alignment import align
 from gspo.model.load import _routers, load_policy, load_tokenizer
-from gspo.model.routing import Forced, Routers, changed, check_replay, find_routers, says_it_routes
+from gspo.model.routing import ForcedExperts, Routers, changed, check_replay, find_routers, says_it_routes
 from gspo.types import Routes
 
 ALL = {**FAMILIES, **SMOKE}
@@ -42,8 +42,8 @@ def logits_of(model: Any, ids: Tensor | None = None) -> Tensor:
     return model(input_ids=some_ids() if ids is None else ids, use_cache=False).logits
 
 
-def all_of(chosen_ILK: Tensor) -> Forced:
-    return Forced(chosen_ILK=chosen_ILK, known_I=torch.ones(len(chosen_ILK), dtype=torch.bool))
+def all_of(chosen_ILK: Tensor) -> ForcedExperts:
+    return ForcedExperts(chosen_ILK=chosen_ILK, known_I=torch.ones(len(chosen_ILK), dtype=torch.bool))
 
 
 def other_than(chosen_ILK: Tensor, experts: int, shift: int = 1) -> Tensor:
@@ -164,7 +164,7 @@ def test_only_known_tokens_are_forced(built: Any) -> None:
         logits_of(model)
     known = torch.arange(len(own.used_ILK)) % 3 == 0
     wanted = other_than(own.used_ILK, routers.experts, shift=3)
-    with routers.watch(Forced(chosen_ILK=wanted, known_I=known)) as seen:
+    with routers.watch(ForcedExperts(chosen_ILK=wanted, known_I=known)) as seen:
         logits_of(model)
     assert torch.equal(seen.used_ILK[known], wanted[known])
     assert torch.equal(seen.used_ILK[~known], seen.native_ILK[~known])

@@ -15,7 +15,7 @@ from gspo import hub
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 from gspo.model.load import build_model, load_policy, load_tokenizer
-from gspo.model.source import fingerprint_of, location
+from gspo.model.source import location, weights_fingerprint
 
 HOST = "hub.invalid"
 
@@ -66,7 +66,7 @@ def test_a_model_that_was_fetched_before_is_used(offline: Path) -> None:
     assert location(config) == (str(snapshot), {})
     policy = load_policy(config, load_tokenizer(config), seed=0)
     assert policy.stop_ids
-    assert fingerprint_of(config) == ""  # the same with and without a network
+    assert weights_fingerprint(config) == ""  # the same with and without a network
 
 
 def test_a_proxy_or_a_network_leaves_the_name_to_the_hub(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,15 +420,15 @@ def group_advantage(row, rewards, groups):
         values = [rewards[i] for i in at]
         mean, k = statistics.fmean(values), len(at)
         for i in at:
-            centred = rewards[i] - mean
+            centered = rewards[i] - mean
             if row in Z_SCORE:
-                out[i] = centred / statistics.stdev(values)
+                out[i] = centered / statistics.stdev(values)
             elif row in CENTRED:
-                out[i] = centred
+                out[i] = centered
             elif row == "rloo":
-                out[i] = k / (k - 1) * centred
+                out[i] = k / (k - 1) * centered
             elif row == "gpg":
-                out[i] = n_scored / (n_scored - n_uniform) * centred
+                out[i] = n_scored / (n_scored - n_uniform) * centered
             else:
                 raise AssertionError(row)
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 import gspo
 from gspo.config import Config
 from gspo.errors import ConfigError
-from gspo.objectives.adaptive_clip import LIMITS, AutoClip, at_limit, take_auto
+from gspo.objectives.adaptive_clip import LIMITS, AdaptiveClip, at_limit, take_adaptive
 from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.objectives.table import TABLE
@@ -72,7 +72,7 @@ def typical(name: str) -> float:
 
 
 def followed(
-    name: str, row: Objective, auto: AutoClip, *, steps: int = 40, **process: Any
+    name: str, row: Objective, auto: AdaptiveClip, *, steps: int = 40, **process: Any
 ) -> list[tuple[float, float]]:
     """(scale used, share clipped) of every step; the share that the row's own code reports is the one counted here."""
     scale, seen = 1.0, []
@@ -98,7 +98,7 @@ def test_the_target_is_met_from_far_away(name: str, wrong_by: float, target: flo
     # Three parts to four, as in the paper: one scale has to do for both sides.
     low = 0.75 * typical(name) * wrong_by
     row = with_range(name, low, low * 4 / 3)
-    seen = followed(name, row, AutoClip(target=target, sides=BOTH))
+    seen = followed(name, row, AdaptiveClip(target=target, sides=BOTH))
     assert not 0.5 * target < seen[0][1] < 2 * target
     assert late(seen) == pytest.approx(target, rel=0.2)
 
@@ -107,19 +107,19 @@ def test_the_target_is_met_from_far_away(name: str, wrong_by: float, target: flo
 @pytest.mark.parametrize("start", [0.03, 3.0])
 def test_large_moves_are_measured_in_the_rows_own_space(name: str, start: float) -> None:
     """Where a ratio and its logarithm are far apart."""
-    seen = followed(name, with_range(name, start, start), AutoClip(target=0.15, sides=BOTH), spread=1.5)
+    seen = followed(name, with_range(name, start, start), AdaptiveClip(target=0.15, sides=BOTH), spread=1.5)
     assert late(seen) == pytest.approx(0.15, rel=0.06)
 
 
 def test_a_still_first_mini_batch_counts_in_the_share() -> None:
-    seen = followed("gspo", with_range("gspo", 3e-4, 4e-4), AutoClip(target=0.1, sides=BOTH), still=0.5)
+    seen = followed("gspo", with_range("gspo", 3e-4, 4e-4), AdaptiveClip(target=0.1, sides=BOTH), still=0.5)
     assert late(seen) == pytest.approx(0.1, rel=0.2)
 
 
 def test_the_way_is_bounded_and_no_step_overshoots() -> None:
     for wrong_by in (0.01, 100.0):
         row = with_range("grpo", 0.1 * wrong_by, 0.1 * wrong_by)
-        scales = [scale for scale, _ in followed("grpo", row, AutoClip(target=0.15, sides=BOTH))]
+        scales = [scale for scale, _ in followed("grpo", row, AdaptiveClip(target=0.15, sides=BOTH))]
         for a, b in pairwise(scales):
             assert abs(math.log(b / a)) <= 1.0 + 1e-9
         far = [s for s in scales if abs(math.log(s * wrong_by)) > 1]
@@ -134,7 +134,7 @@ def test_one_side_adapts_and_the_other_stays(name: str, side: str, other: str) -
     row = with_range(name, *([1.5 * typical(name)] * 2))
     fixed = getattr(row.trust_region, other)
     narrow = replace(row, trust_region=replace(row.trust_region, **{side: fixed / 100}))  # type: ignore[type-var]
-    auto = AutoClip(target=0.15, sides=(side,))
+    auto = AdaptiveClip(target=0.15, sides=(side,))
     assert getattr(auto.scaled(narrow, 7.0).trust_region, other) == fixed
     assert getattr(auto.scaled(narrow, 7.0).trust_region, side) == pytest.approx(7 * fixed / 100)
     seen = followed(name, narrow, auto)
@@ -143,7 +143,7 @@ def test_one_side_adapts_and_the_other_stays(name: str, side: str, other: str) -
 
 def test_scaling_changes_the_range_and_nothing_else() -> None:
     row = gspo.objective("minirl", clip_low=0.1, clip_high=0.3, weight_cap=4.0, entropy=0.01)  # type: ignore[operator]
-    scaled = AutoClip(target=0.1, sides=BOTH).scaled(row, 2.0)
+    scaled = AdaptiveClip(target=0.1, sides=BOTH).scaled(row, 2.0)
     region: Any = scaled.trust_region
     assert (region.clip_low, region.clip_high, region.weight_cap) == (0.2, 0.6, 4.0)
     assert replace(scaled, trust_region=row.trust_region) == row
@@ -156,12 +156,12 @@ def test_a_step_that_cannot_meet_the_target_leaves_the_range(name: str) -> None:
     for target, still in ((0.7, 0.0), (0.2, 0.9)):
         for scale in (0.01, 1.0, 30.0):
             tokens = tokens_of(1, still=still)
-            assert AutoClip(target=target, sides=BOTH).next_scale(row, scale, tokens) == scale
+            assert AdaptiveClip(target=target, sides=BOTH).next_scale(row, scale, tokens) == scale
 
 
 def test_a_side_that_clips_too_much_by_itself_drives_the_other_to_its_limit() -> None:
     row = with_range("grpo", 1e-6, 0.1)
-    seen = followed("grpo", row, AutoClip(target=0.1, sides=("clip_high",)))
+    seen = followed("grpo", row, AdaptiveClip(target=0.1, sides=("clip_high",)))
     assert seen[-1][0] == LIMITS[1]
     why = at_limit(LIMITS[1])
     assert why is not None
@@ -169,7 +169,7 @@ def test_a_side_that_clips_too_much_by_itself_drives_the_other_to_its_limit() ->
 
 
 def test_the_scale_stays_within_its_limits() -> None:
-    auto = AutoClip(target=0.1, sides=BOTH)
+    auto = AdaptiveClip(target=0.1, sides=BOTH)
     seen = followed("grpo", with_range("grpo", 1e4, 1e4), auto)
     assert seen[-1][0] == LIMITS[0]
     why = at_limit(LIMITS[0])
@@ -183,7 +183,7 @@ def test_the_scale_stays_within_its_limits() -> None:
 def test_numbers_that_are_none_leave_the_range() -> None:
     # A step whose forward diverged has its update skipped, and says nothing about the range. NaN sorts before every number.
     row, tokens = with_range("grpo", 0.1, 0.1), tokens_of(1)
-    auto = AutoClip(target=0.1, sides=BOTH)
+    auto = AdaptiveClip(target=0.1, sides=BOTH)
     broken = replace(tokens, logp_N=torch.full_like(tokens.logp_N, math.nan))
     assert auto.next_scale(row, 1.0, broken) == 1.0
 
@@ -193,13 +193,13 @@ def test_numbers_that_are_none_leave_the_range() -> None:
 
 def test_settings_are_taken_apart() -> None:
     row = replace(TABLE["gspo"], name="gspo")
-    auto, rest = take_auto(row, {"clip_low": "auto:0.15", "clip_high": "auto:0.15", "kl": 0.1})
-    assert auto == AutoClip(target=0.15, sides=BOTH)
+    auto, rest = take_adaptive(row, {"clip_low": "auto:0.15", "clip_high": "auto:0.15", "kl": 0.1})
+    assert auto == AdaptiveClip(target=0.15, sides=BOTH)
     assert rest == {"kl": 0.1}
-    auto, rest = take_auto(row, {"clip_high": "auto:.2", "clip_low": 3e-4})
-    assert auto == AutoClip(target=0.2, sides=("clip_high",))
+    auto, rest = take_adaptive(row, {"clip_high": "auto:.2", "clip_low": 3e-4})
+    assert auto == AdaptiveClip(target=0.2, sides=("clip_high",))
     assert rest == {"clip_low": 3e-4}
-    assert take_auto(row, {"clip_low": 0.1}) == (None, {"clip_low": 0.1})
+    assert take_adaptive(row, {"clip_low": 0.1}) == (None, {"clip_low": 0.1})
 
 
 @pytest.mark.parametrize("text", ["auto:", "auto:2", "auto:x", "auto:0", "auto:1", "auto:-0.1", "auto:nan", "auto:inf"])

@@ -11,8 +11,8 @@ import torch
 
 from gspo.clock import Clock
 from gspo.config import Config
-from gspo.learner.forward import planned_logprobs
-from gspo.objectives.rounding import noise_of
+from gspo.learner.forward import plan_logprobs
+from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.samples import counted
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
@@ -27,8 +27,8 @@ TWO = Sequences(torch.tensor([0, 0, 1, 1]), 2)
 def test_a_reply_averages_what_its_tokens_do_not() -> None:
     """+-0.01 within a reply cancels; the other reply is off by 0.02 as a whole."""
     rounding_N = torch.tensor([0.01, -0.01, 0.02, 0.02])
-    reply = noise_of(build("gspo", clip_low=3e-3, clip_high=4e-3), TWO, rounding_N)
-    token = noise_of(build("grpo", clip_low=0.015, clip_high=0.015), TWO, rounding_N)
+    reply = rounding_noise(build("gspo", clip_low=3e-3, clip_high=4e-3), TWO, rounding_N)
+    token = rounding_noise(build("grpo", clip_low=0.015, clip_high=0.015), TWO, rounding_N)
     assert reply is not None
     assert token is not None
     assert reply.log_ratio == pytest.approx(0.02 / 2**0.5)
@@ -39,14 +39,14 @@ def test_a_reply_averages_what_its_tokens_do_not() -> None:
 
 def test_each_side_of_the_range_counts() -> None:
     wide_above = build("gspo", clip_low=1e-3, clip_high=0.1)
-    noise = noise_of(wide_above, TWO, torch.tensor([-0.01, -0.01, 0.02, 0.02]))
+    noise = rounding_noise(wide_above, TWO, torch.tensor([-0.01, -0.01, 0.02, 0.02]))
     assert noise is not None
     assert noise.beyond_clip == 0.5
 
 
 @pytest.mark.parametrize("name", ["sapo", "vespo", "rloo"])
 def test_a_row_without_a_range_has_no_such_noise(name: str) -> None:
-    assert noise_of(build(name), TWO, torch.ones(4)) is None
+    assert rounding_noise(build(name), TWO, torch.ones(4)) is None
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_it_is_the_size_of_the_noise_in_real_ratios(tiny: Callable[..., Config],
             weight += 1e-3 * torch.randn(weight.shape, generator=generator)
 
     def logp(which: Any) -> torch.Tensor:
-        return planned_logprobs(which, plan, 1.0, parts.policy.device)[0]
+        return plan_logprobs(which, plan, 1.0, parts.policy.device)[0]
 
     old, new = logp(model), logp(moved)
     sampler = torch.tensor([x for r in replies for x in r.completion.logp_sampler])
     truth = (new - old) - (logp(copy.deepcopy(moved).float()) - logp(copy.deepcopy(model).float()))
     sequences = Sequences(plan.sequence_N, len(replies))
     for objective in (build("gspo"), build("grpo")):
-        measured, real = (noise_of(objective, sequences, x) for x in (old - sampler, truth))
+        measured, real = (rounding_noise(objective, sequences, x) for x in (old - sampler, truth))
         assert measured is not None
         assert real is not None
         assert real.log_ratio / 4 < measured.log_ratio < 4 * real.log_ratio

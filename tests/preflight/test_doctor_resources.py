@@ -14,9 +14,9 @@ from examination import SAMPLED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
-from gspo.learner.forward import reply_logprobs
+from gspo.learner.forward import completion_logprobs
 from gspo.learner.plan import Row, make_plan
-from gspo.model.lm_head import head_of
+from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.preflight import disk, machine, memory, model, pace, ratio, sampling
 from gspo.preflight.case import Pace
@@ -70,11 +70,11 @@ def test_the_memory_of_learning_is_estimated_within_a_factor_of_two(
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         net.train()
     prompt, reply, rows = 16, 48, 8
-    made = [Row(prompt_ids=(1,) * prompt, reply_ids=(2,) * reply)] * rows
+    made = [Row(prompt_ids=(1,) * prompt, completion_ids=(2,) * reply)] * rows
     micro = make_plan(made, range(rows), mini_batches=1, token_budget=10**6, pad_id=0, seed="").steps[0][0]
 
     def learn() -> None:
-        logp_N, _ = reply_logprobs(net, micro, 1.0)
+        logp_N, _ = completion_logprobs(net, micro, 1.0)
         (-logp_N.mean()).backward()
 
     learn()  # gradients exist from now on, so that only activations and logits are new
@@ -92,7 +92,7 @@ def test_only_a_part_of_the_logits_is_held(tiny: Callable[..., Config], examined
     assert memory.logits_held(case, 10**4, 150_000) == memory.HELD_CPU
     gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES, query_pre_attn_scalar=8)).eval()
     with pytest.warns(RuntimeWarning, match="changes its logits"):
-        head_of(gemma)
+        lm_head(gemma)
     case.policy = dataclasses.replace(case.policy, model=gemma)
     assert memory.logits_held(case, 10**4, 150_000) == 10**4 * 150_000
 

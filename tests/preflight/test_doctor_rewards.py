@@ -169,7 +169,7 @@ def test_demonstrations_of_a_task_score(tiny: Callable[..., Config], examined: A
     made = rewards._demonstrated
 
     def spoilt(case: Any) -> Any:
-        return [rewards.Known(prompt=k.prompt, texts=("nonsense",)) for k in made(case)]
+        return [rewards.KnownAnswer(prompt=k.prompt, texts=("nonsense",)) for k in made(case)]
 
     monkeypatch.setattr(rewards, "_demonstrated", spoilt)
     finding = examined(config, *KNOWN).only("known answers")

@@ -323,7 +323,7 @@ def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prom
 @pytest.mark.parametrize("paged", [False, True])
 def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     whole = drawn(engine_of(model), prompts)
-    owner: Any = Decoder if paged else rows.CachedRows
+    owner: Any = Decoder if paged else rows.KVCacheState
     name = "logits" if paged else "step"
     step, together, most = getattr(owner, name), [], 4
 

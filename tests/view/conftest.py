@@ -27,7 +27,7 @@ class Answer:
         return json.loads(self.body)
 
 
-class Served:
+class ServedHost:
     """`gspo watch` in a process, asked over HTTP."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -77,15 +77,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., Served]]:
+def serve() -> Iterator[Callable[..., ServedHost]]:
     """Starts dashboards and ends them after the tests of a file."""
     with ExitStack() as stack:
 
-        def start(*runs: Path, env: Mapping[str, str] | None = None) -> Served:
+        def start(*runs: Path, env: Mapping[str, str] | None = None) -> ServedHost:
             command = [sys.executable, "-m", "gspo.cli", "watch", *map(str, runs)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
             stack.callback(process.wait)
             stack.callback(process.kill)
-            return Served(process)
+            return ServedHost(process)
 
         yield start

@@ -22,11 +22,11 @@ from shown_runs import make_run, reply
 from tokenizers import Tokenizer
 
 from gspo.view.dashboard import handlers as answers
-from gspo.view.dashboard.guard import HEADERS, Keys
+from gspo.view.dashboard.guard import HEADERS, SessionKeys
 from gspo.view.dashboard.server import application
 from gspo.view.dashboard.watchlist import Watchlist
 from gspo.view.report import page
-from gspo.view.run_reader import Watched
+from gspo.view.run_reader import RunReader
 from gspo.view.terminal import watch_text
 
 ROUTES = [
@@ -47,7 +47,7 @@ def served(run: Path, serve: Callable[..., Any]) -> Any:
 
 
 def test_the_routes_tested_are_all_there_are(tmp_path: Path) -> None:
-    app = application(Watchlist([make_run(tmp_path / "made")]), Keys(print)).app
+    app = application(Watchlist([make_run(tmp_path / "made")]), SessionKeys(print)).app
     patterns = [route.path_regex for route in app.routes]
     assert all(any(p.fullmatch(path) for path in ROUTES) for p in patterns)
     assert all(route.methods == {"GET", "HEAD"} for route in app.routes)
@@ -198,7 +198,7 @@ def test_secrets_do_not_leave(tmp_path: Path, serve: Callable[..., Any]) -> None
     assert "key=" not in Path(f"/proc/{served.process.pid}/cmdline").read_text()
 
 
-def asked(app: Any, keys: Keys, path: str) -> list[dict[str, Any]]:
+def asked(app: Any, keys: SessionKeys, path: str) -> list[dict[str, Any]]:
     """What an application sends for a request, without a server."""
     sent: list[dict[str, Any]] = []
 
@@ -219,7 +219,7 @@ def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pyt
 
     monkeypatch.setattr("gspo.view.dashboard.handlers.about", broken)
 
-    keys = Keys(print)
+    keys = SessionKeys(print)
     sent = asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")
     assert sent[0]["status"] == 500
     assert b"secret detail" not in sent[1]["body"]
@@ -330,14 +330,14 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_cannot_be_read_leaves_the_others_in_the_report_and_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     paths = [make_run(tmp_path / "good"), make_run(tmp_path / "bad")]
-    findings = Watched.findings
+    findings = RunReader.findings
 
-    def broken(run: Watched) -> Any:
+    def broken(run: RunReader) -> Any:
         if run.path.name == "bad":
             raise RuntimeError("odd")
         return findings(run)
 
-    monkeypatch.setattr(Watched, "findings", broken)
+    monkeypatch.setattr(RunReader, "findings", broken)
     assert "This run cannot be read: RuntimeError: odd" in page(Watchlist(paths))
     said = io.StringIO()
     watch_text(paths, Console(file=said, width=120))
@@ -370,5 +370,5 @@ def test_a_panic_anywhere_is_an_answer(run: Path, monkeypatch: pytest.MonkeyPatc
         Tokenizer.from_str(json.dumps(PANICKING)).decode([0])
 
     monkeypatch.setattr("gspo.view.dashboard.handlers.about", broken)
-    keys = Keys(print)
+    keys = SessionKeys(print)
     assert asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")[0]["status"] == 500

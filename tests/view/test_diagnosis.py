@@ -12,19 +12,19 @@ from shown_runs import metrics, timings
 from gspo.objectives.advantage import batch_whitened
 from gspo.objectives.table import TABLE
 from gspo.objectives.trust_region import Clip, MaskedWeight
-from gspo.view.diagnosis import RULES, SEQUENCE_ROWS, SHAPED_ROWS, TOKEN_ROWS, WHITENED_ROWS, WINDOW, Look, diagnose
+from gspo.view.diagnosis import RULES, SEQUENCE_ROWS, SHAPED_ROWS, TOKEN_ROWS, WHITENED_ROWS, WINDOW, RunFacts, diagnose
 
 
 def look(
     row: Callable[[int], dict[str, Any]] = metrics, *, steps: int = 2 * WINDOW, evaluations: list[dict[str, Any]] | None = None,
     times: Callable[[int], dict[str, Any]] = timings, events: list[dict[str, Any]] | None = None,
     state: str = "running", **settings: Any,
-) -> Look:  # fmt: skip
+) -> RunFacts:  # fmt: skip
     tree = {"objective": {"name": "gspo"}, "learner": {"mini_batches": 4}, "rollout": {"max_tokens": 64}}
     for key, value in settings.items():
         section, _, name = key.partition("__")
         tree.setdefault(section, {})[name] = value
-    return Look(
+    return RunFacts(
         rows=[row(s) for s in range(1, steps + 1)], evaluations=evaluations or [], timings=[times(s) for s in range(1, steps + 1)][-WINDOW:],
         events=events or [], settings=tree | {"steps": 100}, state=state,
     )  # fmt: skip
@@ -44,8 +44,8 @@ def punished(step: int, **changed: Any) -> dict[str, Any]:
 class Case:
     name: str
     level: str
-    fires: Look
-    not_quite: Look
+    fires: RunFacts
+    not_quite: RunFacts
     says: str
     """Part of the sentence or the remedy: the numbers it rests on, or what to try."""
 
@@ -218,5 +218,5 @@ def test_uniform_groups_without_verdicts_say_nothing_about_difficulty() -> None:
 
 @pytest.mark.parametrize("settings", [{"objective": "gspo"}, {"learner": {"mini_batches": "4"}}, {"rollout": [1]}, {}])
 def test_settings_of_another_kind_are_no_error(settings: dict[str, Any]) -> None:
-    odd = Look(rows=[metrics(s) for s in range(1, 41)], evaluations=[], timings=[], events=[{"event": "alarm"}], settings=settings, state="ended")  # fmt: skip
+    odd = RunFacts(rows=[metrics(s) for s in range(1, 41)], evaluations=[], timings=[], events=[{"event": "alarm"}], settings=settings, state="ended")  # fmt: skip
     diagnose(odd)

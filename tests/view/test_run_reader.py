@@ -15,7 +15,7 @@ from shown_runs import make_run, metrics, reply, write_lines
 from gspo.redact import HIDDEN, known_secrets, redacted, redacted_values, sounds_secret
 from gspo.view.completions import FILTERS, LARGEST, LONGEST, Replies
 from gspo.view.dashboard.watchlist import Watchlist
-from gspo.view.run_reader import Watched
+from gspo.view.run_reader import RunReader
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def test_a_page_needs_no_torch() -> None:
 def test_the_state_is_what_the_events_say(run: Path, last: dict[str, object], state: str) -> None:
     with (run / "events.jsonl").open("a") as out:
         out.write(json.dumps(last) + "\n")
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     assert watched.state == state
 
 
 def test_a_run_whose_lock_is_held_is_running_and_is_not_disturbed(run: Path) -> None:
-    watched = Watched(run)
+    watched = RunReader(run)
     with (run / ".lock").open("w") as trainer:
         fcntl.flock(trainer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         watched.refresh()
@@ -57,7 +57,7 @@ def test_a_run_whose_lock_is_held_is_running_and_is_not_disturbed(run: Path) -> 
 
 
 def test_curves_and_times_are_those_of_the_files(run: Path) -> None:
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     found = watched.curves(100)
     assert found["curves"]["reward/mean"]["x"] == list(range(1, 13))
@@ -71,7 +71,7 @@ def test_curves_and_times_are_those_of_the_files(run: Path) -> None:
 
 
 def test_the_version_changes_with_every_file(run: Path) -> None:
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     seen = {watched.version}
     for name in ("metrics.jsonl", "timings.jsonl", "events.jsonl"):
@@ -83,7 +83,7 @@ def test_the_version_changes_with_every_file(run: Path) -> None:
 
 
 def test_a_run_that_disappears_is_gone_and_comes_back(run: Path) -> None:
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     run.rename(run.parent / "away")
     watched.refresh()
@@ -100,7 +100,7 @@ def test_files_that_are_torn_missing_or_no_json_are_no_error(tmp_path: Path) -> 
     (run / "config.toml").write_text("not = [toml")
     (run / "events.jsonl").write_text('[1]\n{"event": "start"}\nrubbish\n{"event": "to')
     (run / "environment.json").write_text("[]")
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     assert [e["event"] for e in watched.events] == ["start"]
     assert watched.settings == {}
@@ -245,7 +245,7 @@ def test_ordinary_settings_are_not_secret(name: str) -> None:
 def test_long_runs_are_shown_before_they_were_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "metrics.jsonl", [metrics(s) for s in range(1, 9001)])
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh(1 << 20)
     assert watched.partial
     assert watched.step == 9000
@@ -268,7 +268,7 @@ def test_what_is_not_a_plain_file_is_not_opened(tmp_path: Path, kind: str) -> No
             (run / name).mkdir()
         else:
             (run / name).symlink_to(tmp_path / name.replace("/", "-"))
-    watched, replies = Watched(run), Replies(run)
+    watched, replies = RunReader(run), Replies(run)
     watched.refresh(1000)
     assert len(watched.metrics) == len(watched.events) == 0
     assert watched.settings == watched.environment == {}
@@ -309,7 +309,7 @@ def test_neighbours_of_a_reply_cross_groups(tmp_path: Path) -> None:
 def test_of_a_long_list_of_events_the_end_is_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "e", "step": i, "what": "x" * 3000} for i in range(4000)])
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     assert watched.events[-1]["step"] == 3999
     assert len(watched.events) == 500
@@ -323,7 +323,7 @@ def test_of_a_long_list_of_events_the_end_is_read(tmp_path: Path) -> None:
 def test_events_of_another_file_of_the_same_length_are_read_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "a"}] * 3)
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     (run / "events.jsonl").unlink()
     write_lines(run / "events.jsonl", [{"event": "b"}] * 3)
@@ -337,7 +337,7 @@ def test_files_without_a_step_or_a_time_are_no_error(tmp_path: Path, without: st
     for name in ("metrics.jsonl", "timings.jsonl"):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         write_lines(run / name, [{k: v for k, v in row.items() if k != without} for row in rows])
-    watched = Watched(run)
+    watched = RunReader(run)
     watched.refresh()
     watched.curves(100)
     watched.curves(100, x="tokens/sampled")

@@ -28,7 +28,7 @@ HELD_CPU = 2**22
 """The same in main memory, where a smaller part stays in the cache."""
 
 
-def selected_logprobs(
+def fused_linear_logprobs(
     hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, *, weight_gradient: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(logp_N, entropy_N) of the targets. With `weight_gradient`, a float32 buffer, the weight's gradient is added to it in

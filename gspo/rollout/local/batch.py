@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gspo.errors import NumericalError
 from gspo.model.routing import Routers
-from gspo.rollout.engine import Decoded
-from gspo.rollout.local.blocks import PAGE, Pages, pages_for
-from gspo.rollout.local.cuda_graphs import Graphs
+from gspo.rollout.engine import DecodeStats
+from gspo.rollout.local.blocks import PAGE, BlockAllocator, pages_for
+from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_page
 from gspo.rollout.local.queue import Queue, Replies
 from gspo.rollout.local.slots import DRAWN, LIVE, make_slots
@@ -95,10 +95,10 @@ class PagedBatch:
         routed = (routers.layers, routers.top_k, routers.compact) if routers else None
         self.slots = make_slots(slots, self.width, sampling.max_tokens, model.device, routed)
         count = pages or self._affordable(model, slots)
-        self.pages = Pages(count)
+        self.pages = BlockAllocator(count)
         self.decoder = Decoder(model, self.slots, count, routers)
         self.stops = torch.tensor(stop_ids, dtype=torch.int64, device=model.device)
-        self.launch = Graphs(self._step) if model.device.type == "cuda" else self._step
+        self.launch = CudaGraphs(self._step) if model.device.type == "cuda" else self._step
         self.rows: list[_Row | None] = [None] * slots
         self.waiting = list(range(len(queue.place_B)))[::-1]
         """Requests, the next one last."""
@@ -142,8 +142,8 @@ class PagedBatch:
                 self.unseen.append((self.steps, *_fetched(self.slots.state[LIVE])))
                 self.steps += 1
                 self.computed += self.bucket
-                self._notice(behind=1)
-                self._shrink()
+                self._poll_finished(behind=1)
+                self._compact()
             return self._replies()
         finally:
             # It refers back to this, and a graph that is left to the garbage collector may go at a bad moment.
@@ -260,13 +260,13 @@ class PagedBatch:
                     grown += [(s, len(row.pages) + i, page) for i, page in enumerate(taken)]
                     row.pages.extend(taken)
                     break
-                self._make_room()
+                self._preempt()
         grown = [(s, i, page) for s, i, page in grown if (row := self.rows[s]) is not None and page in row.pages]
         if grown:
             s_, index, page = self._sent(grown).unbind(1)
             self.slots.table_SW[s_, index] = page.to(torch.int32)
 
-    def _make_room(self) -> None:
+    def _preempt(self) -> None:
         """Forget prompts that only waiting requests need; if there are none, put the youngest reply back."""
         self.short = True
         if self.held:
@@ -287,7 +287,7 @@ class PagedBatch:
 
     # --- Rows that end ---
 
-    def _notice(self, *, behind: int) -> None:
+    def _poll_finished(self, *, behind: int) -> None:
         """Look at what steps left: rows that ended hand in their replies and their pages."""
         while len(self.unseen) > behind:
             step, flags, event = self.unseen.pop(0)
@@ -297,9 +297,9 @@ class PagedBatch:
             # A row that entered after this step has nothing to do with what was in its slot.
             over = [s for s in over if (row := self.rows[s]) is not None and row.since <= step]
             if over:
-                self._collect(over, step)
+                self._finish(over, step)
 
-    def _collect(self, over: list[int], step: int) -> None:
+    def _finish(self, over: list[int], step: int) -> None:
         rows = [row for s in over if (row := self.rows[s]) is not None]
         lengths = [step - row.since + 1 for row in rows]
         at, longest, routes = self._sent(over), max(lengths), self.slots.routes_STLK
@@ -317,12 +317,12 @@ class PagedBatch:
             self.rows[s] = None
         self.short = False
 
-    def _shrink(self) -> None:
+    def _compact(self) -> None:
         """When none waits, gather the live rows at the front, so that a smaller step does."""
-        if self.waiting or self._fitting() >= self.bucket:
+        if self.waiting or self._bucket_for() >= self.bucket:
             return
-        self._notice(behind=0)
-        bucket = self._fitting()
+        self._poll_finished(behind=0)
+        bucket = self._bucket_for()
         holes = [s for s in range(bucket) if self.rows[s] is None]
         moved = [s for s in range(bucket, self.bucket) if self.rows[s] is not None]
         if moved:
@@ -333,7 +333,7 @@ class PagedBatch:
         # Holes and what lies beyond idle; a hole may hold a row that was ended by no step.
         self.bucket = bucket
 
-    def _fitting(self) -> int:
+    def _bucket_for(self) -> int:
         live = sum(row is not None for row in self.rows)
         return min([size for size in SIZES if size >= live and size < self.bucket], default=self.bucket)
 
@@ -353,7 +353,7 @@ class PagedBatch:
                 if self.routers is not None and routes_ATLK is not None:
                     routes[b] = self.routers.pack(torch.cat([self.read_by[b], routes_ATLK[i, :n]]))
         stopped = [ids[-1] in self.stop_ids for ids in token]
-        decoded = Decoded(steps=self.steps, rows=self.computed)
+        decoded = DecodeStats(steps=self.steps, rows=self.computed)
         return Replies(token_ids=token, logp=logp, ended=stopped, routes=routes, decoded=decoded)
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:

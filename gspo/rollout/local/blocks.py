@@ -17,7 +17,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-class Pages:
+class BlockAllocator:
     """The free pages, and the number of readers of every other."""
 
     def __init__(self, count: int) -> None:

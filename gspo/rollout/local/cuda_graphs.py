@@ -15,7 +15,7 @@ import torch
 from gspo.model.memory import out_of_memory
 
 
-class Graphs:
+class CudaGraphs:
     """Calls `step`: the first time of a size as it is, which compiles kernels, then from a graph."""
 
     def __init__(self, step: Callable[[int], None]) -> None:

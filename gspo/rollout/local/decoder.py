@@ -18,13 +18,13 @@ from torch.nn.functional import grouped_mm
 from transformers.cache_utils import Cache
 
 from gspo.model.attention import attention_kinds
-from gspo.model.lm_head import head_of, passed_by
-from gspo.model.patching import replaced_forward
+from gspo.model.lm_head import bypass_head, lm_head
+from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers
 from gspo.rollout.local.blocks import PAGE, pages_for
 from gspo.rollout.local.kernels import kernels_for
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
-from gspo.rollout.local.states import Noted, difference_in_trial, forward_options, padded, prefill_options
+from gspo.rollout.local.states import RouteRecorder, difference_in_trial, forward_options, padded, prefill_options
 
 KNOWN = (
     "LlamaAttention",
@@ -49,8 +49,8 @@ class Decoder:
         assert self.attention is not None
         self.kernels = kernels_for(model.device)
         self.cache = [_cache(module, pages, model) for module in self.attention]
-        self.noted = Noted(routers)
-        self.head = head_of(model)
+        self.noted = RouteRecorder(routers)
+        self.head = lm_head(model)
         self.options = {**forward_options(model), "use_cache": False}
         # Nobody reads it, but a mask that is there already is not made again.
         self.mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
@@ -82,7 +82,7 @@ class Decoder:
         slots = self.slots.first(rows)
         with self._replaced(slots), ExitStack() as stack:
             if self.head is not None:
-                stack.enter_context(passed_by(self.head))
+                stack.enter_context(bypass_head(self.head))
             output, routes_RLK = self.noted(
                 lambda: self.model(
                     input_ids=slots.state[INPUT][:, None],
@@ -101,14 +101,14 @@ class Decoder:
         inside = {id(part) for module in self.attention for part in (module.q_norm, module.k_norm) if part} if self._normed else set()  # fmt: skip
         with ExitStack() as stack:
             for module, cache in zip(self.attention, self.cache, strict=True):
-                stack.enter_context(replaced_forward(module, self._attend(module, cache, slots)))
+                stack.enter_context(patched_forward(module, self._attend(module, cache, slots)))
             for module in self.model.modules():
                 if _is_norm(module) and id(module) not in inside:
-                    stack.enter_context(replaced_forward(module, self._norm(module)))
+                    stack.enter_context(patched_forward(module, self._norm(module)))
                 elif _is_gated(module):
-                    stack.enter_context(replaced_forward(module, self._gate(module)))
+                    stack.enter_context(patched_forward(module, self._gate(module)))
                 elif _is_experts(module) and grouped_products(self.model):
-                    stack.enter_context(replaced_forward(module, self._experts(module)))
+                    stack.enter_context(patched_forward(module, self._experts(module)))
             yield
 
     @property

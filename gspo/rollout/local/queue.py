@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo.rollout.engine import Decoded, stream_key
+from gspo.rollout.engine import DecodeStats, stream_key
 from gspo.rollout.local.sampling import GREEDY
 from gspo.types import Prompt, Routes
 
@@ -55,4 +55,4 @@ class Replies:
     logp: list[list[float]]
     ended: list[bool]
     routes: Sequence[Routes | None]
-    decoded: Decoded
+    decoded: DecodeStats

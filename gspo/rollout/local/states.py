@@ -1,8 +1,8 @@
 """What a model has read of each row of a batch, and the forward pass that reads one token more.
 
-In: a transformers causal language model. Out: `CachedRows` (keys and values, one token per step) or `RecomputedRows`
+In: a transformers causal language model. Out: `KVCacheState` (keys and values, one token per step) or `RecomputeState`
 (token ids only, slow, right for any causal model). Invariant: both give the logits of a plain forward; `obstacle_to_cache`
-tries before `CachedRows` is used. Shape suffixes as in `engines/local.py`.
+tries before `KVCacheState` is used. Shape suffixes as in `engines/local.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-class Rows(Protocol):
+class DecodeState(Protocol):
     """What the model has read of every slot. The first rows are the live ones; column = position."""
 
     def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
@@ -58,7 +58,7 @@ class Rows(Protocol):
         """Read one more token per live row and give the logits after it, and its experts, [R, L, K], if they are noted."""
 
 
-class Noted:
+class RouteRecorder:
     """Runs a forward and gives the experts it used beside its output; None without routers to watch."""
 
     def __init__(self, routers: Routers | None) -> None:
@@ -78,12 +78,12 @@ def padded(prompt_U: list[tuple[int, ...]], device: torch.device) -> Tensor:
     return torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompt_U], dtype=torch.int64, device=device)
 
 
-class CachedRows:
+class KVCacheState:
     """Keys and values of every row, so that a step computes one token per row."""
 
     def __init__(self, model: Any, slots: int, limit: int, routers: Routers | None = None) -> None:
         self.model = model
-        self.noted = Noted(routers)
+        self.noted = RouteRecorder(routers)
         self.cache = _KeyValueCache(slots, limit)
         self.held = DynamicCache()
         self.kinds = attention_kinds(model.config)
@@ -207,12 +207,12 @@ class _KeyValueCache(Cache):
         return -1
 
 
-class RecomputedRows:
+class RecomputeState:
     """Only the token ids of every row: a step computes the whole row. Right for any causal model, and slow."""
 
     def __init__(self, model: Any, slots: int, limit: int, forward_tokens: int, routers: Routers | None = None) -> None:
         self.model = model
-        self.noted = Noted(routers)
+        self.noted = RouteRecorder(routers)
         self.forward_tokens = forward_tokens
         self.ids = torch.zeros(slots, limit, dtype=torch.int64, device=model.device)
         self.held_UT = self.ids[:0]
@@ -260,7 +260,7 @@ def prefill_options(model: Any) -> dict[str, Any]:
 
 
 def obstacle_to_cache(model: Any) -> str | None:
-    """Why `CachedRows` would be wrong for this model, or None. Declared properties first, then a trial."""
+    """Why `KVCacheState` would be wrong for this model, or None. Declared properties first, then a trial."""
     name = type(model).__name__
     if attention_kinds(model.config) is None:
         return f"{name} has layers other than full and sliding-window attention"
@@ -273,7 +273,7 @@ def obstacle_to_cache(model: Any) -> str | None:
 
 def _opened(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
     longest = max(map(len, prompts))
-    rows = CachedRows(model, len(prompts), longest + steps)
+    rows = KVCacheState(model, len(prompts), longest + steps)
     rows.prefill(prompts)
     rows.admit(0, torch.arange(len(prompts), device=model.device), longest)
     return lambda token_R, position_R: rows.step(token_R, position_R, int(position_R.max()) + 1)[0]

@@ -32,7 +32,7 @@ from gspo.view.compare.plan import (
     start_job,
 )
 from gspo.view.compare.record import Record
-from gspo.view.compare.report import Written, write_report
+from gspo.view.compare.report import ReportFiles, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class _Comparison:
         return [arm_job(self.out, label, config, seed, tokens) for seed in seeds for label, config in self.configs.items()]  # fmt: skip
 
 
-def _close(written: Written, failures: Sequence[Failure]) -> int:
+def _close(written: ReportFiles, failures: Sequence[Failure]) -> int:
     print()
     print(written.text)
     for note in written.notes:

@@ -30,7 +30,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class ReportFiles:
     """What was written, and what a terminal should show of it."""
 
     page: Path
@@ -39,7 +39,7 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class RolloutBatch:
     """The runs of a comparison, cut to what can be compared."""
 
     series: Sequence[Series]
@@ -49,7 +49,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class PageFigure:
     """A figure on the page."""
 
     name: str
@@ -60,7 +60,7 @@ class Shown:
     """Base64; empty: there is none, and `reading` says why."""
 
 
-def write_report(out: Path) -> Written:
+def write_report(out: Path) -> ReportFiles:
     """Write everything from what is there."""
     record = read(out)
     assert record is not None
@@ -75,13 +75,13 @@ def write_report(out: Path) -> Written:
     )
     replace_text(out / "report.html", page(out, record, gathered, arms, drawn))
     notes = [*gathered.notes, *(f"not finished: {line}" for line in gathered.missing)]
-    return Written(page=out / "report.html", text=as_text(arms, len(record.seeds)), notes=notes)
+    return ReportFiles(page=out / "report.html", text=as_text(arms, len(record.seeds)), notes=notes)
 
 
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def gather(out: Path, record: Record) -> Gathered:
+def gather(out: Path, record: Record) -> RolloutBatch:
     """Every run that has begun, by arm, and what is not as it should be."""
     found = {(label, seed): read_run(run_path(out, label, seed)) for label in record.arms for seed in record.seeds}
     runs = [run for run in found.values() if run]
@@ -91,7 +91,7 @@ def gather(out: Path, record: Record) -> Gathered:
         Series(label=label, runs=[run if limit is None else run.until(limit) for seed in record.seeds if (run := found[label, seed])])
         for label in record.arms
     ]  # fmt: skip
-    return Gathered(series=series, notes=[*notes, *filter(None, map(_idle, series))], missing=missing)
+    return RolloutBatch(series=series, notes=[*notes, *filter(None, map(_idle, series))], missing=missing)
 
 
 def _why_not(out: Path, label: str, seed: int, run: Run | None) -> str:
@@ -132,7 +132,7 @@ def _limit(record: Record, runs: Sequence[Run]) -> tuple[int | None, list[str]]:
 # ------------------------------------------------------------------------------------------------- figures
 
 
-def draw(out: Path, series: Sequence[Series], arms: Sequence[ArmNumbers], bins: Sequence[Sequence[LengthBin]]) -> list[Shown]:  # fmt: skip
+def draw(out: Path, series: Sequence[Series], arms: Sequence[ArmNumbers], bins: Sequence[Sequence[LengthBin]]) -> list[PageFigure]:  # fmt: skip
     """Draw every figure into `figures/`; those without data are left out, with the reason."""
     labels, window = [s.label for s in series], window_of(series)
     data: dict[str, Any] = next((run.settings.get("data", {}) for s in series for run in s.runs), {})
@@ -150,18 +150,18 @@ def draw(out: Path, series: Sequence[Series], arms: Sequence[ArmNumbers], bins: 
     return [_shown(folder, *plan) for plan in plans]
 
 
-def _shown(folder: Path, name: str, title: str, figure: Any, reading: Sequence[str], why_not: str) -> Shown:
+def _shown(folder: Path, name: str, title: str, figure: Any, reading: Sequence[str], why_not: str) -> PageFigure:
     file = folder / f"{name}.png"
     if figure is None:
         file.unlink(missing_ok=True)
-        return Shown(name=name, title=title, reading=[f"Left out. {why_not}"], png="")
-    return Shown(name=name, title=title, reading=[line for line in reading if line], png=save_png(figure, file))
+        return PageFigure(name=name, title=title, reading=[f"Left out. {why_not}"], png="")
+    return PageFigure(name=name, title=title, reading=[line for line in reading if line], png=save_png(figure, file))
 
 
 # ------------------------------------------------------------------------------------------------- page
 
 
-def as_data(record: Record, gathered: Gathered, arms: Sequence[ArmNumbers], bins: Sequence[Sequence[LengthBin]]) -> dict[str, Any]:  # fmt: skip
+def as_data(record: Record, gathered: RolloutBatch, arms: Sequence[ArmNumbers], bins: Sequence[Sequence[LengthBin]]) -> dict[str, Any]:  # fmt: skip
     """The numbers for programs; names as in `table.py` and `spread.py`."""
     return {
         "command": record.command,
@@ -173,7 +173,9 @@ def as_data(record: Record, gathered: Gathered, arms: Sequence[ArmNumbers], bins
     }  # fmt: skip
 
 
-def page(out: Path, record: Record, gathered: Gathered, arms: Sequence[ArmNumbers], drawn: Sequence[Shown]) -> str:
+def page(
+    out: Path, record: Record, gathered: RolloutBatch, arms: Sequence[ArmNumbers], drawn: Sequence[PageFigure]
+) -> str:
     """The page as text."""
     recipe = out / "recipe.toml"
     return fill(

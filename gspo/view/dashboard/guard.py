@@ -30,7 +30,7 @@ PUBLIC = ("/", "/page/")
 """The page's own files: this path, and what is below this folder."""
 
 
-class Keys:
+class SessionKeys:
     """The session's secret, and the one-time key of the next link."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class Keys:
 class Guard:
     """The outermost layer of the application."""
 
-    def __init__(self, app: Any, keys: Keys) -> None:
+    def __init__(self, app: Any, keys: SessionKeys) -> None:
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:

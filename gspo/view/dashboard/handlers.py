@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
-from gspo.view.dashboard.watchlist import Shown, Watchlist
+from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS, setting
 from gspo.view.panels import PANELS, PHASES
 
@@ -64,7 +64,7 @@ def runs(watchlist: Watchlist) -> dict[str, Any]:
     return {"runs": [_line_or_why(name, shown) for name, shown in list(watchlist.runs.items())]}
 
 
-def _line_or_why(name: str, shown: Shown) -> dict[str, Any]:
+def _line_or_why(name: str, shown: WatchedRun) -> dict[str, Any]:
     """A run that cannot be read must not take the others down with it."""
     try:
         return _line(name, shown)
@@ -77,7 +77,7 @@ def unreadable(error: Exception) -> dict[str, Any]:
     return {"state": "unreadable", "why": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _line(name: str, shown: Shown) -> dict[str, Any]:
+def _line(name: str, shown: WatchedRun) -> dict[str, Any]:
     with shown.lock:
         shown.refresh()
         run = shown.run
@@ -91,7 +91,7 @@ def _line(name: str, shown: Shown) -> dict[str, Any]:
         }
 
 
-def overview(shown: Shown, query: Mapping[str, str]) -> dict[str, Any]:
+def overview(shown: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     """Curves, events and findings of a run."""
     points = min(MOST_POINTS, _whole(query, "points", 400))
     first, last = _real(query, "from", -math.inf), _real(query, "to", math.inf)
@@ -110,7 +110,7 @@ def overview(shown: Shown, query: Mapping[str, str]) -> dict[str, Any]:
         }
 
 
-def about(shown: Shown) -> dict[str, Any]:
+def about(shown: WatchedRun) -> dict[str, Any]:
     """Settings and environment of a run, and the steps whose replies are there."""
     with shown.lock:
         return {
@@ -121,7 +121,7 @@ def about(shown: Shown) -> dict[str, Any]:
         }
 
 
-def step(shown: Shown, number: int, query: Mapping[str, str]) -> dict[str, Any]:
+def step(shown: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str, Any]:
     """The groups of a step, or the replies that match."""
     only, order = _name(query, "only", FILTERS), _name(query, "order", ORDERS)
     with shown.lock:
@@ -141,7 +141,7 @@ def step(shown: Shown, number: int, query: Mapping[str, str]) -> dict[str, Any]:
         }
 
 
-def reply(shown: Shown, number: int, group: int, sample: int) -> dict[str, Any]:
+def reply(shown: WatchedRun, number: int, group: int, sample: int) -> dict[str, Any]:
     """One reply with its tokens, and what it was judged by."""
     with shown.lock:
         shown.refresh()

@@ -18,8 +18,8 @@ from typing import Any
 
 from gspo.errors import ConfigError, panics_as_errors
 from gspo.view.dashboard import handlers as answers
-from gspo.view.dashboard.guard import Guard, Keys
-from gspo.view.dashboard.watchlist import NAME, Shown, Watchlist
+from gspo.view.dashboard.guard import Guard, SessionKeys
+from gspo.view.dashboard.watchlist import NAME, WatchedRun, Watchlist
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -40,7 +40,7 @@ def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], 
     watchlist = Watchlist(paths)
     listener = _listener(port)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    keys = Keys(announce=lambda key: ready(f"opened; for another browser: {address}/#key={key}"))
+    keys = SessionKeys(announce=lambda key: ready(f"opened; for another browser: {address}/#key={key}"))
     app = application(watchlist, keys)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", http=_protocol(), ws="none",
@@ -65,13 +65,13 @@ def _listener(port: int) -> socket.socket:
     return listener
 
 
-def application(watchlist: Watchlist, keys: Keys) -> Guard:
+def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
     """The whole application, guarded."""
     from starlette.applications import Starlette
     from starlette.responses import Response
     from starlette.routing import Route
 
-    def shown(request: Any) -> Shown:
+    def shown(request: Any) -> WatchedRun:
         name = request.path_params["run"]
         if not NAME.fullmatch(name) or name not in watchlist.runs:
             raise answers.NotFoundError(f"no run {name[:64]!r}")

@@ -1,4 +1,4 @@
-"""Which runs a page shows. In: paths given by the user. Out: `Watched` runs by a name that is safe in an address.
+"""Which runs a page shows. In: paths given by the user. Out: `RunReader` runs by a name that is safe in an address.
 
 A path is a run directory, or a directory of runs, in which new ones are noticed. Invariant: an address can name only what is
 in this list; a name never becomes a path.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo.errors import ConfigError
 from gspo.view.completions import Replies
-from gspo.view.run_reader import Watched
+from gspo.view.run_reader import RunReader
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SCAN_EVERY_S = 5.0
@@ -26,11 +26,11 @@ PAUSE_S = 0.005
 MOST_RUNS = 500
 
 
-class Shown:
+class WatchedRun:
     """A run on the page; one thread at a time reads its files."""
 
     def __init__(self, path: Path) -> None:
-        self.run, self.replies = Watched(path), Replies(path)
+        self.run, self.replies = RunReader(path), Replies(path)
         self.lock = threading.Lock()
         self._refreshed = -REFRESH_EVERY_S
 
@@ -55,7 +55,7 @@ class Watchlist:
     """The runs that were asked for."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.runs: dict[str, Shown] = {}
+        self.runs: dict[str, WatchedRun] = {}
         self._parents: list[Path] = []
         self._known: set[Path] = set()
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Watchlist:
         self._known.add(path)
         base = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)[:60].strip(".-") or "run"
         names = (base, *(f"{base}-{i}" for i in range(2, MOST_RUNS + 2)))
-        self.runs[next(n for n in names if n not in self.runs)] = Shown(path)
+        self.runs[next(n for n in names if n not in self.runs)] = WatchedRun(path)
 
 
 def _holds_run(path: Path) -> bool:

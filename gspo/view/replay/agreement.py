@@ -13,8 +13,8 @@ from typing import Any
 
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
-from gspo.step import Collected, Learned
-from gspo.view.replay.records import Recorded
+from gspo.step import CollectResult, LearnResult
+from gspo.view.replay.records import StepRecord
 
 LOGP = 1e-7
 """Log-probabilities are written with 7 decimals."""
@@ -53,10 +53,10 @@ class Agreement:
         return math.nan if math.isnan(self.logp_old + self.logp_new) else max(self.logp_old, self.logp_new)
 
 
-def agreement(step: int, objective: Objective, recorded: Recorded, learned: Learned | None, metrics: Mapping[str, Any] | None) -> Agreement:  # fmt: skip
+def agreement(step: int, objective: Objective, recorded: StepRecord, learned: LearnResult | None, metrics: Mapping[str, Any] | None) -> Agreement:  # fmt: skip
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
-    found = step_metrics(objective, Collected(gathered=recorded.gathered, cursor=0), learned)
+    found = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = () if routed else ("routing/flip_fraction_sampler",)  # the record has no experts to count it by
     # How a batch is cut up depends on the machine.
@@ -75,7 +75,7 @@ def agreement(step: int, objective: Objective, recorded: Recorded, learned: Lear
     )
 
 
-def _logp_differences(recorded: Recorded, learned: Learned | None) -> tuple[float, float, int, int]:
+def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tuple[float, float, int, int]:
     """(old, new, tokens, replies only one of the two has)."""
     there = dict(recorded.learnt)
     if learned is None:

@@ -33,7 +33,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class SkippedObjective:
     """An objective that cannot be computed, and why."""
 
     label: str
@@ -45,7 +45,7 @@ def own(objective: Objective) -> Candidate:
     return Candidate(label=f"{objective.name} (run)", objective=objective)
 
 
-def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidate], list[LeftOut]]:
+def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidate], list[SkippedObjective]]:
     """The run's own objective and those asked for: `NAME[+KEY=VALUE...],...`, where `all` is every row of the table."""
     every = [Arm(label=name, row=name) for name in TABLE]
     found, left_out = [own(run)], []
@@ -54,12 +54,14 @@ def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidat
         twin = next((c for c in found if _same(c.objective, objective)), None)
         if objective.advantage is external:
             left_out.append(
-                LeftOut(label=arm.label, reason="its advantages come from outside (a critic), and the run has none")
+                SkippedObjective(
+                    label=arm.label, reason="its advantages come from outside (a critic), and the run has none"
+                )
             )
         elif twin is None:
             found.append(Candidate(label=arm.label, objective=objective))
         elif arm not in every:
-            left_out.append(LeftOut(label=arm.label, reason=f"it is the same as {twin.label}"))
+            left_out.append(SkippedObjective(label=arm.label, reason=f"it is the same as {twin.label}"))
     return found, left_out
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import Counted, counted, keeps
+from gspo.objectives.samples import TrainSample, counted, keeps
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.step import advantages
 from gspo.types import Group
@@ -28,7 +28,7 @@ class View:
 
     tokens: Tokens
     """All its tokens; `logp_N` and `entropy_N` hold for those of the mini-batch."""
-    replies: Sequence[Counted]
+    replies: Sequence[TrainSample]
     """Sequence i of the tokens; the replies that the run learned from."""
     rows: frozenset[int]
     """The sequences of the mini-batch."""
@@ -39,7 +39,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
+class RatioSides:
     """A share, and the parts of it whose ratio is above and below 1."""
 
     share: float
@@ -59,8 +59,8 @@ class Coefficients:
     """dLoss/dlogp."""
     entropy_N: Tensor | None
     """dLoss/dentropy; None without a bonus."""
-    clipped_tokens: Sides
-    clipped_replies: Sides
+    clipped_tokens: RatioSides
+    clipped_replies: RatioSides
     advantage_B: Tensor
     counted_B: Tensor
     """Which sequences of the mini-batch the objective counts."""
@@ -105,7 +105,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     )
 
 
-def _counts(objective: Objective, view: View) -> list[tuple[int, Counted]]:
+def _counts(objective: Objective, view: View) -> list[tuple[int, TrainSample]]:
     """The batch's replies that this objective learns from, with the reward as it shapes it."""
     members: dict[int, list[int]] = {}
     for i, reply in enumerate(view.replies):
@@ -116,13 +116,13 @@ def _counts(objective: Objective, view: View) -> list[tuple[int, Counted]]:
     return [(kept[reply.group][0][reply.sample], reply) for reply in found]
 
 
-def _group(replies: Sequence[Counted]) -> Group:
+def _group(replies: Sequence[TrainSample]) -> Group:
     return Group(
         prompt=replies[0].prompt, completions=[r.completion for r in replies], scores=[r.score for r in replies]
     )
 
 
-def _advantages(objective: Objective, view: View, mine: Sequence[tuple[int, Counted]]) -> Tensor:
+def _advantages(objective: Objective, view: View, mine: Sequence[tuple[int, TrainSample]]) -> Tensor:
     """The advantage of every token, by the objective's rule over all its replies of the batch."""
     advantage_N = torch.zeros_like(view.tokens.logp_old_N)
     if not mine:
@@ -154,10 +154,10 @@ def _gradients(loss: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return logp_N, entropy_N
 
 
-def _sides(clipped_N: Tensor, log_ratio_N: Tensor, sequences: Sequences | None) -> Sides:
+def _sides(clipped_N: Tensor, log_ratio_N: Tensor, sequences: Sequences | None) -> RatioSides:
     """Shares of tokens, or of replies with such a token. A token that was singled out at ratio 1 is on neither side."""
     if not len(clipped_N):
-        return Sides(share=0.0, above=0.0, below=0.0)
+        return RatioSides(share=0.0, above=0.0, below=0.0)
 
     def share(flag_N: Tensor) -> float:
         if sequences is None:
@@ -165,4 +165,4 @@ def _sides(clipped_N: Tensor, log_ratio_N: Tensor, sequences: Sequences | None) 
         present_B = sequences.length_B > 0
         return float((sequences.sum(flag_N.double())[present_B] > 0).double().mean())
 
-    return Sides(share=share(clipped_N), above=share(clipped_N & (log_ratio_N > 0)), below=share(clipped_N & (log_ratio_N < 0)))  # fmt: skip
+    return RatioSides(share=share(clipped_N), above=share(clipped_N & (log_ratio_N > 0)), below=share(clipped_N & (log_ratio_N < 0)))  # fmt: skip

@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from gspo.view.compare.figures import COLOURS
-from gspo.view.replay.measure import Numbers, Row, Swept
+from gspo.view.replay.measure import ReplayNumbers, Row, SweepResult
 
 MOST_WRITTEN = 30
 """Rows up to which a cell of the cosine matrix holds its number."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:g} %")
 
 
-def cosines(numbers: Numbers) -> Figure:
+def cosines(numbers: ReplayNumbers) -> Figure:
     """Every gradient against every other."""
     names = [r.label for r in numbers.rows]
     matrix = np.array([[math.nan if c is None else c for c in row] for row in numbers.cosines])
@@ -45,7 +45,7 @@ def _write_in(axis: object, matrix: np.ndarray, middle: float) -> None:
         axis.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)  # type: ignore[attr-defined]
 
 
-def weights(numbers: Numbers) -> Figure:
+def weights(numbers: ReplayNumbers) -> Figure:
     """Each reply's share of an objective's weight, from the reply the run pushes up most to the one it pushes down most."""
     order = sorted(range(len(numbers.replies)), key=lambda i: _order(numbers.rows[0], i))
     shares = np.array([_shares(row, order) for row in numbers.rows])
@@ -75,7 +75,7 @@ def _shares(row: Row, order: Sequence[int]) -> list[float]:
     return [math.nan if w is None else w / total for w in found]
 
 
-def sweep(swept: Swept) -> Figure:
+def sweep(swept: SweepResult) -> Figure:
     """Clipped shares, gradient norm and cosine along one setting."""
     x = [p.value for p in swept.points]
     figure = Figure(figsize=(10, 3.4), layout="constrained")

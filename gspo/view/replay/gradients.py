@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import reply_logprobs
+from gspo.learner.forward import completion_logprobs
 from gspo.learner.update import Batch
 from gspo.model.load import Policy
 
@@ -102,7 +102,7 @@ def gram(policy: Policy, batch: Batch, index: int, directions: Sequence[Directio
     for cpu_batch in batch.plan.steps[index]:
         micro = cpu_batch.to(policy.device)
         with batch.routing.learning(micro) as seen:
-            logp_N, entropy_N = reply_logprobs(policy.model, micro, batch.temperature, entropy_gradient=entropy)
+            logp_N, entropy_N = completion_logprobs(policy.model, micro, batch.temperature, entropy_gradient=entropy)
             for row, direction in enumerate(directions):
                 outputs, given = [logp_N], [direction.logp_N[micro.at_N]]
                 if direction.entropy_N is not None:

@@ -1,6 +1,6 @@
 """Every number of a replay.
 
-In: a batch at the weights of one of its optimiser steps, and the objectives to put to it. Out: `Numbers`. Invariant: all
+In: a batch at the weights of one of its optimiser steps, and the objectives to put to it. Out: `ReplayNumbers`. Invariant: all
 rows are of the same replies, weights and forward; row 0 is the run's own, and everything is compared with it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import planned_logprobs
+from gspo.learner.forward import plan_logprobs
 from gspo.learner.update import Batch
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import counted
@@ -22,7 +22,7 @@ from gspo.objectives.sequences import Sequences
 from gspo.step import Learner, selection_seed
 from gspo.types import Group
 from gspo.view.replay.candidates import Candidate
-from gspo.view.replay.coefficients import Coefficients, Sides, View, coefficients
+from gspo.view.replay.coefficients import Coefficients, RatioSides, View, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
 from gspo.view.replay.sweep import Sweep, swept, value_in_force
 
@@ -52,8 +52,8 @@ class Row:
     grad_norm: float
     cosine: float | None
     """Between its gradient and the run's; None: one of them is 0."""
-    clipped_tokens: Sides
-    clipped_replies: Sides
+    clipped_tokens: RatioSides
+    clipped_replies: RatioSides
     effective_replies: float
     """(sum |w|)^2 / sum w^2 over the replies' weights; 0: all weights are 0."""
     replies: int
@@ -71,8 +71,8 @@ class Point:
     """The run's objective with one setting changed."""
 
     value: float
-    clipped_tokens: Sides
-    clipped_replies: Sides
+    clipped_tokens: RatioSides
+    clipped_replies: RatioSides
     loss: float
     grad_norm: float
     cosine: float | None
@@ -80,7 +80,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
+class SweepResult:
     """A sweep's numbers."""
 
     setting: str
@@ -90,7 +90,7 @@ class Swept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class ReplayNumbers:
     """What a replay found at one mini-batch."""
 
     mini_batch: int
@@ -100,7 +100,7 @@ class Numbers:
     cosines: tuple[tuple[float | None, ...], ...]
     standard_error: float
     """Of the cosines; 0: exact."""
-    sweeps: tuple[Swept, ...]
+    sweeps: tuple[SweepResult, ...]
     replies: tuple[Reply, ...]
     tokens: int
     token_log_std: float
@@ -123,7 +123,7 @@ def look(
     found: Sequence[Candidate],
     sweeps: Sequence[Sweep],
     reference: Any,
-) -> Numbers:
+) -> ReplayNumbers:
     """Put every objective to optimiser step `index`, at the weights as they are. Rows come closest to the run's first."""
     view = _view(learner, groups, batch, index, step, reference)
     own, rows = found[0].objective, sorted(view.rows)
@@ -136,7 +136,7 @@ def look(
         for m, i in zip(made, at, strict=True)
     ]
     order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(measured[i].cosine))]
-    return Numbers(
+    return ReplayNumbers(
         mini_batch=index + 1,
         mini_batches=len(batch.plan.steps),
         rows=tuple(_row(found[i], measured[i], rows) for i in order),
@@ -194,10 +194,10 @@ def _moved(view: View, rows: Sequence[int]) -> dict[str, Any]:
 
 def _view(learner: Learner, groups: Sequence[Group], batch: Batch, index: int, step: int, reference: Any) -> View:  # fmt: skip
     config, policy, tokens = learner.config, learner.policy, batch.tokens
-    logp_N, entropy_N = planned_logprobs(policy.model, batch.plan, batch.temperature, policy.device, step=index, routed=batch.routing.learning)  # fmt: skip
+    logp_N, entropy_N = plan_logprobs(policy.model, batch.plan, batch.temperature, policy.device, step=index, routed=batch.routing.learning)  # fmt: skip
     logp_ref_N = tokens.logp_ref_N
     if reference is not None and logp_ref_N is None:
-        logp_ref_N = planned_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
+        logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
     return View(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
         replies=counted(groups, learner.objective, max_tokens=config.rollout.max_tokens),
@@ -261,11 +261,11 @@ def effective(weights: Sequence[float]) -> float:
     return sum(map(abs, weights)) ** 2 / square if square else 0.0
 
 
-def _sweeps(own: Objective, sweeps: Sequence[Sweep], measured: Sequence[_Measured]) -> tuple[Swept, ...]:
+def _sweeps(own: Objective, sweeps: Sequence[Sweep], measured: Sequence[_Measured]) -> tuple[SweepResult, ...]:
     done, left = [], iter(measured)
     for sweep in sweeps:
         points = tuple(_point(value, next(left)) for value in sweep.values)
-        done.append(Swept(setting=sweep.setting, own=value_in_force(own, sweep.setting), points=points))
+        done.append(SweepResult(setting=sweep.setting, own=value_in_force(own, sweep.setting), points=points))
     return tuple(done)
 
 

@@ -20,34 +20,34 @@ from gspo.learner.optimizer import Optimizer
 from gspo.learner.update import Batch
 from gspo.model.load import load_policy, load_tokenizer
 from gspo.model.memory import out_of_memory
-from gspo.step import Learned, Learner, learn
-from gspo.trainer import run_auto_clip, run_objective
+from gspo.step import Learner, LearnResult, learn
+from gspo.trainer import run_adaptive_clip, run_objective
 from gspo.view.replay.agreement import Agreement, agreement
-from gspo.view.replay.records import Recorded, read_step
+from gspo.view.replay.records import StepRecord, read_step
 from gspo.view.replay.source import Source
 
-Look = Callable[[Learner, Recorded, Batch, int], None]
+RunFacts = Callable[[Learner, StepRecord, Batch, int], None]
 """Called before every optimiser step of the replayed step."""
 
 NO_REFERENCE = "the run has kept no reference model (checkpoint.keep = 0 keeps the one it began with)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rebuilt:
+class ReplayedStep:
     """A step that was taken again."""
 
     step: int
     start: int
     """The checkpoint it began from."""
-    learned: Learned
+    learned: LearnResult
     agreements: tuple[Agreement, ...]
     """Of the steps from the checkpoint on; the last is the replayed one."""
 
 
-def rebuild(source: Source, step: int, start: int, *, device: str | None, look: Look, say: Callable[[str], None]) -> Rebuilt:  # fmt: skip
+def rebuild(source: Source, step: int, start: int, *, device: str | None, look: RunFacts, say: Callable[[str], None]) -> ReplayedStep:  # fmt: skip
     """Take a step again, from the checkpoint `start` on."""
     state, learner = _load(source, start, device)
-    auto, row, scale = run_auto_clip(source.config)[0], learner.objective, state.clip_scale
+    auto, row, scale = run_adaptive_clip(source.config)[0], learner.objective, state.clip_scale
     agreements = []
     for now in range(start + 1, step + 1):
         if start + 1 < step:
@@ -62,10 +62,12 @@ def rebuild(source: Source, step: int, start: int, *, device: str | None, look: 
             scale = auto.next_scale(row, scale, learned.tokens)
     if learned is None:
         raise ConfigError(f"{source.path}: step {step} had no reply to learn from, so there is nothing to compare; choose another --step")  # fmt: skip
-    return Rebuilt(step=step, start=start, learned=learned, agreements=tuple(agreements))
+    return ReplayedStep(step=step, start=start, learned=learned, agreements=tuple(agreements))
 
 
-def _learn(source: Source, learner: Learner, recorded: Recorded, step: int, look: Look | None) -> Learned | None:
+def _learn(
+    source: Source, learner: Learner, recorded: StepRecord, step: int, look: RunFacts | None
+) -> LearnResult | None:
     def before_update(batch: Batch, index: int) -> None:
         if look:
             look(learner, recorded, batch, index)
@@ -78,7 +80,7 @@ def _learn(source: Source, learner: Learner, recorded: Recorded, step: int, look
         raise MemoryLimitError(f"{source.path}: {str(error).splitlines()[0]}; name fewer --objectives, or use --device cpu") from error  # fmt: skip
 
 
-def _recorded(source: Source, step: int, learner: Learner) -> Recorded:
+def _recorded(source: Source, step: int, learner: Learner) -> StepRecord:
     config, file = source.config, source.rollouts(step)
     recorded = read_step(
         file,

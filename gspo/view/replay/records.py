@@ -1,6 +1,6 @@
 """The replies of a step, as the run wrote them down, made into groups again.
 
-In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: `Recorded`. Invariant: learning from these groups is learning from
+In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: `StepRecord`. Invariant: learning from these groups is learning from
 those of the run, to the bit: rewards and the sampler's log-probabilities are written exactly, prompts are tokenised by
 the rule that tokenised them first.
 """
@@ -19,13 +19,13 @@ from gspo.data.chat import Chat, token_ids_of
 from gspo.errors import DataError
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps
-from gspo.rollout.gather import Gathered
+from gspo.rollout.gather import RolloutBatch
 from gspo.types import Completion, Group, Prompt, Routes, Score, Status, StopReason
 from gspo.view.completions import grouped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
+class LearnRecord:
     """What learning found out about a reply, as the run wrote it down."""
 
     logp_old: Sequence[float]
@@ -33,15 +33,15 @@ class Learnt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class StepRecord:
     """A step's replies."""
 
-    gathered: Gathered
-    learnt: Mapping[tuple[int, int], Learnt]
+    gathered: RolloutBatch
+    learnt: Mapping[tuple[int, int], LearnRecord]
     """By (group, place in it); replies that were not learned from are not there."""
 
 
-def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, routes: bool) -> Recorded:
+def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, routes: bool) -> StepRecord:
     """Read a step; `objective` is the run's, which kept groups or did not, `routes`: learning needs the sampler's experts."""
     groups = grouped(_lines(file))
     try:
@@ -49,17 +49,17 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, r
         made = [_group(file, members, prompt, routes) for members, prompt in zip(groups, ids, strict=True)]
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         raise error if isinstance(error, DataError) else DataError(f"{file}: holds what no run writes ({type(error).__name__}: {error}); the file is damaged, replay another step") from None  # fmt: skip
-    gathered = Gathered(
+    gathered = RolloutBatch(
         groups=tuple(g for g in made if keeps(objective, g)),
         discarded=tuple(g for g in made if not keeps(objective, g)),
     )
     learnt = {
-        (number, place): Learnt(logp_old=line["logp_old"], logp_new=line["logp_new"])
+        (number, place): LearnRecord(logp_old=line["logp_old"], logp_new=line["logp_new"])
         for number, members in enumerate(groups)
         for place, line in enumerate(members)
         if line["trained"]
     }
-    return Recorded(gathered=gathered, learnt=learnt)
+    return StepRecord(gathered=gathered, learnt=learnt)
 
 
 NEEDED = ("prompt_id", "sample", "prompt", "text", "token_ids", "stop", "version", "status", "reward", "correct", "parts", "failure", "logp_sampler", "trained")  # fmt: skip

@@ -19,10 +19,10 @@ from gspo.learner.update import Batch
 from gspo.step import Learner
 from gspo.trainer import run_objective
 from gspo.view.replay.agreement import Agreement
-from gspo.view.replay.candidates import ALL, Candidate, LeftOut, candidates, without_reference
-from gspo.view.replay.measure import Numbers, look
+from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, without_reference
+from gspo.view.replay.measure import ReplayNumbers, look
 from gspo.view.replay.rebuild import NO_REFERENCE, load_reference, rebuild, reference_model
-from gspo.view.replay.records import Recorded
+from gspo.view.replay.records import StepRecord
 from gspo.view.replay.source import Source, open_run
 from gspo.view.replay.sweep import Sweep, needs_reference, parse_sweep, swept
 
@@ -52,8 +52,8 @@ class Replay:
     start: int
     """The checkpoint it began from."""
     agreements: tuple[Agreement, ...]
-    numbers: Numbers
-    left_out: tuple[LeftOut, ...]
+    numbers: ReplayNumbers
+    left_out: tuple[SkippedObjective, ...]
     run_grad_norm: float
     """The gradient norm that the run's optimiser found at this mini-batch, taken again."""
     max_grad_norm: float
@@ -128,10 +128,10 @@ class _Watcher:
 
     def __init__(self, source: Source, request: Request, step: int, sweeps: Sequence[Sweep]) -> None:
         self.source, self.request, self.step, self.sweeps = source, request, step, sweeps
-        self.numbers: Numbers | None = None
-        self.left_out: list[LeftOut] = []
+        self.numbers: ReplayNumbers | None = None
+        self.left_out: list[SkippedObjective] = []
 
-    def __call__(self, learner: Learner, recorded: Recorded, batch: Batch, index: int) -> None:
+    def __call__(self, learner: Learner, recorded: StepRecord, batch: Batch, index: int) -> None:
         last = len(batch.plan.steps)
         wanted = self.request.mini_batch or last
         if wanted > last:

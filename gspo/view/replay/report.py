@@ -20,8 +20,8 @@ from gspo.record.run_dir import finite, replace_text
 from gspo.redact import known_secrets, redacted_values
 from gspo.view.compare.wording import NONE, aligned, plain, share
 from gspo.view.replay import figures, sentences
-from gspo.view.replay.coefficients import Sides
-from gspo.view.replay.measure import Row, Swept
+from gspo.view.replay.coefficients import RatioSides
+from gspo.view.replay.measure import Row, SweepResult
 from gspo.view.replay.replay import Replay
 from gspo.view.static_page import fill, save_png
 
@@ -32,7 +32,7 @@ SWEEP_TITLES = ("value", "tokens clipped", "above / below", "replies clipped", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class PageFigure:
     """A figure on the page."""
 
     title: str
@@ -79,7 +79,7 @@ def table_row(row: Row) -> list[str]:
     ]
 
 
-def map_points(swept: Swept) -> list[list[str]]:
+def map_points(swept: SweepResult) -> list[list[str]]:
     """The rows of a sweep's table."""
     return [
         [plain(p.value), share(p.clipped_tokens.share), sides(p.clipped_tokens), share(p.clipped_replies.share), plain(p.grad_norm), cosine(p.cosine), f"{p.effective_replies:.1f}"]
@@ -87,7 +87,7 @@ def map_points(swept: Swept) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def had(swept: Swept) -> str:
+def had(swept: SweepResult) -> str:
     """What the run had of a swept setting."""
     return "off or unset in the run" if swept.own is None else f"{plain(swept.own)} in the run"
 
@@ -99,7 +99,7 @@ def cosine(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) < 0.9995 or 1 - abs(value) < 1e-6 else f"{value:.6f}"
 
 
-def sides(clipped: Sides) -> str:
+def sides(clipped: RatioSides) -> str:
     """Shares whose ratio is above 1, and below."""
     return f"{share(clipped.above)} / {share(clipped.below)}" if clipped.share else NONE
 
@@ -143,7 +143,7 @@ def as_data(replay: Replay) -> dict[str, Any]:
     return found
 
 
-def draw(folder: Path, replay: Replay) -> list[Shown]:
+def draw(folder: Path, replay: Replay) -> list[PageFigure]:
     """Draw every figure into the folder."""
     n = replay.numbers
     how = "Each gradient against every other, closest to the run's first; 1: the same direction, 0: nothing in common, below 0: against each other."
@@ -159,11 +159,11 @@ def draw(folder: Path, replay: Replay) -> list[Shown]:
     return shown
 
 
-def _shown(folder: Path, name: str, title: str, reading: str, figure: Figure) -> Shown:
-    return Shown(title=title, reading=reading, png=save_png(figure, folder / f"{name}.png"))
+def _shown(folder: Path, name: str, title: str, reading: str, figure: Figure) -> PageFigure:
+    return PageFigure(title=title, reading=reading, png=save_png(figure, folder / f"{name}.png"))
 
 
-def page(replay: Replay, drawn: Sequence[Shown]) -> str:
+def page(replay: Replay, drawn: Sequence[PageFigure]) -> str:
     """The page as text."""
     told, warn = sentences.agreement(replay)
     return fill(

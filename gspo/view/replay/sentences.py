@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gspo.view.compare.wording import listed, plain, share
-from gspo.view.replay.measure import Numbers, Swept
+from gspo.view.replay.measure import ReplayNumbers, SweepResult
 from gspo.view.replay.replay import Replay
 
 ALIKE = 0.99
@@ -37,14 +37,14 @@ def readings(replay: Replay) -> list[str]:
     return [text for text in found if text]
 
 
-def _where(n: Numbers) -> str:
+def _where(n: ReplayNumbers) -> str:
     before = n.mini_batch - 1
     if not before:
         return f"The first mini-batch is used at the weights that gave the old log-probabilities: every ratio is 1, no range can act, and objectives differ only in advantages and weights{'' if n.mini_batches > 1 else ' (learner.mini_batches = 1)'}."  # fmt: skip
     return f"After {before} {'update' if before == 1 else 'updates'} the log-ratio has a standard deviation of {plain(n.token_log_std)} over tokens and {plain(n.sequence_log_std)} over replies (mean of a reply): a clip range far above it never acts, one far below it clips nearly all that moves."  # fmt: skip
 
 
-def alike(numbers: Numbers) -> list[list[str]]:
+def alike(numbers: ReplayNumbers) -> list[list[str]]:
     """Rows that belong together because every pair of them has alike gradients."""
     sets: list[list[int]] = []
     for i, row in enumerate(numbers.rows):
@@ -56,12 +56,12 @@ def alike(numbers: Numbers) -> list[list[str]]:
     return [[numbers.rows[i].label for i in s] for s in sets if len(s) > 1]
 
 
-def _alike(numbers: Numbers) -> str:
+def _alike(numbers: ReplayNumbers) -> str:
     sets = "; ".join(listed(names) for names in alike(numbers))
     return f"Objectives that push the same way here (every cosine among them at least {ALIKE}), so that but for the size of the step this batch cannot tell them apart: {sets}." if sets else ""  # fmt: skip
 
 
-def _least(numbers: Numbers) -> str:
+def _least(numbers: ReplayNumbers) -> str:
     others = [r for r in numbers.rows[1:] if r.cosine is not None]
     if not others:
         return ""
@@ -69,7 +69,7 @@ def _least(numbers: Numbers) -> str:
     return f"Least like the run's own gradient: {row.label}, cosine {row.cosine:.2f}."
 
 
-def _clipping(numbers: Numbers) -> list[str]:
+def _clipping(numbers: ReplayNumbers) -> list[str]:
     hard = [
         f"{r.label} ({share(r.clipped_tokens.share)}; the rest weighs as much as {plain(r.effective_replies)} equal replies of {r.replies})"
         for r in numbers.rows
@@ -90,7 +90,7 @@ def _scale(replay: Replay) -> str:
     return f"Gradients of {listed(above)} are longer than learner.max_grad_norm = {limit:g} and would be scaled down to it, so their length says little."  # fmt: skip
 
 
-def sweep(s: Swept) -> str:
+def sweep(s: SweepResult) -> str:
     """What moved along a sweep."""
     first, last = s.points[0], s.points[-1]
     had = "off or unset" if s.own is None else plain(s.own)
