@@ -20,6 +20,7 @@ from typing import Any
 from gspo import config as settings
 from gspo import trust
 from gspo.config import Config
+from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
@@ -211,6 +212,7 @@ def _put_data(tree: dict[str, Any], data: str) -> None:
     old = tree.get("data", {})
     presentation = {"instruction", "system", "chat", "max_prompt_tokens", "on_bad_row"}
     if Path(data).suffix:
+        check_file(data)  # before the settings: which reward its problems need is asked once they are there
         kept = presentation | {"prompt_field", "prompt_template", "answer_field", "answer_after"}
         tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
     else:

@@ -23,7 +23,7 @@ from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
 from gspo.learner.optimizer import Update
-from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
+from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
 from gspo.learner.routing_replay import NoRouting, Routing, route
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
@@ -45,15 +45,17 @@ def ids_of(length: int, start: int) -> tuple[int, ...]:
     return tuple((start * 11 + 3 * j + j * j) % 46 + 2 for j in range(length))
 
 
-def row_of(prompt: int, reply: int, start: int) -> Row:
-    return Row(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
+def row_of(prompt: int, reply: int, start: int) -> TokenSequence:
+    return TokenSequence(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
 
 
 ROWS = [row_of(1, 1, 0), row_of(9, 12, 1), row_of(3, 2, 2), row_of(20, 5, 3), row_of(2, 7, 4), row_of(1, 9, 5)]
 """Very different lengths, so that most of a padded matrix is padding."""
 
 
-def planned(rows: Sequence[Row] = ROWS, *, budget: int = 10**9, steps: int = 1, pad: int = 0, seed: str = "") -> Plan:
+def planned(
+    rows: Sequence[TokenSequence] = ROWS, *, budget: int = 10**9, steps: int = 1, pad: int = 0, seed: str = ""
+) -> Plan:
     return make_plan(rows, list(range(len(rows))), mini_batches=steps, token_budget=budget, pad_id=pad, seed=seed)
 
 
@@ -88,7 +90,7 @@ def flips(a: Tensor, b: Tensor) -> list[int]:
     ]
 
 
-def reply_part(row: Row) -> slice:
+def reply_part(row: TokenSequence) -> slice:
     """The positions whose outputs predict the reply."""
     return slice(len(row.prompt_ids) - 1, row.length - 1)
 
@@ -155,11 +157,13 @@ def test_flips_are_counted_per_reply_token_against_the_old_choice(budget: int) -
     assert done.sampler_N.tolist() == [-1] * len(expected)
     assert done.choices == family.layers * family.top_k
     assert not done.replayed
-    first = {r for micro in plan.steps[0] for r in micro.rows}
+    first = {r for micro in plan.updates[0] for r in micro.rows}
     assert done.update_N.tolist() == [0 if int(s) in first else 1 for s in plan.sequence_N]
 
 
-def forced_alone(model: Any, row: Row, chosen_TLK: Tensor, known_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forced_alone(
+    model: Any, row: TokenSequence, chosen_TLK: Tensor, known_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits and experts of one row by itself, with experts prescribed, by the mechanism alone."""
     routers = find_routers(model)
     assert routers is not None
@@ -169,7 +173,7 @@ def forced_alone(model: Any, row: Row, chosen_TLK: Tensor, known_T: Tensor | Non
     return logits, seen.used_ILK
 
 
-def reply_logp(row: Row, logits_TV: Tensor) -> Tensor:
+def reply_logp(row: TokenSequence, logits_TV: Tensor) -> Tensor:
     logp_TV = logits_TV.double().log_softmax(-1)[reply_part(row)]
     return logp_TV.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
 
@@ -254,7 +258,7 @@ class Layout:
         return model(input_ids=self.micro.input_ids, use_cache=False, **self.arguments).logits[0]
 
 
-SHARED = [Row(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
+SHARED = [TokenSequence(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, some layers dense", "deepseek-v3"])
@@ -412,7 +416,7 @@ def test_more_experts_than_a_byte_holds_reach_the_learner(monkeypatch: Any) -> N
     assert all(c.routes.width == 2 for _, c in replies)
     assert max(int(unpacked(c.routes).max()) for _, c in replies) > 255
     assert_routes(family, model, prompts, groups)
-    plan = planned([Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
+    plan = planned([TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
     routing = routing_of(model, plan, [c.routes for _, c in replies], replay="sampler")
     plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     for found, (_, c) in zip(by_row(plan, routing.old_ILK), replies, strict=True):
@@ -434,7 +438,9 @@ def test_routes_are_given_when_asked_for_and_known(monkeypatch: Any) -> None:
 # --- What an engine reports is checked ---
 
 
-def reported(rows: Sequence[Row], *, layers: int = 2, top_k: int = 2, less: int = 1, expert: int = 3) -> list[Routes]:
+def reported(
+    rows: Sequence[TokenSequence], *, layers: int = 2, top_k: int = 2, less: int = 1, expert: int = 3
+) -> list[Routes]:
     counts = [(row.length - less) * layers * top_k for row in rows]
     numbers = [bytes((expert + i) % 8 if expert < 8 else expert for i in range(n)) for n in counts]
     return [Routes(experts=b, layers=layers, top_k=top_k, width=1) for b in numbers]
@@ -455,7 +461,7 @@ def test_the_last_token_of_a_row_routes_itself_in_the_old_forward_and_is_replaye
         # What the last token would have chosen by itself, after the others were prescribed.
         assert torch.equal(in_order(found[-1]), in_order(spy.chosen_ILK(FAMILIES["qwen3-moe"])[-1]))
     disturb(model)
-    (micro,) = plan.steps[0]
+    (micro,) = plan.updates[0]
     with torch.no_grad(), routing.learning(micro) as seen:
         model(input_ids=micro.input_ids, use_cache=False)
     at, real = micro.input_at.flatten(), micro.input_at.flatten() >= 0
@@ -503,7 +509,7 @@ def test_a_dense_model_has_nothing_to_route() -> None:
     plan = planned()
     made = route(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
     assert type(made) is NoRouting
-    micro = plan.steps[0][0]
+    micro = plan.updates[0][0]
     with made.old(micro) as nothing, made.learning(micro) as seen:
         assert nothing is None
         assert seen is None
@@ -563,8 +569,10 @@ def with_altered_routes(groups: Sequence[Group]) -> list[Group]:
     return [replace(g, completions=[replace(c, routes=altered(c.routes, 8)) for c in g.completions]) for g in groups]
 
 
-def rows_learned(learned: LearnResult) -> list[Row]:
-    return [Row(prompt_ids=c.prompt.token_ids, completion_ids=c.completion.token_ids) for c in learned.counted]
+def rows_learned(learned: LearnResult) -> list[TokenSequence]:
+    return [
+        TokenSequence(prompt_ids=c.prompt.token_ids, completion_ids=c.completion.token_ids) for c in learned.samples
+    ]
 
 
 TINY_MOE = Family(kind="", gate=None)
@@ -671,7 +679,7 @@ def test_altered_routes_of_the_sampler_are_what_both_forwards_use(
     assert metrics["routing/flip_fraction_sampler"] == 0.0
     assert metrics["routing/flip_fraction_native"] > 0.3
     expected = []
-    for row, c in zip(rows_learned(learned), learned.counted, strict=True):
+    for row, c in zip(rows_learned(learned), learned.samples, strict=True):
         assert c.completion.routes is not None
         chosen = torch.cat([unpacked(c.completion.routes), torch.zeros(1, 2, 2, dtype=torch.long)])
         logits, _ = forced_alone(pristine, row, chosen, torch.arange(row.length) < row.length - 1)
@@ -695,7 +703,7 @@ def test_altered_routes_are_only_counted_when_they_are_not_replayed(
     assert torch.equal(learned.tokens.logp_N, plain.tokens.logp_N)
     # {a, b} against {a + 1, b + 1} modulo 8: one of two differs when a and b are neighbours, else both.
     expected = []
-    for c in learned.counted:
+    for c in learned.samples:
         assert c.completion.routes is not None
         shifted = unpacked(c.completion.routes)[len(c.prompt.token_ids) - 1 :]
         expected += flips((shifted - 1) % 8, shifted)
@@ -711,7 +719,7 @@ def test_altered_routes_are_only_counted_when_they_are_not_replayed(
 def test_tokens_are_singled_out_by_the_replayed_forward(
     objective: tuple[str, ...], replay: str, tiny: Callable[..., Config], parts_of: Any, monkeypatch: Any
 ) -> None:
-    from gspo.learner import update as update_file
+    from gspo.learner import batch as update_file
 
     asked: list[Tensor] = []
     inner = update_file.select
@@ -835,7 +843,9 @@ def test_memory_that_runs_out_changes_nothing_that_is_counted(
 # --- The balancing loss ---
 
 
-def balance_by_hand(model: Any, rows: Sequence[Row], chosen: Sequence[Tensor | None], coefficient: float) -> Tensor:
+def balance_by_hand(
+    model: Any, rows: Sequence[TokenSequence], chosen: Sequence[Tensor | None], coefficient: float
+) -> Tensor:
     """coefficient x E sum_e f_e P_e, mean over layers, over all tokens of the rows; each row by itself.
 
     `chosen`: experts to compute with. f is what the routers would have chosen, P the mean of their probabilities."""
@@ -891,7 +901,7 @@ def test_the_balancing_loss_is_switch_on_native_routing(
     step_of = [int(u[0]) for u in learned.routed.update_N.split(lengths)]
     for step in (0, 1):
         mine = [i for i, s in enumerate(step_of) if s == step]
-        routes = [learned.counted[i].completion.routes for i in mine]
+        routes = [learned.samples[i].completion.routes for i in mine]
         forced = [unpacked(r) if replay == "sampler" and r else None for r in routes]
         loss = balance_by_hand(model, [rows[i] for i in mine], forced, 0.5)
         assert loss.item() > 0.5  # 0.5 would be even
