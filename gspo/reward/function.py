@@ -69,7 +69,7 @@ class NotedScore(float):
         return noted
 
 
-NotedScore = NotedScore  # the name in reward files of earlier runs, which must still resume
+Noted = NotedScore  # the name in reward files of earlier runs, which must still resume
 
 
 @dataclass(frozen=True, kw_only=True)
