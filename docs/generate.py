@@ -25,7 +25,7 @@ from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_wei
 from gspo.objectives.table import objective as build
 
 HERE = Path(__file__).parent
-NOTE = "<!-- Made by docs/generate.py (`make docs`). Edit the code, not this page. -->"
+NOTE = "<!-- Made by docs/generate.py (`make docs-generate`). Edit the code, not this page. -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     old = [p.name for p, text in pages.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
     for name in old:
-        print(f"docs/{name}: not up to date; run: make docs", file=sys.stderr)
+        print(f"docs/{name}: not up to date; run: make docs-generate", file=sys.stderr)
     return 1 if old else 0
 
 
@@ -51,20 +51,22 @@ def objectives_page() -> str:
         "",
         NOTE,
         "",
-        "An objective is one row: compare each reply with its group by *advantage*, measure how far the policy has moved",
-        "by *ratio*, believe the move within *trust region*, weigh the tokens by *aggregate*. `gspo objectives` prints the",
-        "same table, `gspo objectives --json` gives it to programs. Settings go beside the name in a recipe",
-        '(`[objective]`, `name = "gspo"`, `clip_low = 3e-3`), or into `gspo.objective("gspo", clip_low=3e-3)`.',
+        "An objective is one row of this table. The *advantage* compares each completion with its group. The *ratio*",
+        "measures how far the policy has moved. The *trust region* limits that move. The *aggregate* weights the tokens.",
         "",
-        "| objective | paper | advantage | ratio | trust region | aggregate | settings of its own, with defaults |",
+        "`gspo objectives` prints the same table, `gspo objectives --json` as JSON. In a recipe, settings go next to the",
+        'name (`[objective]`, `name = "gspo"`, `clip_low = 3e-3`). In Python: `gspo.objective("gspo", clip_low=3e-3)`.',
+        "[choosing.md](choosing.md) helps to choose one.",
+        "",
+        "| objective | paper | advantage | ratio | trust region | aggregate | own settings, with defaults |",
         "|---|---|---|---|---|---|---|",
         *(_row(record) for record in records),
         "",
-        "In the formulas `pi` is the policy being learned, `pi_old` the learner's policy at the start of the batch, `mu`",
+        "In the formulas `pi` is the policy that is trained, `pi_old` the learner's policy at the start of the batch, `mu`",
         "what the engine sampled with, `R` the reward, `A` the advantage, `sg[...]` a value without gradient. They give the",
-        "objective to maximise; the loss is its negative.",
+        "objective to maximize; the loss is its negative.",
         "",
-        "## The rows",
+        "## Objectives in detail",
         "",
     ]
     for record in records:
@@ -97,19 +99,19 @@ def _section(record: dict[str, Any]) -> list[str]:
 
 
 def _per(record: dict[str, Any]) -> str:
-    return "one per reply" if record["advantage_per"] == "sequence" else "one per reply, or one per token"
+    return "one per completion" if record["advantage_per"] == "sequence" else "one per completion, or one per token"
 
 
 def _options(records: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        "## Options of any row",
+        "## Options of every objective",
         "",
-        "Where they make sense; elsewhere they are refused, and so is an option that only acts together with one that is",
+        "An objective refuses an option that makes no sense for it, and one that only acts together with another that is",
         "not set.",
         "",
         *(f"- `{name}`: {text}" for name, text in describe.option_help().items()),
         "",
-        "`dual_clip` belongs to the trust regions that have it: see the settings of each row.",
+        "`dual_clip` belongs to the trust regions that have it: see the settings of each objective.",
         "",
         "### KL estimators",
         "",
@@ -123,7 +125,7 @@ def _options(records: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|",
         *(f"| `{n}` | {_bound(low)} | {_bound(high)} |" for n, (low, high) in MISMATCH_BOUNDS.items() if n != "none"),
         "",
-        "### What is refused where",
+        "### Refused options",
         "",
         "| option | refused by | because |",
         "|---|---|---|",
@@ -158,8 +160,8 @@ def settings_page() -> str:
         "",
         NOTE,
         "",
-        "Every key of a recipe. On the command line the same keys are given as `--section.key=value`;",
-        "`gspo train --help` prints this list. [runs.md](runs.md) has the recipe format.",
+        "Every key of a recipe. On the command line, give the same keys as `--section.key=value`. `gspo train --help` prints",
+        "this list. [runs.md](runs.md#recipes) describes recipes.",
         "",
     ]
     for section, entries in groupby(help_texts(), key=lambda entry: entry[0].rpartition(".")[0]):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gspo import config as settings
+from gspo.cli import main
 from gspo.record.progress import PlainDisplay
 from gspo.record.run_dir import read_jsonl
 from gspo.trainer import train
@@ -143,6 +144,26 @@ def examples() -> list[Any]:
 @pytest.mark.parametrize("source", examples())
 def test_examples_of_the_library_run(source: str) -> None:
     exec(compile(source, "docs/library.md", "exec"), {"__name__": "example"})
+
+
+def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The commands that `gspo --help` lists."""
+    return re.findall(r"^    (\w+)(?:  |$)", shown_help(capsys), re.MULTILINE)
+
+
+def shown_help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## gspo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(commands(capsys))
+    for command, section in sections.items():
+        options = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", shown_help(capsys, command), re.MULTILINE))
+        assert options - {"--help"} == set(re.findall(r"(--[a-z][a-z-]*)(?=[\s\]`])", section)), command
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
