@@ -119,4 +119,6 @@ def test_it_is_the_size_of_the_noise_in_real_ratios(tiny: Callable[..., Config],
         measured, real = (rounding_noise(objective, sequences, x) for x in (old - sampler, truth))
         assert measured is not None
         assert real is not None
-        assert real.log_ratio / 4 < measured.log_ratio < 4 * real.log_ratio
+        # In a mixture of experts a single choice that flips between precisions outweighs all rounding; how many flip differs by CPU.
+        factor = 4 if build_as == "tiny_dense" else 16
+        assert real.log_ratio / factor < measured.log_ratio < factor * real.log_ratio

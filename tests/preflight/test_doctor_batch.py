@@ -87,7 +87,7 @@ class Deaf:
 def test_an_engine_that_ignores_the_temperature_fails(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(model, "build_engine", lambda *args: Deaf(build_engine(*args)))
+    monkeypatch.setattr("gspo.build.build_engine", lambda *args: Deaf(build_engine(*args)))
     finding = examined(tiny("rollout.temperature=0.7"), *LEARNING, value=varied).only("temperature")
     assert finding.level == "FAIL"
     assert finding.numbers["mean_difference_ignored"] < 1e-5 < finding.numbers["mean_difference"]
@@ -112,7 +112,7 @@ class Shifted(Deaf):
 
 
 def test_another_disagreement_is_a_warning(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(model, "build_engine", lambda *args: Shifted(build_engine(*args)))
+    monkeypatch.setattr("gspo.build.build_engine", lambda *args: Shifted(build_engine(*args)))
     finding = examined(tiny("rollout.temperature=0.7"), *LEARNING, value=varied).only("temperature")
     assert finding.level == "warning"
     assert finding.numbers["mean_difference"] == pytest.approx(0.2, abs=1e-3)

@@ -170,7 +170,7 @@ def test_scarce_pages_change_nothing(
         room(self)
         put_back.append(len(self.waiting) - before)
 
-    monkeypatch.setattr(batch.PagedBatch, "_make_room", counted)
+    monkeypatch.setattr(batch.PagedBatch, "_preempt", counted)
     assert_same(decoded(model, sampling=Sampling(max_tokens=150), pages=pages, slots=12), plain_replies(150))
     assert pages > 13 or any(put_back), "a reply had to be drawn again"
 

@@ -79,7 +79,7 @@ def test_the_numbers_are_written(written: tuple[Path, str, bool], run: Path) -> 
 
 def test_every_key_of_the_numbers_is_documented(written: tuple[Path, str, bool]) -> None:
     data = json.loads((written[0] / "replay.json").read_text())
-    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
     section = text[text.index("## replay.json") : text.index("## Reading it")]
     first = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", section, re.MULTILINE)
     assert {key.strip("`") for cell in first for key in cell.split(", ")} == set(data)
