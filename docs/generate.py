@@ -23,14 +23,20 @@ from gspo.objectives import describe
 from gspo.objectives.objective import OPTIONS
 from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
 from gspo.objectives.table import objective as build
+from gspo.record.registry import METRICS, TIMINGS, Metric, Reduction
 
 HERE = Path(__file__).parent
+PAGE_OF_METRICS = HERE / "metrics.md"
 NOTE = "<!-- Made by docs/generate.py (`make docs-generate`). Edit the code, not this page. -->"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check; the exit code is 1 when `--check` finds a page that is not up to date."""
-    pages = {HERE / "objectives.md": objectives_page(), HERE / "settings.md": settings_page()}
+    pages = {
+        HERE / "objectives.md": objectives_page(),
+        HERE / "settings.md": settings_page(),
+        HERE / "metrics.md": metrics_page(),
+    }
     if "--check" not in arguments:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
@@ -39,6 +45,28 @@ def main(arguments: Sequence[str]) -> int:
     for name in old:
         print(f"docs/{name}: not up to date; run: make docs-generate", file=sys.stderr)
     return 1 if old else 0
+
+
+# ------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics_page() -> str:
+    """The page as it is, with its tables made anew."""
+    text = PAGE_OF_METRICS.read_text(encoding="utf-8")
+    step = Metric("step", "Number of the training step.", present="step ≥ 1", unit="count", reduction=Reduction.SAME)
+    for name, metrics in (("metrics", METRICS), ("timings", (step, *TIMINGS))):
+        start, end = f"<!-- {name}: made from gspo/record/registry.py -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(start)
+        text = before + start + "\n" + _metrics_table(metrics) + "\n" + end + rest.partition(end)[2]
+    return text
+
+
+def _metrics_table(metrics: Sequence[Metric]) -> str:
+    rows = [
+        f"| `{m.key}` | {_cell(m.definition)} | {_cell(m.present)} | {m.unit} | {m.reduction.value} |\n"
+        for m in metrics
+    ]
+    return "| key | definition | present | unit | across ranks |\n|---|---|---|---|---|\n" + "".join(rows)
 
 
 # ------------------------------------------------------------------------------------------------- objectives
