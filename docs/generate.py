@@ -25,7 +25,7 @@ from gspo.objective.objective import OPTIONS
 from gspo.objective.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
 
 HERE = Path(__file__).parent
-NOTE = "<!-- Made by docs/generate.py (`make docs`). Edit the code, not this page. -->"
+NOTE = "<!-- Made by docs/generate.py (`make docs-generate`). Edit the code, not this page. -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     old = [p.name for p, text in pages.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
     for name in old:
-        print(f"docs/{name}: not up to date; run: make docs", file=sys.stderr)
+        print(f"docs/{name}: not up to date; run: make docs-generate", file=sys.stderr)
     return 1 if old else 0
 
 
