@@ -42,7 +42,7 @@ test-vllm: $(VLLM)/.ready
 # The oldest versions that pyproject.toml allows, in an environment of their own, on a subset of the quick tests.
 test-lowest: $(LOWEST)/.ready
 	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -m "not slow and not browser and not vllm" \
-	  tests/objective tests/contract tests/test_config.py tests/test_step.py tests/test_train.py $(ARGS)
+	  tests/objectives tests/contract tests/test_config.py tests/test_step.py tests/test_trainer.py $(ARGS)
 
 # The wheel in a clean environment, outside the repository.
 test-wheel: build

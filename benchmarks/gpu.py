@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gspo.config import LearnerConfig
-from gspo.policy.batch import MicroBatch, Plan, Row, make_plan
-from gspo.policy.kernels.selected import selected_logprobs
-from gspo.policy.logprobs import _from_logits, planned_logprobs, reply_logprobs
-from gspo.policy.optimizer import Optimizer
-from gspo.policy.packing import reads_packed
+from gspo.learner.forward import _from_logits, completion_logprobs, plan_logprobs
+from gspo.learner.optimizer import Optimizer
+from gspo.learner.packing import reads_packed
+from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
+from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
@@ -138,7 +138,7 @@ def bench_head(repeats: int) -> None:
     def ours(gain: Tensor) -> Way:
         def way() -> None:
             hidden.grad = None
-            logp, _ = selected_logprobs(hidden, weight, target, 1.0, weight_gradient=buffer)
+            logp, _ = fused_linear_logprobs(hidden, weight, target, 1.0, weight_gradient=buffer)
             (gain * logp).sum().backward()
 
         return way
@@ -167,7 +167,7 @@ def head_errors(rows: int = 1000) -> None:
         "float64": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.float64),
         "bf16 logits (PyTorch)": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.bfloat16),
         "float32 logits": (float32_logits, torch.bfloat16),
-        "selected_logprobs": (lambda h, w, t: selected_logprobs(h, w, t, 1.0)[0], torch.bfloat16),
+        "selected_logprobs": (lambda h, w, t: fused_linear_logprobs(h, w, t, 1.0)[0], torch.bfloat16),
     }  # fmt: skip
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, (head, dtype) in heads.items():
@@ -211,7 +211,7 @@ def uneven_rows() -> tuple[list[Row], list[int]]:
     rows: list[Row] = []
     for _ in range(GROUPS):
         prompt = ids(PROMPT)
-        rows += [Row(prompt_ids=prompt, reply_ids=ids(dice.randrange(64, 2 * REPLY - 64))) for _ in range(REPLIES)]
+        rows += [Row(prompt_ids=prompt, completion_ids=ids(dice.randrange(64, 2 * REPLY - 64))) for _ in range(REPLIES)]
     return rows, [i // REPLIES for i in range(len(rows))]
 
 
@@ -223,7 +223,7 @@ def operations(model: Any, plan: Plan) -> float:
     shared = sum(len(row.prompt_ids) ** 2 for row in plan.rows) // 2
     if plan.packed:
         shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.steps[0] for o in set(m.owners)) // 2
-    pairs = shared + sum(len(r.reply_ids) * (len(r.prompt_ids) + len(r.reply_ids) // 2) for r in plan.rows)
+    pairs = shared + sum(len(r.completion_ids) * (len(r.prompt_ids) + len(r.completion_ids) // 2) for r in plan.rows)
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
 
@@ -253,9 +253,9 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
 
     ways = {
         "padded rows, all logits": (learn("plain", padded, all_logits), padded),
-        "padded rows, selected_logprobs": (learn("plain", padded, reply_logprobs), padded),
-        "packed, prompt shared, selected_logprobs": (learn("plain", packed, reply_logprobs), packed),
-        "the same, gradient checkpointing": (learn("checkpointed", packed, reply_logprobs), packed),
+        "padded rows, selected_logprobs": (learn("plain", padded, completion_logprobs), padded),
+        "packed, prompt shared, selected_logprobs": (learn("plain", packed, completion_logprobs), packed),
+        "the same, gradient checkpointing": (learn("checkpointed", packed, completion_logprobs), packed),
     }
     costs = measure({name: way for name, (way, _) in ways.items()}, repeats)
     slowest = costs["padded rows, all logits"].ms
@@ -266,10 +266,8 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
 
     show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.steps[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
     model = models["plain"]
-    found = {
-        name: planned_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))
-    }
-    exact = planned_logprobs(model.float(), padded, 1.0, CUDA)[0]
+    found = {name: plan_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))}
+    exact = plan_logprobs(model.float(), padded, 1.0, CUDA)[0]
     for name, logp in found.items():
         print(
             f"log-probabilities, {name} in bf16 against float32: mean |difference| {float((logp - exact).abs().mean()):.1e}"

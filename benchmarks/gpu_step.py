@@ -14,10 +14,10 @@ import torch
 from gpu_decode import CUDA, DENSE, NEW, Silent, built, prompts_of
 
 from gspo.config import Config, LearnerConfig, RolloutConfig
-from gspo.objective.loss import build as build_objective
-from gspo.policy.model import Policy
-from gspo.policy.optimizer import Optimizer
-from gspo.policy.update import Batch
+from gspo.learner.optimizer import Optimizer
+from gspo.learner.update import Batch
+from gspo.model.load import Policy
+from gspo.objectives.table import objective as build_objective
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import build as build_engine
 from gspo.step import Learner, learn

@@ -100,18 +100,18 @@ def do(run: Run, out: Path) -> None:
 def _train(run: Run, folder: Path) -> dict[str, Any]:
     import torch
 
-    import gspo.train
+    import gspo.trainer
     from gspo import config
-    from gspo.observe.progress import make_display
-    from gspo.observe.run_dir import read_jsonl
+    from gspo.record.progress import make_display
+    from gspo.record.run_dir import read_jsonl
 
     if importlib.util.find_spec("matplotlib") is None:
-        gspo.train.draw_curves = lambda run: None  # a borrowed GPU machine may lack it; `report` draws elsewhere
+        gspo.trainer.draw_curves = lambda run: None  # a borrowed GPU machine may lack it; `report` draws elsewhere
     if any((folder / "checkpoints").glob("0*")):
-        outcome = gspo.train.resume(folder, make_display())
+        outcome = gspo.trainer.resume(folder, make_display())
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        outcome = gspo.train.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
+        outcome = gspo.trainer.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
     if outcome.stopped_by is not None:
         raise SystemExit(f"stopped after step {outcome.step}; the next call goes on from there")
     timings = read_jsonl(folder / "timings.jsonl")
@@ -125,8 +125,8 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
 def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
     """Sampled and greedy accuracy on a problem set, by `gspo eval`, with the first replies. A trained run is measured on its
     own held-out problems, the model as it comes on those of seed 0."""
-    from gspo.evaluate import evaluate_model
-    from gspo.observe.run_dir import read_jsonl
+    from gspo.evaluation import evaluate_model
+    from gspo.record.run_dir import read_jsonl
 
     numbers, replies = out / f".{run.name}.numbers", out / f".{run.name}.replies"
     chosen = run.sets.get(name, [])
@@ -151,7 +151,7 @@ def _plain(run: Run, folder: Path) -> dict[str, Any]:
 
     from gspo import config
     from gspo.data.problems import load_problems
-    from gspo.policy.checkpoint import newest
+    from gspo.learner.checkpoint import newest
     from gspo.reward.reward import RewardPool
 
     path = newest(folder / "checkpoints")[0]
@@ -268,7 +268,7 @@ BEGIN, END = "<!-- made by benchmarks/real_model.py report -->", "<!-- end -->"
 
 def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each run, then each arm over its seeds."""
-    from gspo.compare.intervals import over_seeds
+    from gspo.view.compare.intervals import over_seeds
 
     names = list((base or trained[0])["sets"])
     head = ["run", *(f"{n}, {how}" for n in names for how in ("sampled", "greedy")), "tokens", "minutes", "peak GiB"]
@@ -342,7 +342,7 @@ def _draw(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Held-out accuracy and reward over sampled tokens, a colour per arm."""
     from matplotlib.figure import Figure
 
-    from gspo.compare.figures import style
+    from gspo.view.compare.figures import style
 
     arms = list(dict.fromkeys(r["arm"] for r in trained))
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -19,10 +19,10 @@ from typing import Any
 
 from gspo.config import help_texts
 from gspo.errors import ConfigError
-from gspo.objective import describe
-from gspo.objective.loss import build
-from gspo.objective.objective import OPTIONS
-from gspo.objective.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
+from gspo.objectives import describe
+from gspo.objectives.objective import OPTIONS
+from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
+from gspo.objectives.table import objective as build
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/generate.py (`make docs-generate`). Edit the code, not this page. -->"

@@ -10,30 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo.objective.loss import (
-        PolicyLoss,
-        group_advantage,
-        objective_names,
-        policy_loss,
-        select_tokens,
-        token_weights,
-    )
-    from gspo.objective.loss import build as objective
-    from gspo.objective.objective import Objective, ObjectiveWarning
-    from gspo.objective.penalty import soft_overlong
+    from gspo.objectives.api import PolicyLoss, group_advantage, policy_loss, select_tokens, token_weights
+    from gspo.objectives.objective import Objective, ObjectiveWarning
+    from gspo.objectives.penalty import soft_overlong
+    from gspo.objectives.table import objective, objective_names
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "objective_names": "gspo.objective.loss",
-    "group_advantage": "gspo.objective.loss",
-    "policy_loss": "gspo.objective.loss",
-    "token_weights": "gspo.objective.loss",
-    "select_tokens": "gspo.objective.loss",
-    "PolicyLoss": "gspo.objective.loss",
-    "Objective": "gspo.objective.objective",
-    "ObjectiveWarning": "gspo.objective.objective",
-    "soft_overlong": "gspo.objective.penalty",
+    "objective": "gspo.objectives.table",
+    "objective_names": "gspo.objectives.table",
+    "group_advantage": "gspo.objectives.api",
+    "policy_loss": "gspo.objectives.api",
+    "token_weights": "gspo.objectives.api",
+    "select_tokens": "gspo.objectives.api",
+    "PolicyLoss": "gspo.objectives.api",
+    "Objective": "gspo.objectives.objective",
+    "ObjectiveWarning": "gspo.objectives.objective",
+    "soft_overlong": "gspo.objectives.penalty",
 }
 
 __all__ = [
@@ -51,8 +45,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "objective":
-        return importlib.import_module("gspo.objective")
     if name not in _HOME:
         raise AttributeError(f"module 'gspo' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from gspo import __version__, config
 from gspo.errors import ConfigError, GspoError
-from gspo.observe.printed import safe_output
+from gspo.safe_output import safe_output
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -87,7 +87,7 @@ def demo(options: argparse.Namespace, overrides: list[str]) -> int:
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure a model on problems."""
     _quiet_libraries()
-    from gspo.evaluate import evaluate_model
+    from gspo.evaluation import evaluate_model
 
     ks = _ks(options.k)
     return evaluate_model(
@@ -100,7 +100,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def objectives(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print the table of objectives."""
     _no_overrides(overrides)
-    from gspo.objective import describe
+    from gspo.objectives import describe
 
     print(json.dumps(describe.as_data(), indent=2) if options.json else describe.as_text())
     return 0
@@ -108,8 +108,8 @@ def objectives(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> int:
     """Train several objectives at equal sampled tokens from the same cold start, and report."""
-    from gspo.compare.comparison import Request, report
-    from gspo.compare.comparison import compare as run
+    from gspo.view.compare.comparison import Request, report
+    from gspo.view.compare.comparison import compare as run
 
     if options.report:
         _no_overrides([*overrides, *filter(None, (options.recipe, options.objectives))])
@@ -131,8 +131,8 @@ def replay(options: argparse.Namespace, overrides: list[str]) -> int:
     """What every objective would have done with a step that a run has taken."""
     _no_overrides(overrides)
     _quiet_libraries()
-    from gspo.counterfactual.replay import Request
-    from gspo.counterfactual.replay import replay as run
+    from gspo.view.replay.replay import Request
+    from gspo.view.replay.replay import replay as run
 
     return run(
         Request(
@@ -145,7 +145,7 @@ def replay(options: argparse.Namespace, overrides: list[str]) -> int:
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Look a recipe over before it costs anything."""
     _quiet_libraries()
-    from gspo.doctor.report import doctor as run
+    from gspo.preflight.report import doctor as run
 
     overrides = _given(options) + overrides
     return run(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
@@ -166,10 +166,10 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
     """Show runs while they train, or afterwards."""
     _no_overrides(overrides)
     if options.text:
-        from gspo.observe.terminal import watch_text
+        from gspo.view.terminal import watch_text
 
         return watch_text(options.runs)
-    from gspo.observe.dashboard.server import watch as serve
+    from gspo.view.dashboard.server import watch as serve
 
     return serve(options.runs, port=options.port, ready=lambda text: print(text, flush=True))
 
@@ -177,7 +177,7 @@ def watch(options: argparse.Namespace, overrides: list[str]) -> int:
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     """Write runs as one HTML file."""
     _no_overrides(overrides)
-    from gspo.observe.report import write_report
+    from gspo.view.report import write_report
 
     print(f"Report:  {write_report(options.runs, Path(options.out))}")
     return 0
@@ -195,8 +195,8 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
 def _train(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
     settings = config.load(recipe, _given(options) + overrides)
     _quiet_libraries()
-    from gspo.observe.progress import make_display
-    from gspo.train import train as run
+    from gspo.record.progress import make_display
+    from gspo.trainer import train as run
 
     return _report(run(settings, make_display()))
 
@@ -218,8 +218,8 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
             "train --resume: a run continues with its own model, seed and directory; leave out all but --steps and settings"
         )
     _quiet_libraries()
-    from gspo.observe.progress import make_display
-    from gspo.train import resume
+    from gspo.record.progress import make_display
+    from gspo.trainer import resume
 
     return _report(
         resume(options.resume, make_display(), steps=options.steps, overrides=overrides, trust_run=options.trust_run)
@@ -227,7 +227,7 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _report(outcome: object) -> int:
-    from gspo.train import Outcome
+    from gspo.trainer import Outcome
 
     assert isinstance(outcome, Outcome)
     print()

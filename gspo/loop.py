@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo import trust
+from gspo.clock import Clock
+from gspo.cold_start import describe, supervised_start
 from gspo.config import differing, flat
 from gspo.data.problems import Problems
 from gspo.errors import (
@@ -33,22 +35,20 @@ from gspo.errors import (
     NumericalError,
     RewardError,
 )
-from gspo.evaluate import Evaluation, evaluate
-from gspo.objective.auto_clip import at_limit
-from gspo.observe.alarms import HISTORY, holding
-from gspo.observe.clock import Clock
-from gspo.observe.metrics import reasons_left_out, rollout_records, step_metrics
-from gspo.observe.progress import Display
-from gspo.observe.run_dir import RunDir, read_jsonl
-from gspo.observe.sinks import Sinks
-from gspo.policy import checkpoint
-from gspo.policy.adapter import adapted
-from gspo.policy.checkpoint import TrainerState
-from gspo.policy.location import fingerprint_of
-from gspo.policy.optimizer import TUNABLE
-from gspo.start import describe, supervised_start
-from gspo.step import Collected, Learned, Parts, collect, learn
-from gspo.stop import Interrupted, StopRequest
+from gspo.evaluation import Evaluation, evaluate
+from gspo.learner import checkpoint
+from gspo.learner.checkpoint import TrainerState
+from gspo.learner.optimizer import TUNABLE
+from gspo.model.adapter import adapted
+from gspo.model.source import weights_fingerprint
+from gspo.objectives.adaptive_clip import at_limit
+from gspo.record.alarms import HISTORY, holding
+from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
+from gspo.record.progress import Display
+from gspo.record.run_dir import RunDir, read_jsonl
+from gspo.record.sinks import Sinks
+from gspo.signals import Interrupted, StopRequest
+from gspo.step import CollectResult, LearnResult, RunContext, collect, learn
 from gspo.types import Status
 
 MAY_CHANGE = (
@@ -73,7 +73,7 @@ LEFT_OUT = {
 class Loop:
     """The steps of one run."""
 
-    def __init__(self, *, run: RunDir, parts: Parts, display: Display, sinks: Sinks, stop: StopRequest) -> None:
+    def __init__(self, *, run: RunDir, parts: RunContext, display: Display, sinks: Sinks, stop: StopRequest) -> None:
         self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
         self.config = parts.config
         self.unscored = 0
@@ -87,7 +87,7 @@ class Loop:
         self._saved: int | None = None
         self._fingerprint = fingerprint(parts.problems)
         read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
-        self._given = fingerprint_of(self.config.model) if read_again else ""
+        self._given = weights_fingerprint(self.config.model) if read_again else ""
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._alarms: set[str] = set()
         self._last: TrainerState | None = None
@@ -137,7 +137,7 @@ class Loop:
         lost = f", because there was no room for a checkpoint of step {self._last.step}"
         return f"it goes on from step {self._saved}{lost if self._saved != self._last.step else ''}"
 
-    def _look_around(self, *, done: int) -> None:
+    def _preflight(self, *, done: int) -> None:
         """Before anything is spent: which sandbox rewards use, how an adapter reaches the engine, and whether the checkpoints
         will fit on the disk."""
         for name, text in self.parts.rewards.about.items():
@@ -168,14 +168,14 @@ class Loop:
         expected = math.ceil(state.step * tokens / state.tokens) if state.tokens else steps
         return state.step if self.over(state) else min(max(expected, state.step + 1), 2 * steps)
 
-    def _reached(self, state: TrainerState) -> TrainerState:
+    def _set_state(self, state: TrainerState) -> TrainerState:
         self._last = state
         return state
 
     def _begin_fresh(self, state: TrainerState) -> TrainerState:
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
-        self._look_around(done=0)
+        self._preflight(done=0)
         describe(self.parts, self.run.path, self.display, self._warn)
         with self.run.writing("tokenizer"):
             self.parts.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
@@ -189,7 +189,7 @@ class Loop:
             self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
         if self.parts.objective.kl:
             self._keep_reference()
-        state = self._finish(self._reached(replace(state, pending={"step": 0, "tokens/sampled": 0})))
+        state = self._finish(self._set_state(replace(state, pending={"step": 0, "tokens/sampled": 0})))
         self._save(state)
         return state
 
@@ -205,7 +205,7 @@ class Loop:
         self.run.rewind(state.step, state.offsets)
         self._write_changes(state, changed)
         self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
-        self._look_around(done=state.step)
+        self._preflight(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
         self._recent.extend(rows)
@@ -213,7 +213,7 @@ class Loop:
         for row in rows:
             self.display.evaluated(row)
         self._saved = self.began = state.step
-        state = self._reached(replace(state, settings=fresh.settings))
+        state = self._set_state(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
@@ -270,7 +270,7 @@ class Loop:
             clip_scale=self._next_range(step, state.clip_scale, learned), pending=pending,
         )  # fmt: skip
         self._remember_memory(step, learned)
-        return self._finish(self._reached(learned_state), clock)
+        return self._finish(self._set_state(learned_state), clock)
 
     def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
         """Evaluate, if it is time, and write the step down. A stop during it leaves the step pending."""
@@ -287,11 +287,13 @@ class Loop:
             self.display.step(state.step, self.planned_steps(state), metrics, timings)
         else:
             self.display.evaluated(metrics)
-        state = self._reached(replace(state, pending=None, offsets=self.run.offsets()))
+        state = self._set_state(replace(state, pending=None, offsets=self.run.offsets()))
         self._raise_alarms(metrics, state)
         return state
 
-    def _write_rollouts(self, parts: Parts, step: int, collected: Collected, learned: Learned | None) -> None:
+    def _write_rollouts(
+        self, parts: RunContext, step: int, collected: CollectResult, learned: LearnResult | None
+    ) -> None:
         """Replies are for looking at: training goes on without them."""
         if not self.config.log.rollouts:
             return
@@ -301,24 +303,24 @@ class Loop:
         except OSError as error:
             self.display.message(f"warning: step {step}: the replies could not be written ({error})")
 
-    def _with_range(self, scale: float) -> Parts:
+    def _with_range(self, scale: float) -> RunContext:
         """The parts with the clip range that this step uses."""
-        if self.parts.auto_clip is None:
+        if self.parts.adaptive_clip is None:
             return self.parts
-        return replace(self.parts, objective=self.parts.auto_clip.scaled(self.parts.objective, scale))
+        return replace(self.parts, objective=self.parts.adaptive_clip.scaled(self.parts.objective, scale))
 
-    def _next_range(self, step: int, scale: float, learned: Learned | None) -> float:
+    def _next_range(self, step: int, scale: float, learned: LearnResult | None) -> float:
         """The scale of the next step's clip range; says so when it can adapt no further."""
-        if self.parts.auto_clip is None or learned is None:
+        if self.parts.adaptive_clip is None or learned is None:
             return scale
-        wanted = self.parts.auto_clip.next_scale(self.parts.objective, scale, learned.tokens)
+        wanted = self.parts.adaptive_clip.next_scale(self.parts.objective, scale, learned.tokens)
         why = at_limit(wanted)
         if why and not at_limit(scale):
             self.run.event("clip range at its limit", step=step, what=why)
             self.display.message(f"step {step}: the clip range stops adapting: {why}")
         return wanted
 
-    def _remember_memory(self, step: int, learned: Learned | None) -> None:
+    def _remember_memory(self, step: int, learned: LearnResult | None) -> None:
         """Micro-batches that did not fit once are not tried at that size again."""
         if learned is None or not learned.halvings:
             return
@@ -350,7 +352,7 @@ class Loop:
             self._save(state)
             raise AlarmError(f"step {state.step}: {new[0].name} (alarms.stop): {new[0].what}. The run is saved: gspo train --resume {self.run.path}")  # fmt: skip
 
-    def _check_scores(self, collected: Collected, state: TrainerState) -> None:
+    def _check_scores(self, collected: CollectResult, state: TrainerState) -> None:
         """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
         scores = [s for g in collected.gathered.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
@@ -397,7 +399,7 @@ class Loop:
                 f"{self._evidence()} Fix the reward or the answers of the held-out problems, then: {self._resume_fixed()}"
             )
 
-    def _check_updates(self, step: int, collected: Collected, learned: Learned | None, in_row: int) -> int:
+    def _check_updates(self, step: int, collected: CollectResult, learned: LearnResult | None, in_row: int) -> int:
         """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
         if learned is None:
             reasons = reasons_left_out(self.parts.objective, collected, None)

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
-from gspo.policy import adapter, checkpoint
-from gspo.policy.model import load_policy, load_tokenizer
+from gspo.learner import checkpoint
+from gspo.model import adapter
+from gspo.model.load import load_policy, load_tokenizer
 
 _PRECISIONS = {"F32": "float32", "BF16": "bfloat16"}
 

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.clock import Clock
 from gspo.config import Config
 from gspo.data.problems import Problems, PromptOrder
-from gspo.objective.advantage import apply_rule, batch_whitened, whitened_returns
-from gspo.objective.auto_clip import AutoClip
-from gspo.objective.counted import Counted, counted, keeps
-from gspo.objective.loss import Loss
-from gspo.objective.objective import Objective
-from gspo.objective.penalty import KL_ESTIMATORS
-from gspo.objective.sequences import Sequences, Tokens
-from gspo.observe.clock import Clock
-from gspo.policy.adapter import switched_off
-from gspo.policy.batch import Plan, Positions, Row, make_plan
-from gspo.policy.logprobs import planned_logprobs
-from gspo.policy.model import Policy
-from gspo.policy.old import Old, from_sampler, recomputed
-from gspo.policy.optimizer import Optimizer, Update
-from gspo.policy.packing import reads_packed
-from gspo.policy.replay import Routed, Unrouted, route
-from gspo.policy.update import Batch, update
+from gspo.learner.forward import plan_logprobs
+from gspo.learner.old_logprobs import OldLogprobs, from_sampler, recomputed
+from gspo.learner.optimizer import Optimizer, Update
+from gspo.learner.packing import reads_packed
+from gspo.learner.plan import Plan, Positions, Row, make_plan
+from gspo.learner.routing_replay import NoRouting, RoutingStats, route
+from gspo.learner.update import Batch, update
+from gspo.model.adapter import switched_off
+from gspo.model.load import Policy
+from gspo.objectives.adaptive_clip import AdaptiveClip
+from gspo.objectives.advantage import apply_rule, batch_whitened, whitened_returns
+from gspo.objectives.loss import Loss
+from gspo.objectives.objective import Objective
+from gspo.objectives.penalty import KL_ESTIMATORS
+from gspo.objectives.samples import TrainSample, counted, keeps
+from gspo.objectives.sequences import Sequences, Tokens
 from gspo.reward.reward import RewardPool
-from gspo.rollout.engine import Decoded, Engine
-from gspo.rollout.rollout import Gathered, distinct, gather
+from gspo.rollout.engine import DecodeStats, Engine
+from gspo.rollout.gather import RolloutBatch, distinct, gather
 from gspo.types import Completion, Group, Prompt, Score
 
 
@@ -58,25 +58,25 @@ class Learner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Learner):
-    """Everything a step works with, built once by `train.py`."""
+class RunContext(Learner):
+    """Everything a step works with, built once by `trainer.py`."""
 
     problems: Problems
     order: PromptOrder
     engine: Engine
     rewards: RewardPool
-    auto_clip: AutoClip | None = None
+    adaptive_clip: AdaptiveClip | None = None
     """Adapts the objective's clip range from step to step; None: the range stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class CollectResult:
     """The rollout half of a step."""
 
-    gathered: Gathered
+    gathered: RolloutBatch
     cursor: int
     """Where the data order stands now."""
-    decoded: Decoded | None = None
+    decoded: DecodeStats | None = None
     """What sampling cost; None: the engine does not know."""
 
     @property
@@ -86,10 +86,10 @@ class Collected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
+class LearnResult:
     """The learning half of a step: packed tokens of all optimiser steps, and what each of them did."""
 
-    counted: tuple[Counted, ...]
+    counted: tuple[TrainSample, ...]
     """The replies that were learned from; sequence i of `tokens`."""
     reward_B: Tensor
     """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
@@ -107,7 +107,7 @@ class Learned:
     updates: tuple[Update, ...]
     positions: Positions
     """What one pass over the batch computes."""
-    routed: Routed | None = None
+    routed: RoutingStats | None = None
     """What the routers did; None for a dense model."""
     halvings: int = 0
     """How often micro-batches had to be cut in two to fit into memory."""
@@ -115,7 +115,7 @@ class Learned:
     """log pi_old - log mu where the engine sampled with the learner's own weights, so that only rounding can part them."""
 
 
-def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
+def collect(parts: RunContext, *, step: int, cursor: int, clock: Clock) -> CollectResult:
     """Draw prompts, sample a group of replies for each, score them, keep the groups worth learning from."""
     position, before = cursor, parts.engine.decoded
 
@@ -132,7 +132,7 @@ def collect(parts: Parts, *, step: int, cursor: int, clock: Clock) -> Collected:
     rollout, keep = parts.config.rollout, partial(keeps, parts.objective)
     gathered = gather(draw, want=rollout.prompts, keep=keep, budget=rollout.refill_budget)
     after = parts.engine.decoded
-    return Collected(gathered=gathered, cursor=position, decoded=after - before if after and before else None)
+    return CollectResult(gathered=gathered, cursor=position, decoded=after - before if after and before else None)
 
 
 def learn(
@@ -141,7 +141,7 @@ def learn(
     *,
     step: int,
     before_update: Callable[[Batch, int], None] | None = None,
-) -> Learned | None:
+) -> LearnResult | None:
     """Turn groups into `mini_batches` optimiser steps; None when there is no reply to learn from.
 
     `before_update` may look at the batch, and at the weights that an optimiser step is about to use, and use the model."""
@@ -164,7 +164,7 @@ def learn(
             before_update(batch, index)
         seed = selection_seed(config.seed, step, index)
         done.append(update(policy, parts.optimizer, objective, batch, index, seed=seed))
-    return Learned(
+    return LearnResult(
         counted=tuple(replies),
         reward_B=reward_B,
         advantage_B=tokens.sequences.mean(advantage_N).cpu(),
@@ -182,7 +182,7 @@ def learn(
     )
 
 
-def _sample(parts: Parts, prompts: Sequence[Prompt], *, stream: str) -> list[list[Completion]]:
+def _sample(parts: RunContext, prompts: Sequence[Prompt], *, stream: str) -> list[list[Completion]]:
     r = parts.config.rollout
     seed, version = parts.config.seed, parts.optimizer.updates
     return parts.engine.generate(
@@ -196,9 +196,9 @@ def _groups(
     return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, replies_P, scores_P, strict=True)]
 
 
-def _plan(parts: Learner, replies: Sequence[Counted], step: int) -> Plan:
+def _plan(parts: Learner, replies: Sequence[TrainSample], step: int) -> Plan:
     return make_plan(
-        [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies],
+        [Row(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in replies],
         [r.group for r in replies],
         mini_batches=parts.config.learner.mini_batches,
         token_budget=parts.config.learner.micro_batch_tokens,
@@ -208,14 +208,16 @@ def _plan(parts: Learner, replies: Sequence[Counted], step: int) -> Plan:
     )
 
 
-def _routing(parts: Learner, plan: Plan, replies: Sequence[Counted]) -> Unrouted:
+def _routing(parts: Learner, plan: Plan, replies: Sequence[TrainSample]) -> NoRouting:
     """How the routers of a mixture of experts are to be treated in this batch, and what the sampler's chose."""
     settings, policy = parts.config.routing, parts.policy
     sampled = [r.completion.routes for r in replies]
     return route(policy.routers, plan, sampled, replay=settings.replay, balance=settings.balance_loss, device=policy.device)  # fmt: skip
 
 
-def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing: Unrouted, *, keep: bool) -> Old:
+def _old_policy(
+    parts: Learner, plan: Plan, replies: Sequence[TrainSample], routing: NoRouting, *, keep: bool
+) -> OldLogprobs:
     policy, objective, temperature = parts.policy, parts.objective, parts.config.rollout.temperature
     sampled = [logp for r in replies for logp in r.completion.logp_sampler]
     sampler_N = torch.tensor(sampled, dtype=torch.float32, device=policy.device)
@@ -224,7 +226,9 @@ def _old_policy(parts: Learner, plan: Plan, replies: Sequence[Counted], routing:
     return recomputed(policy, plan, temperature, sampler_N, objective, routing, keep=keep)
 
 
-def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp_ref_N: Tensor | None) -> Tokens:
+def _pack(
+    parts: Learner, plan: Plan, replies: Sequence[TrainSample], old: OldLogprobs, logp_ref_N: Tensor | None
+) -> Tokens:
     device = parts.policy.device
     return Tokens(
         logp_N=old.logp_N,
@@ -236,7 +240,7 @@ def _pack(parts: Learner, plan: Plan, replies: Sequence[Counted], old: Old, logp
     )
 
 
-def _rounding(parts: Learner, replies: Sequence[Counted], old: Old) -> Tensor | None:
+def _rounding(parts: Learner, replies: Sequence[TrainSample], old: OldLogprobs) -> Tensor | None:
     """Known for replies that were drawn in process, from the whole distribution of the weights that are about to learn."""
     rollout, now = parts.config.rollout, parts.optimizer.updates
     whole = rollout.engine == "local" and rollout.top_p == 1 and not rollout.top_k
@@ -248,10 +252,10 @@ def _reference_logprobs(parts: Learner, plan: Plan) -> Tensor:
     """The reference's; where that is the policy itself, it is the policy without its adapters."""
     own = parts.reference is parts.policy.model
     with switched_off(parts.reference) if own else nullcontext():
-        return planned_logprobs(parts.reference, plan, parts.config.rollout.temperature, parts.policy.device)[0]
+        return plan_logprobs(parts.reference, plan, parts.config.rollout.temperature, parts.policy.device)[0]
 
 
-def advantages(objective: Objective, tokens: Tokens, replies: Sequence[Counted]) -> tuple[Tensor, Tensor]:
+def advantages(objective: Objective, tokens: Tokens, replies: Sequence[TrainSample]) -> tuple[Tensor, Tensor]:
     """Rewards, less the KL penalty where that belongs to the reward (detached), and the advantage of every token."""
     sequences, penalty_N = tokens.sequences, torch.zeros_like(tokens.logp_old_N)
     if objective.kl and objective.kl_in == "reward":

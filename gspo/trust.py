@@ -19,7 +19,7 @@ from typing import Any
 
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError, RewardError, TrustError
-from gspo.policy.adapter import base_of
+from gspo.model.adapter import base_of
 from gspo.reward.function import Source, find_sources
 
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from misaligned import misalign_loading
 
-import gspo.policy.model
+import gspo.model.load
 from gspo import config as settings
 from gspo.config import Config
-from gspo.observe.run_dir import RunDir
-from gspo.step import Parts
-from gspo.train import _build_parts, run_objective
+from gspo.record.run_dir import RunDir
+from gspo.step import RunContext
+from gspo.trainer import _build_parts, run_objective
 
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(THREADS)
-gspo.policy.model.TINY_PARAMETERS = 0  # tiny models too use as many threads as the tests were asked to use
+gspo.model.load.TINY_PARAMETERS = 0  # tiny models too use as many threads as the tests were asked to use
 
 if "GSPO_TESTS_OFFSET" in os.environ:
     misalign_loading(int(os.environ["GSPO_TESTS_OFFSET"]))
@@ -100,7 +100,7 @@ def parts_of() -> Any:
     """Builds the parts of a config and closes them after the test."""
     with ExitStack() as stack:
 
-        def build(config: Config) -> Parts:
+        def build(config: Config) -> RunContext:
             run = RunDir.create(config)
             stack.callback(run.close)
             return _build_parts(run, config, run_objective(config), None, stack)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gspo.policy import adapter, checkpoint
+from gspo.learner import checkpoint
+from gspo.model import adapter
 
 Patch = Callable[[Any, str, Any], None]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gspo import config as settings
-from gspo.observe.progress import PlainDisplay
-from gspo.observe.run_dir import read_jsonl
-from gspo.train import train
+from gspo.record.progress import PlainDisplay
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import train
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

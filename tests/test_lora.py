@@ -18,11 +18,11 @@ from gspo.cli import main
 from gspo.config import Config, LoraConfig, ModelConfig, to_toml
 from gspo.errors import ConfigError
 from gspo.loop import Loop
-from gspo.observe.run_dir import read_jsonl
-from gspo.policy import adapter
-from gspo.policy.model import build_model, char_tokenizer, load_policy, load_tokenizer
-from gspo.policy.quantized import linear_layers, numbers_in, plain
-from gspo.train import resume, run_objective, train
+from gspo.model import adapter
+from gspo.model.load import build_model, char_tokenizer, load_policy, load_tokenizer
+from gspo.model.quantization import linear_layers, numbers_in, plain
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import resume, run_objective, train
 
 IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
 
@@ -402,7 +402,7 @@ def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(tiny: Calla
 
 
 def test_without_peft_the_remedy_is_named(adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr("gspo.policy.adapter.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gspo.model.adapter.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.lora: adapters need the peft package; run: pip install peft"):
         train(adapting(), display)
 

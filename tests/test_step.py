@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import gspo
+from gspo.clock import Clock
 from gspo.config import Config
-from gspo.objective.loss import build
-from gspo.objective.sequences import Sequences
-from gspo.observe.clock import Clock
-from gspo.policy.batch import Row, make_plan
-from gspo.policy.logprobs import planned_logprobs, reply_logprobs
-from gspo.policy.update import update
-from gspo.step import Parts, collect, learn
+from gspo.learner.forward import completion_logprobs, plan_logprobs
+from gspo.learner.plan import Row, make_plan
+from gspo.learner.update import update
+from gspo.objectives.sequences import Sequences
+from gspo.objectives.table import objective as build
+from gspo.step import RunContext, collect, learn
 from gspo.types import Group, StopReason
 
 RUN_ROWS = [name for name in gspo.objective_names() if name != "ppo_clip"]
 
 
-def groups_of(parts: Parts) -> tuple[Group, ...]:
+def groups_of(parts: RunContext) -> tuple[Group, ...]:
     return collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
 
 
@@ -39,7 +39,7 @@ class GradientRecorder:
             torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).clone()
         )
         self.model.zero_grad()
-        from gspo.policy.optimizer import Update
+        from gspo.learner.optimizer import Update
 
         return Update(applied=True, grad_norm=float(self.gradients[-1].norm()), learning_rate=0.0)
 
@@ -71,20 +71,20 @@ def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
         torch.testing.assert_close(other, gradients[0], rtol=1e-6, atol=1e-9)
 
 
-def _batch(parts: Parts, objective: Any, groups: tuple[Group, ...], *, budget: int, shuffle: int) -> Any:
-    from gspo.objective.advantage import apply_rule
-    from gspo.objective.counted import counted
-    from gspo.objective.sequences import Tokens
-    from gspo.policy.update import Batch
+def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budget: int, shuffle: int) -> Any:
+    from gspo.learner.update import Batch
+    from gspo.objectives.advantage import apply_rule
+    from gspo.objectives.samples import counted
+    from gspo.objectives.sequences import Tokens
 
     replies = counted(groups, objective, max_tokens=10)
-    rows = [Row(prompt_ids=r.prompt.token_ids, reply_ids=r.completion.token_ids) for r in replies]
+    rows = [Row(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in replies]
     group_ids = [r.group for r in replies]
     plan = make_plan(rows, group_ids, mini_batches=1, token_budget=budget, pad_id=0, seed=str(shuffle))
     micro = list(plan.steps[0])
     random.Random(shuffle).shuffle(micro)
     plan = replace(plan, steps=(tuple(micro),))
-    logp_old, _ = planned_logprobs(parts.policy.model, plan, 1.0, parts.policy.device)
+    logp_old, _ = plan_logprobs(parts.policy.model, plan, 1.0, parts.policy.device)
     generator = torch.Generator().manual_seed(1)
     logp_old = logp_old + 0.05 * torch.randn(logp_old.shape, generator=generator)
     advantage = apply_rule(objective.advantage, torch.tensor([r.reward for r in replies]), group_ids)
@@ -119,7 +119,7 @@ def test_the_ratio_is_one_to_the_bit_at_the_first_update(tiny: Callable[..., Con
     assert (learned.ratio_N[~in_first] != 1.0).any()
 
 
-def _plan(parts: Parts, learned: Any) -> Any:
+def _plan(parts: RunContext, learned: Any) -> Any:
     from gspo.step import _plan as plan
 
     return plan(parts, learned.counted, 1)
@@ -150,22 +150,22 @@ def test_the_end_token_is_trained_on_and_padding_is_not(tiny: Callable[..., Conf
 
 def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model.double()
-    rows = [Row(prompt_ids=(5, 6), reply_ids=(7, 8, 9)), Row(prompt_ids=(5,) * 20, reply_ids=(6,) * 9)]
+    rows = [Row(prompt_ids=(5, 6), completion_ids=(7, 8, 9)), Row(prompt_ids=(5,) * 20, completion_ids=(6,) * 9)]
     together = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=3, seed="")
     other_pad = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=11, seed="")
     alone = make_plan(rows[:1], [0], mini_batches=1, token_budget=999, pad_id=3, seed="")
     device = torch.device("cpu")
-    values = [planned_logprobs(model, plan, 1.0, device)[0][:3] for plan in (together, other_pad, alone)]
+    values = [plan_logprobs(model, plan, 1.0, device)[0][:3] for plan in (together, other_pad, alone)]
     torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)
     torch.testing.assert_close(values[0], values[2], rtol=0, atol=1e-6)
 
 
 def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model
-    row = Row(prompt_ids=(5, 6, 7), reply_ids=(8, 9, 1))
+    row = Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1))
     plan = make_plan([row], [0], mini_batches=1, token_budget=999, pad_id=0, seed="")
     with torch.no_grad():
-        logp, entropy = reply_logprobs(model, plan.steps[0][0], 0.7)
+        logp, entropy = completion_logprobs(model, plan.steps[0][0], 0.7)
         logits = model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].double() / 0.7
     expected = logits.log_softmax(-1)
     torch.testing.assert_close(
@@ -176,7 +176,7 @@ def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], pa
 
 
 def test_groups_stay_together_and_every_row_is_used_once() -> None:
-    rows = [Row(prompt_ids=(1,) * (1 + i % 5), reply_ids=(2,) * (1 + i % 7)) for i in range(24)]
+    rows = [Row(prompt_ids=(1,) * (1 + i % 5), completion_ids=(2,) * (1 + i % 7)) for i in range(24)]
     groups = [i // 4 for i in range(24)]
     plan = make_plan(rows, groups, mini_batches=3, token_budget=30, pad_id=0, seed="x")
     used = [[row for micro in step for row in micro.rows] for step in plan.steps]
@@ -192,7 +192,7 @@ def test_groups_stay_together_and_every_row_is_used_once() -> None:
 
 
 def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objective.counted import counted
+    from gspo.objectives.samples import counted
     from gspo.types import Score, Status
 
     parts = parts_of(tiny())
@@ -213,7 +213,7 @@ def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., 
 
 
 def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objective.counted import counted
+    from gspo.objectives.samples import counted
 
     parts = parts_of(tiny())
     groups = groups_of(parts)

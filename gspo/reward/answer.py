@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from gspo.data.numbers import Number, last_match, numbers_in, numbers_spelled, plain, whole_number
-from gspo.reward.final_answer import Stated, final_answer
+from gspo.reward.final_answer import FinalAnswer, final_answer
 
 LONGEST = 2000
 """Characters of an answer."""
@@ -91,7 +91,7 @@ def read_expected(text: str) -> Answer | None:
     return Answer(text=said, number=numbers[0]) if len(numbers) == 1 and not _INEQUALITY.search(said) else None
 
 
-def read_stated(text: str, stated: Stated, expected: Answer) -> Answer | None:
+def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | None:
     """One statement of a completion."""
     if len(text) > LONGEST:
         if stated.formula:
@@ -143,7 +143,7 @@ def _listed(text: str, brackets: str, parts: list[str], name: str = "") -> Answe
 # ------------------------------------------------------------------------------------------------- sentences
 
 
-def _in_prose(text: str, said: str, stated: Stated) -> Answer | None:
+def _in_prose(text: str, said: str, stated: FinalAnswer) -> Answer | None:
     """The last number or formula of a sentence."""
     span = _last_span(text)
     if span is not None:
@@ -188,7 +188,7 @@ def _last_span(text: str) -> str | None:
     return None if money or numbers_in(plain(text[last.end() :])) else inside
 
 
-def _chosen(said: str, stated: Stated) -> Answer | None:
+def _chosen(said: str, stated: FinalAnswer) -> Answer | None:
     match = _CHOICE.fullmatch(_trimmed(said))
     found = [m for m in _CHOSEN.finditer(said) if not _DENIED.search(said[: m.start()])] if stated.marked else []
     letters = {m[1] or m[2] for m in found}

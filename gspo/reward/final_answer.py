@@ -42,7 +42,7 @@ _WHOLE = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stated:
+class FinalAnswer:
     """A final answer."""
 
     texts: tuple[str, ...]
@@ -78,7 +78,7 @@ def whole_answer(text: str, marker: str = "") -> str | None:
     return found.texts[0] if len(found.texts) == 1 else None
 
 
-def final_answer(text: str, marker: str = "") -> Stated | None:
+def final_answer(text: str, marker: str = "") -> FinalAnswer | None:
     """The final answer of a completion."""
     said = after_marker(text, marker)
     if said is None or not said.strip():
@@ -87,11 +87,11 @@ def final_answer(text: str, marker: str = "") -> Stated | None:
     if found := _boxes_in_tags(said) or _boxed(said):
         return found
     if marker:
-        return Stated(texts=(said.strip().split("\n")[0],))
+        return FinalAnswer(texts=(said.strip().split("\n")[0],))
     return _hashed(said) or _phrase(said) or _last_sentence(said)
 
 
-def _tagged(text: str) -> Stated | None:
+def _tagged(text: str) -> FinalAnswer | None:
     contents, start = [], None
     for tag in _TAG.finditer(text):
         if not tag[1]:
@@ -100,17 +100,17 @@ def _tagged(text: str) -> Stated | None:
             contents.append(text[start : tag.start()])
             start = None
     contents += [text[start:]] if start is not None else []
-    return Stated(texts=_distinct(contents)) if contents else None
+    return FinalAnswer(texts=_distinct(contents)) if contents else None
 
 
-def _boxes_in_tags(text: str) -> Stated | None:
+def _boxes_in_tags(text: str) -> FinalAnswer | None:
     """The contents of `<answer>`; if they hold boxes, those of the boxes."""
     found = _tagged(text)
     boxes = [box for content in found.texts if (inner := _boxed(content)) for box in inner.texts] if found else []
-    return Stated(texts=_distinct(boxes), formula=True) if boxes else found
+    return FinalAnswer(texts=_distinct(boxes), formula=True) if boxes else found
 
 
-def _boxed(text: str) -> Stated | None:
+def _boxed(text: str) -> FinalAnswer | None:
     """The outermost boxes that are closed."""
     found: list[str] = []
     depth, open_at = 0, None
@@ -124,27 +124,27 @@ def _boxed(text: str) -> Stated | None:
             if open_at is not None and depth == 0:
                 found.append(text[open_at : token.start()])
                 open_at = None
-    return Stated(texts=_distinct(found), formula=True) if found else None
+    return FinalAnswer(texts=_distinct(found), formula=True) if found else None
 
 
-def _hashed(text: str) -> Stated | None:
+def _hashed(text: str) -> FinalAnswer | None:
     _, mark, after = text.rpartition("####")
-    return Stated(texts=(after.strip().split("\n")[0],)) if mark and after.strip() else None
+    return FinalAnswer(texts=(after.strip().split("\n")[0],)) if mark and after.strip() else None
 
 
-def _phrase(text: str) -> Stated | None:
+def _phrase(text: str) -> FinalAnswer | None:
     said = last_match(_SAID, text)
     if said is None:
         return None
     sentences = [s for s in _SENTENCE.split(text[said.end() :]) if s.strip()]
     stated = next((s for s in sentences if not s.rstrip().endswith(":")), None)  # "as follows:" announces it
-    return Stated(texts=(_REASON.split(stated)[0],)) if stated else None
+    return FinalAnswer(texts=(_REASON.split(stated)[0],)) if stated else None
 
 
-def _last_sentence(text: str) -> Stated | None:
+def _last_sentence(text: str) -> FinalAnswer | None:
     found = [s for s in _SENTENCE.split(text) if s.strip()]
     stated = next((s for s in reversed(found) if _FORMULA.search(s)), found[-1] if len(found) == 1 else None)
-    return Stated(texts=(stated,), marked=False) if stated else None
+    return FinalAnswer(texts=(stated,), marked=False) if stated else None
 
 
 def _distinct(texts: list[str]) -> tuple[str, ...]:

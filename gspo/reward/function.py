@@ -57,16 +57,19 @@ Result = dict[str, Any]
 there is one."""
 
 
-class Noted(float):
-    """A number with words on how it came about, which are counted (`reward/note/FUNCTION/WORD`): `Noted(0.5, "half")`. Up to 8
+class NotedScore(float):
+    """A number with words on how it came about, which are counted (`reward/note/FUNCTION/WORD`): `NotedScore(0.5, "half")`. Up to 8
     words of small letters, digits and underscores."""
 
     notes: tuple[str, ...]
 
-    def __new__(cls, value: float, *notes: str) -> Noted:
+    def __new__(cls, value: float, *notes: str) -> NotedScore:
         noted = super().__new__(cls, value)
         noted.notes = notes
         return noted
+
+
+Noted = NotedScore  # the name in reward files of earlier runs, which must still resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +233,7 @@ class RewardFunction:
             number = math.inf
         if not math.isfinite(number):
             return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
-        return self._noted(number, value.notes) if isinstance(value, Noted) else {"value": number}
+        return self._noted(number, value.notes) if isinstance(value, NotedScore) else {"value": number}
 
     def _noted(self, number: float, words: tuple[str, ...]) -> Result:
         if len(words) > 8 or not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):

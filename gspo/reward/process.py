@@ -52,11 +52,11 @@ class WorkerDied(Exception):
     """The process ended in the middle of a call."""
 
 
-class WorkerFat(WorkerDied):
+class WorkerOverMemory(WorkerDied):
     """It held too much memory."""
 
 
-class Cancelled(Exception):
+class ScoringCancelled(Exception):
     """The pool is closing, or nobody waits for the answer any more."""
 
 
@@ -137,7 +137,7 @@ class WorkerProcess:
     def call(
         self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """The answer to one call. After `WorkerDied` or `Cancelled` the process is gone; `printed` is not. After `WorkerHung` it
+        """The answer to one call. After `WorkerDied` or `ScoringCancelled` the process is gone; `printed` is not. After `WorkerHung` it
         still has to be killed, which takes a while where it does not run."""
         self._tail = b""
         used = processor_seconds(self._process.pid) if self._process else 0.0
@@ -149,7 +149,7 @@ class WorkerProcess:
         except WorkerHung as hung:
             hung.processor_s = processor_seconds(self._process.pid) - used if self._process else 0.0
             raise
-        except (WorkerDied, Cancelled):
+        except (WorkerDied, ScoringCancelled):
             self.kill()
             raise
 
@@ -188,7 +188,7 @@ class WorkerProcess:
         while answers.found is None:
             left = deadline - time.monotonic()
             if self._closing() or unwanted():
-                raise Cancelled
+                raise ScoringCancelled
             if left <= 0:
                 raise WorkerHung
             self._weigh(process.pid)
@@ -206,7 +206,9 @@ class WorkerProcess:
     def _weigh(self, pid: int) -> None:
         if self._most and time.monotonic() >= self._weighed + _SLICE_S:
             if held(pid, at_least=self._most) > self._most:
-                raise WorkerFat(f"it took more than {self._memory_mb} MB; raise reward.memory_mb if it needs them")
+                raise WorkerOverMemory(
+                    f"it took more than {self._memory_mb} MB; raise reward.memory_mb if it needs them"
+                )
             self._weighed = time.monotonic()
 
     def _send(self, descriptor: int, pending: memoryview) -> memoryview:

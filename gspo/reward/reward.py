@@ -24,7 +24,7 @@ from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.batch import Batch, Groups, Job, Part
 from gspo.reward.function import Source, find_sources, lacking, one_line
-from gspo.reward.process import Cancelled, WorkerDied, WorkerFat, WorkerHung, WorkerProcess
+from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
 from gspo.types import Score, Status
 
 ANSWER_S = 1.0
@@ -226,7 +226,7 @@ class RewardPool:
             batch.lent(ready=True)
             while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
                 self._do(worker, job)
-        except (GspoError, OSError, Cancelled):
+        except (GspoError, OSError, ScoringCancelled):
             pass  # then the batch must do with the workers it has
         finally:
             worker.kill()
@@ -250,7 +250,7 @@ class RewardPool:
         """Load the functions while there is nothing to do. An error comes back with the next job."""
         try:
             worker.prepare()
-        except (GspoError, OSError, Cancelled):
+        except (GspoError, OSError, ScoringCancelled):
             worker.kill()
 
     def _do(self, worker: WorkerProcess, job: Job) -> bool:
@@ -260,7 +260,7 @@ class RewardPool:
                 worker.prepare()
                 self._call(worker, job)
             return True
-        except Cancelled:
+        except ScoringCancelled:
             job.batch.give_up(RewardError("the reward pool was closed while it was scoring"))
         except BaseException as error:  # whatever it is, the caller must hear of it rather than wait
             job.batch.give_up(error)
@@ -286,7 +286,7 @@ class RewardPool:
         job.batch.begin(job)
         try:
             answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job))
-        except Cancelled:
+        except ScoringCancelled:
             hung = True
             worker.start()  # a fresh process, so that the pool is whole when the batch is done
             if self._closing:
@@ -301,7 +301,7 @@ class RewardPool:
             self._lost(job, reason, printed, "timeout", again, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
-            kind, printed = "memory" if isinstance(error, WorkerFat) else "died", worker.printed()
+            kind, printed = "memory" if isinstance(error, WorkerOverMemory) else "died", worker.printed()
             self._warm(worker)  # part of this call, so that a batch with many deaths has the time for them
             worker.start()
             reason = f"{kind}: {self._name(job)}: {one_line(error)}"

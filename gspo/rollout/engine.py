@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError
-from gspo.policy.routing import Routers
+from gspo.model.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoded:
+class DecodeStats:
     """What drawing replies has cost."""
 
     steps: int = 0
@@ -31,18 +31,18 @@ class Decoded:
     rows: int = 0
     """Rows of all of them, idle ones included."""
 
-    def __add__(self, other: Decoded) -> Decoded:
-        return Decoded(steps=self.steps + other.steps, rows=self.rows + other.rows)
+    def __add__(self, other: DecodeStats) -> DecodeStats:
+        return DecodeStats(steps=self.steps + other.steps, rows=self.rows + other.rows)
 
-    def __sub__(self, other: Decoded) -> Decoded:
-        return Decoded(steps=self.steps - other.steps, rows=self.rows - other.rows)
+    def __sub__(self, other: DecodeStats) -> DecodeStats:
+        return DecodeStats(steps=self.steps - other.steps, rows=self.rows - other.rows)
 
 
 class Engine(Protocol):
     """Draws replies from the current policy."""
 
     @property
-    def decoded(self) -> Decoded | None:
+    def decoded(self) -> DecodeStats | None:
         """What all replies since the engine was built have cost; None: it does not know."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo.config import Config
-from gspo.policy import checkpoint
+from gspo.learner import checkpoint
 
 
 def run_of(config: Config) -> Path:

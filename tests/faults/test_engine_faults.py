@@ -11,9 +11,9 @@ import pytest
 
 from gspo.config import Config
 from gspo.errors import EngineError, WeightSyncError
-from gspo.observe.run_dir import read_jsonl
+from gspo.record.run_dir import read_jsonl
 from gspo.rollout.engines.local import LocalEngine
-from gspo.train import resume, train
+from gspo.trainer import resume, train
 
 
 @pytest.mark.parametrize("kind", [EngineError, WeightSyncError])

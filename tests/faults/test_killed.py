@@ -18,9 +18,9 @@ import pytest
 from ends import run_of, same_end
 
 from gspo.config import Config
-from gspo.observe.run_dir import read_jsonl
-from gspo.policy import checkpoint
-from gspo.train import resume, train
+from gspo.learner import checkpoint
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import resume, train
 
 
 class Silent:

@@ -23,12 +23,12 @@ from test_killed import Silent, forked, wait
 
 import gspo.loop
 from gspo.config import Config
-from gspo.observe.run_dir import read_jsonl
-from gspo.policy import checkpoint
-from gspo.policy.optimizer import Optimizer
+from gspo.learner import checkpoint
+from gspo.learner.optimizer import Optimizer
+from gspo.record.run_dir import read_jsonl
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engines.local import LocalEngine
-from gspo.train import resume, train
+from gspo.trainer import resume, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -61,7 +61,7 @@ def test_f22_memory_does_not_grow(tiny: Callable[..., Config]) -> None:
 
 def command(config: Config, **environment: str) -> None:
     """The run in a process of its own."""
-    code = "import sys, json; from gspo import config; from gspo.train import train; from gspo.observe.progress import PlainDisplay; train(config.from_tree(json.loads(sys.argv[1]), where='test'), PlainDisplay())"
+    code = "import sys, json; from gspo import config; from gspo.trainer import train; from gspo.record.progress import PlainDisplay; train(config.from_tree(json.loads(sys.argv[1]), where='test'), PlainDisplay())"
     tree = dataclasses.asdict(config)
     tree["objective"] = {"name": config.objective.name, **config.objective.settings}
     done = subprocess.run(

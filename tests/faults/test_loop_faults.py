@@ -19,17 +19,17 @@ import pytest
 import torch
 from ends import run_of, same_end
 
+import gspo.learner.update
 import gspo.loop
-import gspo.policy.update
 from gspo.config import Config
 from gspo.errors import AlarmError, CheckpointError, ConfigError, DiskError, MemoryLimitError, NumericalError
-from gspo.observe.alarms import ALARMS, holding
-from gspo.observe.run_dir import read_jsonl
-from gspo.policy import checkpoint
-from gspo.policy.optimizer import Optimizer
+from gspo.learner import checkpoint
+from gspo.learner.optimizer import Optimizer
+from gspo.record.alarms import ALARMS, holding
+from gspo.record.run_dir import read_jsonl
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engines.local import LocalEngine
-from gspo.train import resume, train
+from gspo.trainer import resume, train
 
 
 class Injector:
@@ -396,7 +396,7 @@ def test_f18_an_alarm_can_stop_the_run_with_a_checkpoint(
 
 
 def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match=r"alarms\.stop: no alarm 'boredom'.*repetition"):
+    with pytest.raises(ConfigError, match=r"alarms\.stop must be one of .*'repetition'.*not 'boredom'"):
         tiny("alarms.stop=boredom")
 
 
@@ -405,7 +405,7 @@ def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
 
 def starve(monkeypatch: pytest.MonkeyPatch, most_rows: int, module: Any, error: type[Exception]) -> list[int]:
     """Forwards of more rows than this run out of memory."""
-    original, shots = module.reply_logprobs, []
+    original, shots = module.completion_logprobs, []
 
     def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if len(batch.rows) > most_rows:
@@ -418,7 +418,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, most_rows: int, module: Any, error: 
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-@pytest.mark.parametrize("where", ["gspo.policy.update", "gspo.policy.logprobs"])
+@pytest.mark.parametrize("where", ["gspo.learner.update", "gspo.learner.forward"])
 def test_f22_what_does_not_fit_is_halved_with_the_same_result(
     where: str, error: type[Exception], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +446,7 @@ def test_f22_memory_for_not_even_one_row_is_a_typed_stop_with_a_checkpoint(
 ) -> None:
     config = tiny("steps=2", "eval.every=0")
     with monkeypatch.context() as patch:
-        shots = starve(patch, 0, gspo.policy.update, torch.OutOfMemoryError)
+        shots = starve(patch, 0, gspo.learner.update, torch.OutOfMemoryError)
         with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens.*--resume"):
             train(config, display)
     assert shots[-1] == 1
@@ -553,7 +553,7 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
 def test_f23_replies_that_cannot_be_written_do_not_stop_a_run(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gspo.observe.run_dir import RunDir
+    from gspo.record.run_dir import RunDir
 
     def full() -> None:
         raise OSError(28, "No space left on device")
@@ -622,7 +622,7 @@ def test_room_for_the_checkpoints_is_no_warning(tiny: Callable[..., Config], dis
     assert not events(config, "warning")
     folder = checkpoint.saved(run_of(config) / "checkpoints")[-1]
     written = sum(p.stat().st_size for p in folder.glob("*.*tensors"))
-    from gspo.policy.model import load_policy, load_tokenizer
+    from gspo.model.load import load_policy, load_tokenizer
 
     policy = load_policy(config.model, load_tokenizer(config.model), seed=0)
     assert 0.8 < checkpoint.size_of(policy.model) / written < 1.3

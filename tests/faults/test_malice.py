@@ -25,8 +25,8 @@ import gspo
 from gspo.config import Config
 from gspo.data.sources import read_file
 from gspo.errors import CheckpointError, DataError, GspoError
-from gspo.policy import checkpoint
-from gspo.train import resume, train
+from gspo.learner import checkpoint
+from gspo.trainer import resume, train
 
 
 class Payload:

@@ -13,8 +13,8 @@ from misaligned import misalign_loading
 
 from gspo.cli import main
 from gspo.config import Config, ModelConfig
-from gspo.policy.model import build_model, char_tokenizer
-from gspo.train import resume, train
+from gspo.model.load import build_model, char_tokenizer
+from gspo.trainer import resume, train
 
 VARIANTS = {
     "float32": (8, ()),

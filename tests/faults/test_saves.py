@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import gspo.loop
 from gspo.config import Config
-from gspo.policy import checkpoint
-from gspo.train import resume, train
+from gspo.learner import checkpoint
+from gspo.trainer import resume, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -20,9 +20,9 @@ from gspo import trust
 from gspo.cli import main
 from gspo.config import Config, ModelConfig, from_tree, read_toml
 from gspo.errors import CheckpointError, ConfigError, DataError, GspoError, RunLockedError, TrustError
-from gspo.observe.run_dir import RunDir
-from gspo.policy import checkpoint
-from gspo.train import resume, train
+from gspo.learner import checkpoint
+from gspo.record.run_dir import RunDir
+from gspo.trainer import resume, train
 
 _trained: list[Path] = []
 

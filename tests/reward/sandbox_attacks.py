@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.reward.sandbox import probe
-from gspo.reward.sandbox.box import Box, Ended, Hung
+from gspo.reward.sandbox.box import Box, DeadlinePassed, ProcessExited
 from gspo.reward.sandbox.grade import Grade, Grader, Limits
 from gspo.reward.sandbox.inside.values import decode, encode
 from gspo.reward.sandbox.level import Level
@@ -772,7 +772,7 @@ def main() -> None:
             grade, seconds, _ = graded(attack, level, places)
             end = grade.end if isinstance(grade, Grade) else repr(grade)
             result[name] = {"end": end, "seconds": seconds, "notes": notes_of(attack, level, places)}
-        except (AssertionError, Hung, Ended) as error:
+        except (AssertionError, DeadlinePassed, ProcessExited) as error:
             result[name] = {"end": repr(error), "seconds": 0.0, "notes": []}
     print(json.dumps(result))
 

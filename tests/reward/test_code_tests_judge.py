@@ -14,7 +14,7 @@ import pytest
 from code_tests_corpus import CASES, Case
 
 from gspo.errors import RewardError
-from gspo.reward.sandbox.grade import Busy, Grade, Limits, grade_all
+from gspo.reward.sandbox.grade import Grade, Limits, MachineBusy, grade_all
 from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
@@ -26,7 +26,7 @@ def graded(programs: list[str], *tests: str, limits: Limits = LIMITS) -> list[Gr
     suite = read_suite({"tests": list(tests)}, "")
     for _ in range(10):  # a machine that is busy with other things says nothing about the program
         found = grade_all(programs, suite, sandbox_level(), limits)
-        if not any(isinstance(grade, Busy) for grade in found):
+        if not any(isinstance(grade, MachineBusy) for grade in found):
             break
     return found
 

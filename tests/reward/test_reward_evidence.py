@@ -13,8 +13,8 @@ import pytest
 from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import RewardError
-from gspo.observe.run_dir import read_jsonl
-from gspo.train import train
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import train
 
 CODE = """
 import json, os, time

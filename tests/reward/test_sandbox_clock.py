@@ -16,8 +16,8 @@ import sandbox_attacks
 from processes import descendants
 from sandbox_attacks import CALLS, GOOD, OUTPUT, SHORT
 
-from gspo.reward.sandbox.box import Box, Hung
-from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Busy, Clock, Idle
+from gspo.reward.sandbox.box import Box, DeadlinePassed
+from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Clock, MachineBusy, ProgramWaited
 from gspo.reward.sandbox.grade import End, Grade, grade_all
 from gspo.reward.sandbox.level import NAMES, Level
 from gspo.reward.sandbox.suite import read_suite
@@ -62,7 +62,7 @@ def outcome(*, spent: float, waited: float = 0.0, reference: float | None = None
             beside.cpu = 7.0 + (reference or 0.0) * passed
         try:
             clock.extend()
-        except (Hung, Idle, Busy) as error:
+        except (DeadlinePassed, ProgramWaited, MachineBusy) as error:
             return type(error).__name__, passed
 
 
@@ -113,7 +113,7 @@ def test_many_threads_use_more_than_passes() -> None:
     clock.stop()
     clock.check()
     box.cpu = 1.0
-    with pytest.raises(Hung):
+    with pytest.raises(DeadlinePassed):
         clock.check()
 
 
@@ -151,7 +151,7 @@ def test_a_machine_that_stands_still_is_no_zero(level: Level, monkeypatch: pytes
     monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 2.0)
     with stopping(99):
         (grade,) = grade_all(["def solve(x):\n    while True: pass"], CALLS, level, LIMITS)
-    assert isinstance(grade, Busy), grade
+    assert isinstance(grade, MachineBusy), grade
     assert "waited" in str(grade)
 
 

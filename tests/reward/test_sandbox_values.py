@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo.reward.sandbox.inside.values import DEPTH, LENGTH, Refused, decode, encode
+from gspo.reward.sandbox.inside.values import DEPTH, LENGTH, ValueRefused, decode, encode
 
 scalars = st.one_of(
     st.none(),
@@ -180,7 +180,7 @@ def recursive() -> Any:
     ids=["deep", "recursive", "long", "huge"],
 )
 def test_too_much_is_refused(value: Any) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ValueRefused):
         encode(value, no_reference)
 
 
@@ -225,5 +225,5 @@ def test_deep_enough() -> None:
     ids=lambda text: repr(text[:25]),
 )
 def test_hostile_text_is_refused(text: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ValueRefused):
         decode(text, no_reference)

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.errors import ConfigError, DataError, NumericalError
-from gspo.rollout import draw, rows
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.paged.decoder import Decoder
+from gspo.rollout.local import sampling as draw
+from gspo.rollout.local import states as rows
+from gspo.rollout.local.decoder import Decoder
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 VOCABULARY, EOS = 48, 0
@@ -322,7 +323,7 @@ def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prom
 @pytest.mark.parametrize("paged", [False, True])
 def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     whole = drawn(engine_of(model), prompts)
-    owner: Any = Decoder if paged else rows.CachedRows
+    owner: Any = Decoder if paged else rows.KVCacheState
     name = "logits" if paged else "step"
     step, together, most = getattr(owner, name), [], 4
 

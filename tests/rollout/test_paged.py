@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
-from gspo.policy.routing import find_routers
-from gspo.rollout.draw import GREEDY, draw, uniform
-from gspo.rollout.engine import Decoded, EngineContext
+from gspo.model.routing import find_routers
+from gspo.rollout.engine import DecodeStats, EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.paged import batch, decoder, kernels
-from gspo.rollout.paged.decoder import Decoder, float32_logits, obstacle_to_pages
-from gspo.rollout.paged.graphs import Graphs
-from gspo.rollout.paged.pages import PAGE, Pages, pages_for
-from gspo.rollout.paged.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
-from gspo.rollout.queue import Replies, make_queue
+from gspo.rollout.local import batch, decoder, kernels
+from gspo.rollout.local.blocks import PAGE, BlockAllocator, pages_for
+from gspo.rollout.local.cuda_graphs import CudaGraphs
+from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_pages
+from gspo.rollout.local.queue import Replies, make_queue
+from gspo.rollout.local.sampling import GREEDY, draw, uniform
+from gspo.rollout.local.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
 from gspo.types import Prompt, Sampling
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -154,7 +154,7 @@ def test_slots_change_nothing(model: Any, options: dict[str, int]) -> None:
 @pytest.mark.parametrize("pages", [10, 13, 20, 33])
 def test_scarce_pages_change_nothing(model: Any, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     put_back: list[int] = []
-    room = batch.PagedBatch._make_room
+    room = batch.PagedBatch._preempt
 
     def counted(self: Any) -> None:
         before = len(self.waiting)
@@ -206,7 +206,7 @@ def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypa
     assert theirs.decoded.rows == tokens, "none idles"
     assert ours.decoded.rows > tokens, "a row idles before it is noticed that it has ended"
     if not CUDA:
-        assert ours.decoded == Decoded(steps=len(sizes), rows=sum(sizes))
+        assert ours.decoded == DecodeStats(steps=len(sizes), rows=sum(sizes))
         assert sizes == sorted(sizes, reverse=True)
         assert {24, 8, 4} <= set(sizes)
 
@@ -246,7 +246,7 @@ def test_log_probabilities_are_not_rounded_to_the_weights_precision() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 6)), max_size=60))
 def test_a_page_is_free_exactly_when_nobody_reads_it(actions: list[tuple[str, int]]) -> None:
-    pages, readers = Pages(12), [[]]  # type: ignore[var-annotated]
+    pages, readers = BlockAllocator(12), [[]]  # type: ignore[var-annotated]
     for action, number in actions:
         held = readers[number % len(readers)]
         if action == "take":
@@ -279,7 +279,7 @@ def test_a_step_that_cannot_be_captured_is_run_with_a_message() -> None:
     def step(rows: int) -> None:
         x.add_(float(x.sum() * 0 + rows))  # waits for the device
 
-    launch = Graphs(step)
+    launch = CudaGraphs(step)
     launch(2)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs"):
         launch(2)
@@ -292,8 +292,8 @@ def test_a_step_that_cannot_be_captured_is_run_with_a_message() -> None:
 def test_replies_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(*PLAIN[name], dtype=torch.bfloat16)
     captured: list[int] = []
-    capture = Graphs._capture
-    monkeypatch.setattr(Graphs, "_capture", lambda self, rows: (captured.append(rows), capture(self, rows))[1])
+    capture = CudaGraphs._capture
+    monkeypatch.setattr(CudaGraphs, "_capture", lambda self, rows: (captured.append(rows), capture(self, rows))[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decoded(model, slots=24, prefill_tokens=4000, routers=find_routers(model))
@@ -340,7 +340,7 @@ def filled(rows: int, width: int, seed: int = 0) -> Slots:
 
 
 def twins() -> tuple[Any, Any]:
-    from gspo.rollout.paged import kernels_triton
+    from gspo.rollout.local import kernels_triton
 
     return kernels, kernels_triton
 

@@ -16,9 +16,9 @@ from vllm_cases import apart, context_of, drawn, small_moe, some_prompts
 
 from gspo.config import LoraConfig
 from gspo.errors import WeightSyncError
-from gspo.policy import adapter
+from gspo.model import adapter
 from gspo.rollout.engine import build_engine
-from gspo.rollout.vllm.in_process import InProcess
+from gspo.rollout.vllm.in_process import InProcessHost
 from gspo.rollout.vllm.memory import SHARED
 
 pytestmark = pytest.mark.vllm
@@ -89,7 +89,7 @@ class Sent:
 def test_other_policies_with_adapters(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM joins q, k and v, of which one may have an adapter; of a mixture it takes none on a CPU."""
     needs_vllm()
-    assert InProcess.alive == 0, "there is one at a time, so these come before those that share one"
+    assert InProcessHost.alive == 0, "there is one at a time, so these come before those that share one"
     model = adapted(small_moe()) if case == "a mixture" else adapted(small_dense(), targets=("q_proj",), alpha=6)
     built = build_engine("vllm", context_of(model), {"adapters": False} if case == "asked for whole weights" else {})
     try:

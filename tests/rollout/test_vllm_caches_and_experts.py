@@ -11,7 +11,7 @@ from needs import needs_vllm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm_cases import apart, context_of, drawn, small_moe, some_prompts, stirred
 
-from gspo.policy.routing import Forced
+from gspo.model.routing import ForcedExperts
 from gspo.rollout.engine import build_engine
 from gspo.types import Completion, Sampling
 
@@ -79,7 +79,7 @@ def _replayed(routers: Any, model: Any, prompts: Any, replies: list[Completion])
         chosen = routers.unpack(reply.routes)
         ids = torch.tensor([by_id[reply.prompt_id].token_ids + reply.token_ids])
         assert len(chosen) == ids.shape[1] - 1
-        with routers.watch(Forced(chosen_ILK=chosen, known_I=torch.ones(len(chosen), dtype=torch.bool))):
+        with routers.watch(ForcedExperts(chosen_ILK=chosen, known_I=torch.ones(len(chosen), dtype=torch.bool))):
             logits = model(ids[:, :-1]).logits[0]
         logp = logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[-len(reply.token_ids) :, 0]
         parts.append((logp - torch.tensor(reply.logp_sampler)).abs())

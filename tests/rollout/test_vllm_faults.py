@@ -26,7 +26,7 @@ from gspo.rollout.engines.vllm import VllmEngine
 from gspo.rollout.vllm import guard, served
 from gspo.rollout.vllm.host import Request
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.served import TRIES, Limits, Served, Server
+from gspo.rollout.vllm.served import TRIES, Limits, ServedHost, Server
 from gspo.rollout.vllm.weights import changes, digest, named_weights
 from gspo.types import Sampling
 
@@ -47,13 +47,13 @@ def fake() -> Iterator[Callable[..., FakeVllm]]:
 
 
 @pytest.fixture
-def hosted() -> Iterator[Callable[..., Served]]:
+def hosted() -> Iterator[Callable[..., ServedHost]]:
     """A host over stand-ins, with weights sent."""
-    hosts: list[Served] = []
+    hosts: list[ServedHost] = []
 
-    def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> Served:
+    def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> ServedHost:
         servers = [Server(client=Client(f.address, "token")) for f in fakes]
-        made = Served(
+        made = ServedHost(
             servers, in_flight=in_flight, limits=limits, transfer="file", tell=lambda text: None, experts=False
         )
         hosts.append(made)
@@ -347,7 +347,7 @@ def test_tied_weights_are_sent_once() -> None:
 
 def test_experts_that_vllm_returns_itself_are_cut_to_the_layers_that_have_some() -> None:
     """Layer 0 of this model is dense; vLLM's array has a row for it all the same."""
-    from gspo.policy.routing import find_routers
+    from gspo.model.routing import find_routers
     from gspo.rollout.vllm.experts import from_text, moe_layers
 
     mixture = small_moe(num_hidden_layers=3, mlp_only_layers=[0])

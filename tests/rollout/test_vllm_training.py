@@ -10,9 +10,9 @@ import pytest
 from needs import needs_vllm
 
 from gspo.config import Config
-from gspo.observe.run_dir import read_jsonl
-from gspo.rollout.vllm.in_process import InProcess
-from gspo.train import resume, train
+from gspo.record.run_dir import read_jsonl
+from gspo.rollout.vllm.in_process import InProcessHost
+from gspo.trainer import resume, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 MIXTURE = ("rollout.engine=vllm", "model.build=tiny_moe", "model.build_options={head_dim = 32}")
@@ -23,7 +23,7 @@ def test_a_run_learns_from_what_the_current_policy_drew_and_goes_on_after_a_stop
 ) -> None:
     needs_vllm()
     assert train(tiny(*MIXTURE, "routing.replay=sampler", "learner.learning_rate=1e-2"), display).step == 3
-    assert InProcess.alive == 0, "a run closes its engine"
+    assert InProcessHost.alive == 0, "a run closes its engine"
     assert resume(tmp_path / "run", display, steps=5).step == 5
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
     for row in rows:

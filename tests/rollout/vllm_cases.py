@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo.policy.routing import find_routers
+from gspo.model.routing import find_routers
 from gspo.rollout.engine import EngineContext
 from gspo.types import Completion, Prompt, Sampling
 

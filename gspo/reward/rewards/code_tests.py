@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.reward.function import Noted
+from gspo.reward.function import NotedScore
 from gspo.reward.reply import reply_text
 from gspo.reward.sandbox import grade
 from gspo.reward.sandbox.grade import Grade, Grader, Limits
@@ -45,7 +45,7 @@ def score(
     packages: bool = False,
     allow_unsafe: bool = False,
     **columns: Any,
-) -> list[Noted | Exception]:
+) -> list[NotedScore | Exception]:
     rows = [{name: columns[name][i] for name in COLUMNS if name in columns} for i in range(len(completions))]
     suites = [read_suite(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
     if not suites:
@@ -72,10 +72,10 @@ def longest_s(limit_s: float = 5.0, **options: Any) -> float:
     return grade.longest_s(limit_s)
 
 
-def _noted(graded: Grade, program: str, all_or_nothing: bool) -> Noted:
+def _noted(graded: Grade, program: str, all_or_nothing: bool) -> NotedScore:
     """The value, how the program came out, and whether it tries something."""
     notes = (str(graded.end), *(("trick",) if _TRICKS.search(program) else ()))
-    return Noted(graded.value(all_or_nothing=all_or_nothing), *notes)
+    return NotedScore(graded.value(all_or_nothing=all_or_nothing), *notes)
 
 
 def check(

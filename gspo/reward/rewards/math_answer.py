@@ -29,8 +29,8 @@ from sympy import Expr, Float, Rational
 from gspo.data.numbers import Number
 from gspo.errors import ConfigError
 from gspo.reward.answer import Answer, read_expected, read_stated
-from gspo.reward.final_answer import Stated, final_answer
-from gspo.reward.function import Noted
+from gspo.reward.final_answer import FinalAnswer, final_answer
+from gspo.reward.function import NotedScore
 from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {"reply": "So it is $\\boxed{\\frac{1}{2}}$.", "columns": {"answer": "0.5"}, "options": {}}
@@ -77,17 +77,17 @@ def _expected(text: str, limit_s: float) -> Answer | None:
         return None
 
 
-def _score(expected: Answer | None, stated: Stated | None, limit_s: float) -> float | None:
+def _score(expected: Answer | None, stated: FinalAnswer | None, limit_s: float) -> float | None:
     if expected is None:
         return None
     try:
         with _processor_limit(limit_s):
             return float(stated is not None and _right(expected, stated))
     except TimeoutException:
-        return Noted(0.0, "timeout")
+        return NotedScore(0.0, "timeout")
 
 
-def _right(expected: Answer, stated: Stated) -> bool:
+def _right(expected: Answer, stated: FinalAnswer) -> bool:
     """Every statement is the expected answer, or all of them together are the list that it is."""
     if all(_equal(expected, read_stated(text, stated, expected)) for text in stated.texts):
         return True

@@ -1,6 +1,6 @@
 """One sandboxed process, from its start to its end.
 
-In: a level, and lines to send. Out: the lines that come back, or `Hung` / `Ended`. Invariant: every wait has a deadline on
+In: a level, and lines to send. Out: the lines that come back, or `DeadlinePassed` / `ProcessExited`. Invariant: every wait has a deadline on
 a monotonic clock, what comes back has a largest size, and the process with all it started is gone when `close` returns.
 A process that cannot be started or confined is a `SandboxError`: our failure, never the program's.
 """
@@ -53,11 +53,11 @@ class SandboxError(RewardError):
     """The sandbox itself failed."""
 
 
-class Hung(Exception):
+class DeadlinePassed(Exception):
     """The deadline passed."""
 
 
-class Ended(Exception):
+class ProcessExited(Exception):
     """The process ended, or broke the protocol: how."""
 
 
@@ -98,8 +98,10 @@ class Box:
         """Wait until the process has confined itself."""
         try:
             line = self.receive(time.monotonic() + START_S)
-        except (Hung, Ended) as error:
-            words = self._last_words() or f"no answer in {START_S:g} s" * isinstance(error, Hung) or str(error)
+        except (DeadlinePassed, ProcessExited) as error:
+            words = (
+                self._last_words() or f"no answer in {START_S:g} s" * isinstance(error, DeadlinePassed) or str(error)
+            )
             raise SandboxError(f"sandbox: cannot start a process: {words}") from None
         if line != READY.encode():
             raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
@@ -117,7 +119,7 @@ class Box:
         if self._poller.poll(0):
             self._take()
         if self._received:
-            raise Ended("protocol: it wrote without being asked")
+            raise ProcessExited("protocol: it wrote without being asked")
 
     def tell(self, line: bytes) -> None:
         """Send a line, with a token that its answer must repeat."""
@@ -152,18 +154,18 @@ class Box:
         return process.stdin, process.stdout, process.stderr
 
     def receive(self, deadline: float) -> bytes:
-        """The next line. After `Hung` it may be asked for again."""
+        """The next line. After `DeadlinePassed` it may be asked for again."""
         while b"\n" not in self._received:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise Hung
+                raise DeadlinePassed
             self._watch_for_room()
             for descriptor, _ in self._poller.poll(1000 * left + 1):
                 self._take() if descriptor == self._pipes[1].fileno() else self._give()
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray()
         if rest or not line.startswith(self._token):
-            raise Ended("protocol: it wrote what it was not asked for")
+            raise ProcessExited("protocol: it wrote what it was not asked for")
         return bytes(line[len(self._token) :])
 
     def _watch_for_room(self) -> None:
@@ -180,7 +182,7 @@ class Box:
         except BlockingIOError:
             return
         except OSError:
-            raise Ended("died: it ended") from None
+            raise ProcessExited("died: it ended") from None
 
     def _take(self) -> None:
         try:
@@ -188,10 +190,10 @@ class Box:
         except BlockingIOError:
             return
         if not data:
-            raise Ended("died: it ended")
+            raise ProcessExited("died: it ended")
         self._received += data
         if len(self._received) > LENGTH + 2 + TOKEN:
-            raise Ended(f"output: more than {LENGTH} bytes")
+            raise ProcessExited(f"output: more than {LENGTH} bytes")
 
     def _last_words(self) -> str:
         os.set_blocking(self._pipes[2].fileno(), False)

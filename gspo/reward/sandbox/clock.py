@@ -1,7 +1,7 @@
 """How long a program may take, and who is to blame when it takes longer.
 
-In: a program's process, its limit, and in its second try a reference. Out: deadlines, or why there are no more: `Hung` (the
-program), `Idle` (not known yet), `Busy` (the machine). Invariant: a program that uses more processor time than its limit
+In: a program's process, its limit, and in its second try a reference. Out: deadlines, or why there are no more: `DeadlinePassed` (the
+program), `ProgramWaited` (not known yet), `MachineBusy` (the machine). Invariant: a program that uses more processor time than its limit
 is to blame, and so is one that does not run although it could have; what it does cannot make it look like one that is
 kept waiting.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 
-from gspo.reward.sandbox.box import Box, Hung
+from gspo.reward.sandbox.box import Box, DeadlinePassed
 
 SLACK = 0.1
 """Of the limit: not worth another wait."""
@@ -25,11 +25,11 @@ PATIENCE, PATIENCE_ALONE = 3.0, 10.0
 _CORES = os.cpu_count() or 1
 
 
-class Idle(Exception):
+class ProgramWaited(Exception):
     """The time is over, and the program did not use it: it waited, or the machine let it wait."""
 
 
-class Busy(TimeoutError):
+class MachineBusy(TimeoutError):
     """The machine, not the program, was too slow."""
 
 
@@ -65,17 +65,17 @@ class Clock:
         if fair > self._allowed:
             self._allowed = fair
         elif self._spent() >= (1 - SLACK) * self._limit_s or self._reference_had() >= (1 - SLACK) * self._limit_s:
-            raise Hung
+            raise DeadlinePassed
         elif self._reference is None:
-            raise Idle
+            raise ProgramWaited
         else:
             waited = self._allowed - max(self._spent(), self._reference_had())
-            raise Busy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
+            raise MachineBusy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
 
     def check(self) -> None:
         """Several threads use more processor time than passes on the wall."""
         if self._used * _CORES > self._limit_s and self._spent() > self._limit_s:
-            raise Hung
+            raise DeadlinePassed
 
     def _fair(self) -> float:
         """The limit, and the time that other processes took."""

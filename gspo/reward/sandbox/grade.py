@@ -19,10 +19,10 @@ from typing import Any
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
-from gspo.reward.sandbox.box import START_S, Box, Ended, Hung, SandboxError
-from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, SLACK, Busy, Clock, Idle
+from gspo.reward.sandbox.box import START_S, Box, DeadlinePassed, ProcessExited, SandboxError
+from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, SLACK, Clock, MachineBusy, ProgramWaited
 from gspo.reward.sandbox.inside.candidate import no_references
-from gspo.reward.sandbox.inside.values import Refused, decode, encode, parse
+from gspo.reward.sandbox.inside.values import ValueRefused, decode, encode, parse
 from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.suite import Suite
 from gspo.reward.sandbox.turn import turn
@@ -61,7 +61,7 @@ class End(StrEnum):
     """There is no program."""
 
 
-class JudgeEnded(Exception):
+class JudgeExited(Exception):
     """The tests' process ended in the middle of a program's tests."""
 
 
@@ -119,7 +119,7 @@ class Grader:
         source = encode(self._suite.program(program), len).encode()
         try:
             return self._twice(source)
-        except (RewardError, Busy) as error:
+        except (RewardError, MachineBusy) as error:
             return error
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Grader:
         try:
             with turn(alone=False, patience_s=patience_s):
                 return grade(source, None)
-        except Idle:
+        except ProgramWaited:
             with turn(alone=True, patience_s=patience_s), self._spinning() as reference:
                 return grade(source, reference)
 
@@ -152,9 +152,9 @@ class Grader:
             reference.ready()
             try:
                 reference.ask(SPIN, time.monotonic() + SPIN_S)
-            except Hung:
+            except DeadlinePassed:
                 pass  # as it should
-            except Ended as error:
+            except ProcessExited as error:
                 raise SandboxError(f"sandbox: the reference process ended: {error}") from None
             yield reference
 
@@ -183,7 +183,7 @@ class Grader:
         while True:
             try:
                 return self._conversation(source, reference)
-            except JudgeEnded as error:
+            except JudgeExited as error:
                 self.close()
                 if time.monotonic() - start > self._limits.limit_s / 2 or retried:
                     return self._grade(0, f"died: its answers end the tests' process: {error}")
@@ -200,13 +200,13 @@ class Grader:
                 if program.gone or loaded != LOADED:
                     return self._grade(0, program.gone or _raised(loaded))
                 return self._judged(self._judge.verdict(program), program)
-            except Hung:
+            except DeadlinePassed:
                 try:
                     self._blame(self._judge, program)
                 finally:
                     self.close()  # it is still busy with this program
                 return self._grade(0, f"timeout: with its answers the tests take more than {self._limits.limit_s:g} s")
-            except (RewardError, Busy, Idle) as error:
+            except (RewardError, MachineBusy, ProgramWaited) as error:
                 self.close()
                 if isinstance(error, RewardError) and not isinstance(error, SandboxError):
                     self._unusable = error
@@ -219,9 +219,9 @@ class Grader:
         if judge.spent_s() >= enough_s:
             return
         if program.reference is None:
-            raise Idle
+            raise ProgramWaited
         if program.reference_beside_s() < enough_s:
-            raise Busy("a program's tests waited for a processor; use fewer reward.workers")
+            raise MachineBusy("a program's tests waited for a processor; use fewer reward.workers")
 
     def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
         """A program that is gone never has full marks, whatever the tests made of its end."""
@@ -270,11 +270,11 @@ class _Program:
             self._box.tell(line)
             answer = self._receive()
             if answer[:1] not in (b"v", b"e", b"c", b"o") or not answer.isascii():
-                raise Ended("protocol: an answer of unknown form")
+                raise ProcessExited("protocol: an answer of unknown form")
             return answer
-        except Hung:
+        except DeadlinePassed:
             self.gone = f"timeout: more than {self._limit_s:g} s"
-        except Ended as error:
+        except ProcessExited as error:
             self.gone = str(error)
         return b""
 
@@ -289,7 +289,7 @@ class _Program:
 
     def _wait(self) -> bytes:
         while True:
-            with suppress(Hung):
+            with suppress(DeadlinePassed):
                 return self._box.receive(self._clock.deadline)
             self._clock.extend()
 
@@ -318,9 +318,9 @@ class _Judge:
         self._waited = self._box.waited()
         try:
             answer = self._ask(b"t", start + limit_s + SPARE_S)
-        except Hung:
+        except DeadlinePassed:
             raise RewardError(f"the tests themselves took more than {limit_s:g} s; raise limit_s") from None
-        except Ended as error:
+        except ProcessExited as error:
             raise SandboxError(f"sandbox: the tests' process ended: {error}; raise memory_mb") from None
         why = decode(answer[1:].decode(), no_references)
         if why:
@@ -330,19 +330,19 @@ class _Judge:
     def _start(self) -> None:
         try:
             answer = self._box.ask(self._job(), time.monotonic() + PREPARE_S)
-        except (Hung, Ended) as error:
+        except (DeadlinePassed, ProcessExited) as error:
             raise SandboxError(f"sandbox: the tests' process does not answer: {error or 'too slow'}") from None
         if answer != b"v":
             why = one_line(decode(answer[1:].decode(), no_references))
             raise RewardError(f"the row's tests do not work: {why}; {_MEND}")
 
     def verdict(self, program: _Program) -> dict[str, Any]:
-        """What the tests say. Raises `Hung` or `JudgeEnded` when the program's answers are too much for them."""
+        """What the tests say. Raises `DeadlinePassed` or `JudgeExited` when the program's answers are too much for them."""
         self._waited, self._cpu_s = self._box.waited(), self._box.cpu_s()
         try:
             return self._converse(program)
-        except Ended as error:
-            raise JudgeEnded(str(error)) from None
+        except ProcessExited as error:
+            raise JudgeExited(str(error)) from None
 
     def spent_s(self) -> float:
         """Processor time of the tests since the last program began."""
@@ -371,7 +371,7 @@ class _Judge:
         while True:
             try:
                 return self._box.receive(allowed)
-            except Hung:
+            except DeadlinePassed:
                 fair = min(deadline + self._box.waited() - self._waited, most)
                 if fair - allowed > SLACK * self._limits.limit_s:
                     allowed = fair
@@ -424,7 +424,7 @@ def _parsed(answer: bytes, kind: bytes) -> Any:
     """The JSON that a program's process sent. It is read, never built: a program must not keep this process busy."""
     try:
         return parse(answer[1:].decode()) if answer[:1] == kind else None
-    except Refused:
+    except ValueRefused:
         return None
 
 

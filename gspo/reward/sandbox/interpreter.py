@@ -50,7 +50,7 @@ json.dump({"version": sys.version.split()[0], "prefix": sys.prefix, "base": sys.
 """
 
 
-class Unusable(Exception):
+class InterpreterError(Exception):
     """This Python cannot run programs: why."""
 
 
@@ -93,7 +93,7 @@ def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpret
     """Start it, outside the sandbox, on nothing but our own code."""
     found = shutil.which(path)
     if not found:
-        raise Unusable(f"{path}: no such program")
+        raise InterpreterError(f"{path}: no such program")
     flags = ["-s", "-B"] if packages else ["-s", "-B", "-S"]
     try:
         run = subprocess.run(
@@ -108,9 +108,11 @@ def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpret
         )
         answer = json.loads(run.stdout) if run.returncode == 0 else {}
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise Unusable(f"{path}: {one_line(error, 120)}{_reader(identity)}") from None
+        raise InterpreterError(f"{path}: {one_line(error, 120)}{_reader(identity)}") from None
     if run.returncode:
-        raise Unusable(f"{path}: {one_line((run.stderr.strip().splitlines() or [''])[-1], 160)}{_reader(identity)}")
+        raise InterpreterError(
+            f"{path}: {one_line((run.stderr.strip().splitlines() or [''])[-1], 160)}{_reader(identity)}"
+        )
     return Interpreter(
         path=found,
         real=os.path.realpath(found),

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 
 from gspo.errors import ConfigError
 from gspo.reward.function import RewardWarning, one_line
-from gspo.reward.sandbox.box import Box, Ended, Hung, SandboxError
+from gspo.reward.sandbox.box import Box, DeadlinePassed, ProcessExited, SandboxError
 from gspo.reward.sandbox.inside import landlock
-from gspo.reward.sandbox.interpreter import Interpreter, Unusable, choices, examine, read_through
+from gspo.reward.sandbox.interpreter import Interpreter, InterpreterError, choices, examine, read_through
 from gspo.reward.sandbox.level import NAMES, Level, bubblewrap, identity
 
 _ESCAPES = """
@@ -108,7 +108,7 @@ def flaw(level: Level) -> str:
             answers = [box.ask(line, deadline) for line in lines]
     except SandboxError as error:
         return f"{NAMES[level.number]}: {str(error).removeprefix('sandbox: ')}"
-    except (Hung, Ended) as error:
+    except (DeadlinePassed, ProcessExited) as error:
         return f"{NAMES[level.number]}: a program in it does not work: {error}"
     if answers[-1] != b"v[]":
         return f"{NAMES[level.number]}: a program in it can {one_line(answers[-1].decode(errors='replace')[1:])}"
@@ -122,7 +122,7 @@ def _interpreter(python: str, packages: bool) -> tuple[Interpreter, bool]:
         for own_users in (True, False) if os.geteuid() == 0 else (False,):
             try:
                 return examine(path, packages, identity(own_users)), own_users
-            except Unusable as error:
+            except InterpreterError as error:
                 reasons.append(one_line(error))
     raise ConfigError(
         f"reward.options.code_tests.python: no Python that an unprivileged user can run ({'; '.join(reasons)}); "

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
-from gspo.policy.memory import out_of_memory, release_memory
-from gspo.policy.model import position_limit
-from gspo.policy.routing import Routers
-from gspo.rollout.draw import draw, uniform, with_greedy
-from gspo.rollout.engine import Decoded, EngineContext
-from gspo.rollout.paged.batch import PagedBatch
-from gspo.rollout.paged.decoder import obstacle_to_pages
-from gspo.rollout.queue import Queue, Replies, make_queue
-from gspo.rollout.rows import BLOCK, CachedRows, RecomputedRows, Rows, evaluating, obstacle_to_cache
+from gspo.model.load import position_limit
+from gspo.model.memory import out_of_memory, release_memory
+from gspo.model.routing import Routers
+from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.local.batch import PagedBatch
+from gspo.rollout.local.decoder import obstacle_to_pages
+from gspo.rollout.local.queue import Queue, Replies, make_queue
+from gspo.rollout.local.sampling import draw, uniform, with_greedy
+from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, evaluating, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 
@@ -51,7 +51,7 @@ class LocalEngine:
 
     def __init__(self, context: EngineContext, *, slots: int, prefill_tokens: int) -> None:
         self.context: EngineContext | None = context
-        self.decoded = Decoded()
+        self.decoded = DecodeStats()
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.paged = context.model.device.type == "cuda" and _can_page(context.model)
@@ -132,9 +132,9 @@ class LocalEngine:
             torch.cuda.empty_cache()
             return replies
         rows = (
-            CachedRows(model, slots, limit, routers)
+            KVCacheState(model, slots, limit, routers)
             if self.cached
-            else RecomputedRows(model, slots, limit, self.prefill_tokens, routers)
+            else RecomputeState(model, slots, limit, self.prefill_tokens, routers)
         )
         routes = _Routes(routers, queue) if routers else None
         return _Batch(model, rows, queue, sampling, self.context.stop_ids, slots, self.prefill_tokens, routes).run()
@@ -212,7 +212,7 @@ class _Batch:
     def __init__(
         self,
         model: Any,
-        rows: Rows,
+        rows: DecodeState,
         queue: Queue,
         sampling: Sampling,
         stop_ids: tuple[int, ...],
@@ -341,5 +341,5 @@ class _Batch:
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ended=self.ended_B.tolist(),
             routes=self.routes.packed(length_B) if self.routes else [None] * len(length_B),
-            decoded=Decoded(steps=self.steps, rows=self.computed),
+            decoded=DecodeStats(steps=self.steps, rows=self.computed),
         )

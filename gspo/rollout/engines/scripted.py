@@ -14,7 +14,7 @@ import torch
 
 from gspo.errors import ConfigError
 from gspo.rollout.engine import EngineContext
-from gspo.rollout.rows import evaluating, padded
+from gspo.rollout.local.states import evaluating, padded
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 

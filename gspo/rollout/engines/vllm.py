@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo.errors import ConfigError, EngineError
-from gspo.policy.adapter import adapted
-from gspo.policy.routing import Routers
+from gspo.model.adapter import adapted
+from gspo.model.routing import Routers
 from gspo.rollout.engine import EngineContext, stream_key
 from gspo.rollout.engines.local import check_fits
 from gspo.rollout.vllm.canary import check_canary
@@ -77,14 +77,14 @@ def build(
 def _in_process(context: EngineContext, options: Options, room: int | None) -> VllmEngine:
     """vLLM in this process, and how a low-rank adapter gets there."""
     from gspo.rollout.vllm import adapter
-    from gspo.rollout.vllm.in_process import InProcess
+    from gspo.rollout.vllm.in_process import InProcessHost
 
     model = context.model
     shape: dict[str, Any] = {"experts": options.experts, "layers": options.layers, "settings": options.settings}
     if not adapted(model):
-        return VllmEngine(context, InProcess(model, **shape), room=room)
+        return VllmEngine(context, InProcessHost(model, **shape), room=room)
     why = adapter.why_merged(model, options.settings) if options.adapters else REFUSED
-    host = InProcess(model, adapters=not why, **shape)
+    host = InProcessHost(model, adapters=not why, **shape)
     return VllmEngine(
         context, host, _about(host.adapters, why or "vLLM has layers of the adapter joined otherwise"), room
     )

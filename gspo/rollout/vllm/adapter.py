@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.policy import adapter
-from gspo.policy.routing import find_routers
+from gspo.model import adapter
+from gspo.model.routing import find_routers
 from gspo.rollout.vllm.memory import memory_folder
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gspo.errors import WeightSyncError
-from gspo.rollout.rows import evaluating
+from gspo.rollout.local.states import evaluating
 from gspo.rollout.vllm.host import Draw, Reply, Request
 from gspo.types import Prompt, Sampling
 

@@ -1,6 +1,6 @@
 """Servers for the vLLM engine: those that run already, or some that are started for the run.
 
-In: the engine's options. Out: a `Served` host whose servers were all reached.
+In: the engine's options. Out: a `ServedHost` host whose servers were all reached.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, EngineError
-from gspo.policy.adapter import SETTINGS
-from gspo.policy.adapter import layers as adapted_layers
+from gspo.model.adapter import SETTINGS
+from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.serve import Process, as_arguments
-from gspo.rollout.vllm.served import Limits, Served, Server
+from gspo.rollout.vllm.served import Limits, ServedHost, Server
 from gspo.rollout.vllm.transfer import sees
 
 WAYS = ("auto", "file", "gloo", "nccl")
@@ -73,7 +73,7 @@ def check(options: Options) -> None:
             raise ConfigError(f"{where}.servers: {address!r} is no address; write HOST:PORT")
 
 
-def connect(model: Any, options: Options) -> Served:
+def connect(model: Any, options: Options) -> ServedHost:
     """Reach the servers, or start them first."""
     limits = Limits(
         request_s=options.request_s, check_s=options.check_s, absent_s=options.absent_s, sync_s=options.absent_s
@@ -82,7 +82,7 @@ def connect(model: Any, options: Options) -> Served:
     servers = _given(options) if options.servers else _started(model, options, limits)
     try:
         adapters = options.adapters and options.transfer in ("auto", "file") and _take_adapters(model, servers, limits)
-        return Served(
+        return ServedHost(
             servers, adapters=adapters, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
             folder=None if servers[0].process is None else servers[0].process.log.parent,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.policy.routing import Routers
+from gspo.model.routing import Routers
 
 
 def moe_layers(model: Any, routers: Routers) -> list[int]:

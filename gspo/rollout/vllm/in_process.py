@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, WeightSyncError
-from gspo.policy.adapter import layers as adapted_layers
+from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import native, sees_itself
 from gspo.rollout.vllm.host import Check, Reply, Request
@@ -68,7 +68,7 @@ def write_shape(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-class InProcess:
+class InProcessHost:
     """Owns a `vllm.LLM`."""
 
     alive = 0
@@ -86,7 +86,7 @@ class InProcess:
             settings = {"enforce_eager": True, **settings}
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise ConfigError("rollout.engine: 'vllm' in process needs VLLM_ENABLE_V1_MULTIPROCESSING=0; unset it")
-        if InProcess.alive:
+        if InProcessHost.alive:
             raise ConfigError("rollout.engine: vLLM's groups are those of its process, so 'vllm' runs in it one at a time; close the other, or use servers")  # fmt: skip
         import vllm
 
@@ -113,7 +113,7 @@ class InProcess:
         self._label: str | None = None
         self._lock = threading.RLock()
         """vLLM's engine is one thread's at a time: weights wait for replies that are being drawn."""
-        InProcess.alive += 1
+        InProcessHost.alive += 1
 
     def label(self) -> str | None:
         return self._label
@@ -191,7 +191,7 @@ class InProcess:
             with suppress(Exception):
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-            InProcess.alive -= 1
+            InProcessHost.alive -= 1
             self.folder.cleanup()
 
     def _rpc(self, method: str, *args: Any) -> Any:

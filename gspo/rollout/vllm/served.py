@@ -77,7 +77,7 @@ class _Job:
     avoid: Server | None = None
 
 
-class Served:
+class ServedHost:
     """A `Host` of several servers."""
 
     def __init__(
@@ -300,7 +300,7 @@ class Served:
 class _Batch:
     """The requests of one call: waiting, being worked on, done."""
 
-    def __init__(self, host: Served, requests: Sequence[Request], routes: bool) -> None:
+    def __init__(self, host: ServedHost, requests: Sequence[Request], routes: bool) -> None:
         self.host, self.routes = host, routes
         self.waiting = [_Job(index=i, request=r) for i, r in enumerate(requests)][::-1]
         self.replies: list[Reply | None] = [None] * len(requests)

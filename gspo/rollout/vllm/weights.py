@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.policy import adapter
+from gspo.model import adapter
 
 ADAPTER = "gspo-adapter"
 """The name by which requests to a server ask for the low-rank adapter; it is the server's first, so its number is 1."""

@@ -17,7 +17,7 @@ import os
 import sys
 
 from gspo.reward.sandbox.inside import confine
-from gspo.reward.sandbox.inside.values import Refused, decode, encode
+from gspo.reward.sandbox.inside.values import ValueRefused, decode, encode
 
 TYPE_CHECKING = False  # `typing` is slow to import
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Module:
     def _answer(self, action: Callable[[], Any]) -> None:
         try:
             line = "v" + encode(action(), self._refer)
-        except Refused as error:
+        except ValueRefused as error:
             line = "e" + encode(["RuntimeError", f"Refused: {error}", None, None], len)
         except BaseException as error:
             line = "e" + self._raised(error)
@@ -410,7 +410,7 @@ def _read(descriptor: int, most: int) -> bytes:
 
 
 def no_references(number: int) -> Any:
-    raise Refused("a reference")
+    raise ValueRefused("a reference")
 
 
 def _message(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import sys
 from gspo.reward.sandbox.inside import confine
 from gspo.reward.sandbox.inside.candidate import READY, Channel, no_references
 from gspo.reward.sandbox.inside.evaluate import guarded
-from gspo.reward.sandbox.inside.values import Refused, decode, encode
+from gspo.reward.sandbox.inside.values import ValueRefused, decode, encode
 
 TYPE_CHECKING = False  # `typing` is slow to import
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Tally:
         self._asserts, self._link = asserts, link
         self._steps: list[dict[int, bool]] = []
         self._cuts: set[int] = set()
-        self._reached: set[int] = set()
+        self._set_state: set[int] = set()
         self._busy: set[int] = set()
         self.why = ""
 
@@ -161,7 +161,7 @@ class Tally:
 
     def holds(self, number: int, value: Any) -> None:
         """An assert's condition, evaluated. Nothing holds of a program that is no longer there."""
-        self._reached.add(number)
+        self._set_state.add(number)
         if value and not self._link.gone:
             self._step_of(number).setdefault(number, True)
         else:
@@ -183,13 +183,13 @@ class Tally:
     def entered(self, *numbers: int) -> None:
         """A `with` begins whose block has these asserts."""
         self._link.caught = False
-        self._reached.difference_update(numbers)
+        self._set_state.difference_update(numbers)
 
     def left(self, *numbers: int) -> None:
         """It is over. If an object of the program caught what ended the block, the rest of its asserts failed."""
         caught, self._link.caught = self._link.caught, False
         for number in numbers:
-            if caught and number not in self._reached:
+            if caught and number not in self._set_state:
                 self.failure(number, AssertionError("it was not reached"))
 
     def failure(self, number: int, error: BaseException) -> None:
@@ -316,7 +316,7 @@ class _Link:
         if kind == "error":
             return self._error_class(body)
         if type(body) is not int:
-            raise Refused("a reference without a number")
+            raise ValueRefused("a reference without a number")
         if kind == "mine":
             return self._lent[body][1]
         # anew each time: what an object is to the tests depends on where they got it, even if they have it already
@@ -329,7 +329,7 @@ class _Link:
         try:
             described, message, args, number = told
             if type(message) is not str or (number is not None and type(number) is not int):
-                raise Refused("an exception of unknown form")
+                raise ValueRefused("an exception of unknown form")
             kind = self._error_class(described)
         except Exception as malformed:
             self.gone = f"protocol: {_words(malformed)}"
@@ -441,7 +441,7 @@ class _Pretended(_Link):
             raise _Gone(self.gone)
         try:
             encode([what, *question], self._refer)
-        except (Refused, _NotHandedOver) as error:
+        except (ValueRefused, _NotHandedOver) as error:
             self.broken = self.broken or f"they hand over {error}"
         thing = Remote(self, self._asked)
         if what == "op":

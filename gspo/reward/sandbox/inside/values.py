@@ -47,7 +47,7 @@ _FIELDS = 64
 """Of a namedtuple."""
 
 
-class Refused(Exception):
+class ValueRefused(Exception):
     """Too deep, too long, or no value at all."""
 
 
@@ -62,12 +62,12 @@ class _Context:
     @staticmethod
     def parse_int(digits: str) -> int:
         if len(digits) > 20:
-            raise Refused("a number with too many digits")
+            raise ValueRefused("a number with too many digits")
         return int(digits)
 
     @staticmethod
     def parse_constant(name: str) -> None:
-        raise Refused("not JSON: " + name)
+        raise ValueRefused("not JSON: " + name)
 
 
 _scan = _make_scanner(_Context())  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> str:
     _write(value, refer, parts, 0)
     text = "".join(parts)
     if len(text) > LENGTH:
-        raise Refused(f"a value of more than {LENGTH} characters")
+        raise ValueRefused(f"a value of more than {LENGTH} characters")
     return text
 
 
@@ -91,21 +91,21 @@ def decode(text: str, resolve: Callable[[Any], Any]) -> Any:
 def parse(text: str) -> Any:
     """The JSON of a text, with tags left as they are: nothing is hashed or built that could take long."""
     if len(text) > LENGTH:
-        raise Refused(f"a message of more than {LENGTH} characters")
+        raise ValueRefused(f"a message of more than {LENGTH} characters")
     try:
         parsed, end = _scan(text, 0)
     except (StopIteration, ValueError, RecursionError) as error:
-        raise Refused(f"not JSON: {type(error).__name__}") from None
+        raise ValueRefused(f"not JSON: {type(error).__name__}") from None
     if end != len(text):
-        raise Refused("not JSON: more than one value")
+        raise ValueRefused("not JSON: more than one value")
     return parsed
 
 
 def _write(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
     if depth > DEPTH:
-        raise Refused(f"a value nested more than {DEPTH} deep")
+        raise ValueRefused(f"a value nested more than {DEPTH} deep")
     if len(parts) > LENGTH:
-        raise Refused(f"a value of more than {LENGTH} characters")
+        raise ValueRefused(f"a value of more than {LENGTH} characters")
     if value is None or value is True or value is False:
         parts.append({None: "null", True: "true", False: "false"}[value])
     elif isinstance(value, str):
@@ -234,20 +234,20 @@ def _write_all(
 
 def _read(parsed: Any, resolve: Callable[[Any], Any], depth: int) -> Any:
     if depth > DEPTH:
-        raise Refused(f"a value nested more than {DEPTH} deep")
+        raise ValueRefused(f"a value nested more than {DEPTH} deep")
     if type(parsed) is list:
         return [_read(item, resolve, depth + 1) for item in parsed]
     if type(parsed) is not dict:
         return parsed
     if len(parsed) != 1:
-        raise Refused(f"an object with {len(parsed)} members")
+        raise ValueRefused(f"an object with {len(parsed)} members")
     ((tag, body),) = parsed.items()
     try:
         return _tagged(tag, body, resolve, depth)
-    except Refused:
+    except ValueRefused:
         raise
     except Exception as error:
-        raise Refused(f"a malformed {tag[:10]}: {type(error).__name__}") from None
+        raise ValueRefused(f"a malformed {tag[:10]}: {type(error).__name__}") from None
 
 
 def _tagged(tag: str, body: Any, resolve: Callable[[Any], Any], depth: int) -> Any:
@@ -265,7 +265,7 @@ def _tagged(tag: str, body: Any, resolve: Callable[[Any], Any], depth: int) -> A
         return _decimal(body)
     make = resolve if tag == "l" else _MAKERS.get(tag)
     if make is None or type(body) is not list:
-        raise Refused("an unknown kind of value")
+        raise ValueRefused("an unknown kind of value")
     return make([_read(item, resolve, depth + 1) for item in body])
 
 
@@ -299,7 +299,7 @@ def _fraction(parts: list[Any]) -> Any:
         or type(denominator) is not int
         or max(numerator.bit_length(), denominator.bit_length()) > 3 * DIGITS
     ):
-        raise Refused("no fraction, or one with too many digits")
+        raise ValueRefused("no fraction, or one with too many digits")
     return Fraction(numerator, denominator)
 
 
@@ -307,11 +307,11 @@ def _decimal(text: str) -> Any:
     from decimal import Decimal, InvalidOperation
 
     if len(text) > DIGITS:
-        raise Refused("a decimal with too many digits")
+        raise ValueRefused("a decimal with too many digits")
     try:
         return Decimal(text)
     except InvalidOperation:
-        raise Refused("a malformed decimal") from None
+        raise ValueRefused("a malformed decimal") from None
 
 
 def _when(parts: list[Any]) -> Any:
@@ -356,7 +356,7 @@ def _defaultdict(parts: list[Any]) -> Any:
 def _named(parts: list[Any]) -> Any:
     name, fields, values = parts
     if len(fields) > _FIELDS:
-        raise Refused("a tuple with too many names")
+        raise ValueRefused("a tuple with too many names")
     key = (name, *fields)
     if key not in _named_types:
         from collections import namedtuple

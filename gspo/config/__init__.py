@@ -1,0 +1,57 @@
+"""The settings of a run: `schema.py` lists them, `load.py` reads recipes and overrides, `checks.py` refuses what cannot work."""
+
+from gspo.config.checks import check, check_single_process
+from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir
+from gspo.config.schema import (
+    AlarmsConfig,
+    CheckpointConfig,
+    ColdStartConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LearnerConfig,
+    LogConfig,
+    LoraConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    RolloutConfig,
+    RoutingConfig,
+    field_docs,
+    help_texts,
+)
+from gspo.config.toml import differing, flat, flatten, get, to_toml
+
+__all__ = [
+    "AlarmsConfig",
+    "CheckpointConfig",
+    "ColdStartConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "LearnerConfig",
+    "LogConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RoutingConfig",
+    "anchored",
+    "check",
+    "check_single_process",
+    "differing",
+    "field_docs",
+    "find_recipe",
+    "flat",
+    "flatten",
+    "from_flat",
+    "from_tree",
+    "get",
+    "help_texts",
+    "load",
+    "override",
+    "read_toml",
+    "recipe_dir",
+    "to_toml",
+]

@@ -1,0 +1,228 @@
+"""From a TOML recipe and `--section.key=value` overrides to a `Config`, and back.
+
+In: a recipe path and override strings. Out: a `Config`, or a `ConfigError` of one line that names the key and the fix.
+Invariant: files and overrides go through the same conversion and checks, and an unknown key is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo.config.checks import check
+from gspo.config.schema import Config, ObjectiveConfig, help_texts
+from gspo.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe and apply `a.b=c` overrides (a leading `--` is allowed)."""
+    path = find_recipe(path)
+    config = override(read_toml(path), overrides, where=str(path))
+    check(config)
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a byte-order mark is allowed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also a number of too many digits, or tables within tables without end
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
+    """A `Config` from tables with overrides put in; an error says which of the two it came from."""
+    config = from_tree(tree, where=where)
+    if not overrides:
+        return config
+    pairs = [_split_override(text) for text in overrides]
+    if dict(pairs).get("objective.name", config.objective.name) != config.objective.name:
+        tree["objective"] = {}  # another row has other settings: those of the recipe's row do not carry over
+    for key, value in pairs:
+        _set(tree, key, value)
+    return from_tree(tree, where="command line")
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A recipe by path, or by the bare name of one that is shipped (`demo`)."""
+    given = Path(path)
+    shipped = recipe_dir() / (given.name if given.suffix == ".toml" else f"{given.name}.toml")
+    if given.is_file():
+        return given
+    if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in recipe_dir().glob("*.toml")))
+    raise ConfigError(f"{given}: no such recipe; give the path of a .toml file or one of the shipped names: {names}")
+
+
+def recipe_dir() -> Path:
+    """Shipped recipes: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
+    """Build a `Config` from nested tables, naming `where` and the key in every error."""
+    return _build(Config, tree, where=where, prefix="")
+
+
+def anchored(config: Config) -> Config:
+    """The same settings with absolute paths, so that a run can be resumed and evaluated from another directory.
+
+    Files that must be there are taken to be relative to the current directory. `model.path` and options of rewards and of the
+    engine may be something else than a path (a hub name, a URL): they are, unless there is such a file or directory."""
+    data, reward = config.data, config.reward
+    specs = {spec: _anchored_function(spec) for spec in reward.functions}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=_absolute_if_there(config.model.path)),
+        data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
+        rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
+        reward=dataclasses.replace(
+            reward,
+            functions=tuple(specs.values()),
+            options={
+                specs.get(spec, spec): _anchored_options(options) if isinstance(options, Mapping) else options
+                for spec, options in reward.options.items()
+            },
+        ),
+    )
+
+
+def _anchored_function(spec: str) -> str:
+    file, colon, function = spec.rpartition(":")
+    return f"{_absolute(file)}:{function}" if colon else spec
+
+
+def _anchored_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    paths = {k: v for k, v in options.items() if isinstance(v, str) and os.sep in v}
+    return {**options, **{k: _absolute_if_there(v) for k, v in paths.items()}}
+
+
+def _absolute_if_there(path: str) -> str:
+    try:
+        return _absolute(path) if path and Path(path).expanduser().exists() else path
+    except (OSError, RuntimeError):  # too long for a name, no such user
+        return path
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
+    """A `Config` from settings by dotted key, as `flat` gives them; those that are missing have their defaults."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        _set(tree, key, value)
+    return from_tree(tree, where=where)
+
+
+def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for key, value in tree.items():
+        if cls is ObjectiveConfig and key != "name":
+            settings.update(value if key == "settings" and isinstance(value, Mapping) else {key: value})
+        elif key not in names:
+            raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {_example(hints[key], prefix + key)}"
+                )
+            values[key] = _build(hints[key], value, where=where, prefix=f"{prefix}{key}.")
+        else:
+            values[key] = _convert(value, hints[key], where=where, key=prefix + key)
+    if settings:
+        values["settings"] = settings
+    return cls(**values)
+
+
+def _example(cls: type, key: str) -> str:
+    return f"{key}.{dataclasses.fields(cls)[0].name}"
+
+
+def _did_you_mean(key: str, prefix: str, names: Sequence[str]) -> str:
+    everywhere = [k for k, *_ in help_texts()]
+    elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
+    close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
+    close = close or difflib.get_close_matches(prefix + key, everywhere, n=1, cutoff=0.8)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; known here: {', '.join(names)}"
+
+
+def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in args:
+            return value
+        raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, args))}, not {value!r}")
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_convert(v, args[0], where=where, key=key) for v in items)
+    if origin in (types.UnionType, typing.Union):
+        raise AssertionError(f"unsupported setting type {hint}")
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    if getattr(origin, "__name__", "") == "Mapping" and isinstance(value, Mapping):
+        return dict(value)
+    wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a table")
+    raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, sign, raw = text.removeprefix("--").partition("=")
+    if not sign or not key:
+        raise ConfigError(f"command line: {text!r} is not an override; write --section.key=value")
+    return key.replace("-", "_"), _parse(raw, key.replace("-", "_"))
+
+
+def _parse(raw: str, key: str) -> Any:
+    hint = _hint_of(key)
+    if hint is str or typing.get_origin(hint) is Literal:
+        return raw
+    a_list = typing.get_origin(hint) is tuple
+    for text in (raw, f"[{raw}]") if a_list else (raw,):
+        try:
+            return tomllib.loads(f"x = {text}")["x"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return [part.strip() for part in raw.split(",")] if a_list else raw
+
+
+def _hint_of(key: str) -> Any:
+    cls: Any = Config
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(cls):
+            return None
+        cls = typing.get_type_hints(cls).get(part)
+    return cls
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"command line: {key}: {part} is not a section")
+        tree = child
+    tree[last] = value

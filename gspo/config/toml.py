@@ -1,0 +1,79 @@
+"""A `Config` as TOML and as a flat mapping of dotted keys.
+
+Invariant: `load.from_tree` reads what `to_toml` wrote back to an equal `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo.config.schema import Config, ObjectiveConfig
+from gspo.errors import ConfigError
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; `from_tree` reads it back to an equal `Config`."""
+    lines: list[str] = []
+    _write_table(config, (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by dotted key, as TOML would give it back."""
+    return flatten(tomllib.loads(to_toml(config)))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return values
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys that are not the same in all of them; a missing key is not the same as any value."""
+    keys = sorted({key for values in settings for key in values})
+    return [k for k in keys if any(k not in s or s[k] != settings[0].get(k) for s in settings)]
+
+
+def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
+    items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, ObjectiveConfig):
+        items = {"name": value.name, **value.settings}
+    sections = {k: v for k, v in items.items() if dataclasses.is_dataclass(v)}
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in items.items() if k not in sections]
+    for key, section in sections.items():
+        _write_table(section, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    raise ConfigError(f"cannot write {value!r} to a config file")

@@ -1,1 +1,0 @@
-"""`gspo doctor`: a recipe looked over before it costs anything. See docs/doctor.md."""

@@ -1,0 +1,1 @@
+"""Training on scored groups: batch plan, packing, forward pass, optimizer, routing replay, checkpoints."""

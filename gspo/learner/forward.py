@@ -1,0 +1,87 @@
+"""Log-probabilities of reply tokens under a model, by the learner's forward.
+
+In: a micro-batch. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the sampling temperature,
+because the policy is the distribution that was sampled from; the end token counts, padding and prompt do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.learner.packing import read
+from gspo.learner.plan import MicroBatch, Plan
+from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
+from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
+from gspo.model.memory import out_of_memory
+
+
+def completion_logprobs(
+    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
+    head = lm_head(model)
+    if head is None:
+        return _from_logits(model, batch, temperature, entropy_gradient)
+    with bypass_head(head):
+        hidden = read(model, batch)
+    logp_N, entropy_N = fused_linear_logprobs(
+        hidden.flatten(0, 1)[batch.output_N],
+        head.weight,
+        batch.target_N,
+        temperature,
+        weight_gradient=gradient_buffer(head.weight),
+    )
+    return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
+
+
+def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The same for models whose logits are more than hidden states times a matrix."""
+    # Outputs before the first position that predicts a reply token are never read, so the head skips them.
+    width = batch.input_ids.shape[1]
+    column_N = batch.output_N % width
+    first = int(column_N.min()) if keeps_last(model) else 0
+    logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
+    normalizer_N = torch.logsumexp(logits_NV, dim=-1)
+    logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normalizer_N
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        scores_NV = logits_NV if entropy_gradient else logits_NV.detach()
+        probability_NV = torch.softmax(scores_NV, dim=-1)
+        entropy_N = torch.logsumexp(scores_NV, dim=-1) - (probability_NV * scores_NV).sum(-1)
+    return logp_N, entropy_N
+
+
+@torch.no_grad()
+def plan_logprobs(
+    model: Any,
+    plan: Plan,
+    temperature: float,
+    device: torch.device,
+    *,
+    step: int | None = None,
+    routed: Callable[[MicroBatch], AbstractContextManager[Any]] = lambda micro: nullcontext(),
+) -> tuple[Tensor, Tensor]:
+    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
+
+    Each forward runs inside `routed(micro_batch)`."""
+    lm_head(model)  # its trial must not run inside `routed`
+    logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
+    steps = plan.steps if step is None else plan.steps[step : step + 1]
+    waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]
+    while waiting:
+        cpu_batch = waiting.pop()
+        batch = cpu_batch.to(device)
+        try:
+            with routed(batch):
+                logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
+        except Exception as error:
+            halves = plan.halves(cpu_batch)
+            if not out_of_memory(error) or len(halves) < 2:
+                raise
+            waiting += reversed(halves)
+    return logp_N, entropy_N

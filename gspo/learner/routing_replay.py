@@ -1,0 +1,280 @@
+"""Routing of one rollout batch: what the old policy chose, what learning forwards use, and what changed.
+
+In: the routers, the plan and, from an engine that reports them, the experts of the sampler. Out: contexts to run the
+forwards in, and counts. Invariant: choices are stored by input token of the plan (one row of prompt and reply after the
+other), and a forward finds them through `MicroBatch.input_at`. So they follow a token through any cut, order, packing or
+sharing of prompts, and a padded position has none and is never counted.
+
+    replay = "off"       every forward routes by itself; flips are only counted
+    replay = "old"       R2: learning forwards repeat the choices of the forward that gave the old log-probabilities
+    replay = "sampler"   R3: that forward, and so the learning forwards too, repeats the choices of the sampling engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.errors import ConfigError
+from gspo.learner.packing import read
+from gspo.learner.plan import MicroBatch, Plan
+from gspo.model.lm_head import keeps_last
+from gspo.model.memory import out_of_memory
+from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
+from gspo.types import Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingStats:
+    """What the routers did in a step. Flips are choices that differ, per reply token: those of the position whose output
+    predicts it, summed over layers."""
+
+    flipped_N: Tensor
+    """Experts used by the learning forward that the old one did not use; 0 everywhere under replay."""
+    native_N: Tensor
+    """The same for the experts that the routers would have chosen by themselves."""
+    sampler_N: Tensor
+    """Experts used by the old forward that the sampler did not use; -1 where the engine did not say."""
+    update_N: Tensor
+    """Updates between the old and the learning forward; -1: not measured."""
+    load_LE: Tensor
+    """How often the old forward used each expert, over prompt and reply tokens."""
+    choices: int
+    """Choices per token: layers x experts per token."""
+    replayed: bool
+    balance_losses: tuple[float, ...]
+    """The auxiliary loss of each optimiser step, coefficient included; empty: there is none."""
+
+
+class NoRouting:
+    """Routing of a dense model, and of one whose routing is left alone: there is nothing to do."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a learning forward of unchanged weights is the old forward again, with nothing else to note."""
+        return True
+
+    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The context of the forward that gives the old log-probabilities."""
+        return nullcontext()
+
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
+        """The context of a forward of the learning policy and its backward."""
+        return nullcontext()
+
+    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
+        """This micro-batch's part of the auxiliary load-balancing loss."""
+        return 0.0
+
+    def outcome(self, model: Any) -> RoutingStats | None:
+        """What came of it."""
+        return None
+
+
+def route(
+    routers: Routers | None,
+    plan: Plan,
+    sampled: Sequence[Routes | None],
+    *,
+    replay: str,
+    balance: float,
+    device: torch.device,
+) -> NoRouting:
+    """The routing of a batch; `sampled` are the experts that the engine reported for each row."""
+    if routers is None:
+        return NoRouting()
+    return Routing(routers, plan, sampled, replay=replay, balance=balance, device=device)
+
+
+class Routing(NoRouting):
+    """Owns the choices of one batch while it is learned from."""
+
+    def __init__(
+        self,
+        routers: Routers,
+        plan: Plan,
+        sampled: Sequence[Routes | None],
+        *,
+        replay: str,
+        balance: float,
+        device: torch.device,
+    ) -> None:
+        self.routers, self.plan, self.replay, self.balance = routers, plan, replay, balance
+        shape = (plan.input_tokens, routers.layers, routers.top_k)
+        self.old_ILK = torch.zeros(shape, dtype=routers.compact, device=device)
+        """The experts that the old policy's forward used."""
+        self.native_ILK = torch.zeros_like(self.old_ILK) if balance else None
+        """The experts it would have used by itself."""
+        self.sampler_ILK, self.known_I = self._from_engine(sampled, device)
+        self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
+        self.flipped_N, self.changed_N, self.sampler_N = (
+            torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
+        )
+        self._balance: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._shares_of: dict[int, tuple[Tensor, int]] = {}
+
+    def _from_engine(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
+        chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
+        known_I = torch.zeros(len(chosen_ILK), dtype=torch.bool)
+        for start, row, routes in zip(self.plan.input_starts, self.plan.rows, sampled, strict=True):
+            if routes is None:
+                if self.replay == "sampler":
+                    raise ConfigError(
+                        'routing.replay = "sampler": the engine did not report the experts of its replies'
+                    )
+                continue
+            reported = self._checked(routes, row.length - 1)
+            chosen_ILK[start : start + len(reported)] = reported
+            known_I[start : start + len(reported)] = True
+        return chosen_ILK.to(device), known_I.to(device)
+
+    def _checked(self, routes: Routes, tokens: int) -> Tensor:
+        """What an engine reported for a row, if it can be this model's."""
+        reported, shape = self.routers.unpack(routes), (tokens, self.routers.layers, self.routers.top_k)
+        if tuple(reported.shape) != shape:
+            raise ConfigError(f"the engine reported experts of the shape {tuple(reported.shape)} (tokens, layers, experts per token), where {shape} was expected: it does not run this model")  # fmt: skip
+        if tokens and int(reported.max()) >= self.routers.experts:
+            raise ConfigError(f"the engine reported expert {int(reported.max())}, and the model has {self.routers.experts}: it does not run this model")  # fmt: skip
+        return reported
+
+    # ---- the two kinds of forward
+
+    @property
+    def repeats(self) -> bool:
+        return self.replay == "off" and not self.balance
+
+    @contextmanager
+    def old(self, micro: MicroBatch) -> Iterator[None]:
+        forced = self._forced(micro, self.sampler_ILK, self.known_I) if self.replay == "sampler" else None
+        with self.routers.watch(forced) as seen:
+            yield
+        used_ILK, at_I, real_I = seen.used_ILK, micro.input_at.flatten(), micro.input_at.flatten() >= 0
+        self.old_ILK[at_I[real_I]] = used_ILK[real_I]
+        if self.native_ILK is not None:
+            self.native_ILK[at_I[real_I]] = seen.native_ILK[real_I]
+        self._count_load(used_ILK, micro.times.flatten())
+        at_N = self._input_of(micro)
+        differ_N = changed(used_ILK[micro.output_N], self.sampler_ILK[at_N])
+        self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
+
+    @contextmanager
+    def learning(self, micro: MicroBatch) -> Iterator[RouterTrace]:
+        forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
+        with self.routers.watch(forced, logits=bool(self.balance)) as seen:
+            yield seen
+        self._count_flips(micro, seen)
+
+    def _count_flips(self, micro: MicroBatch, seen: RouterTrace) -> None:
+        old_NLK, output_N = self.old_ILK[self._input_of(micro)], micro.output_N
+        self.flipped_N[micro.at_N] = changed(seen.used_ILK[output_N], old_NLK).to(torch.int16)
+        self.changed_N[micro.at_N] = changed(seen.native_ILK[output_N], old_NLK).to(torch.int16)
+
+    def _forced(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
+        at_I = micro.input_at.flatten()
+        real_I, at_I = at_I >= 0, at_I.clamp(min=0)
+        return ForcedExperts(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
+
+    def _input_of(self, micro: MicroBatch) -> Tensor:
+        """Where the positions that predict reply tokens stand among the input tokens of the plan."""
+        return micro.input_at.flatten()[micro.output_N]
+
+    def _count_load(self, used_ILK: Tensor, times_I: Tensor) -> None:
+        """A token of a shared prompt counts once for every row that it stands in."""
+        for layer, load_E in enumerate(self.load_LE):
+            load_E += _counted(used_ILK[:, layer], times_I, self.routers.experts).long()
+
+    # ---- what came of it
+
+    def outcome(self, model: Any) -> RoutingStats:
+        updates_N = self._updates_between(model)
+        return RoutingStats(
+            flipped_N=self.flipped_N,
+            native_N=self.changed_N,
+            sampler_N=self.sampler_N,
+            update_N=updates_N,
+            load_LE=self.load_LE,
+            choices=self.routers.layers * self.routers.top_k,
+            replayed=self.replay != "off",
+            balance_losses=self._balance_losses(),
+        )
+
+    def _balance_losses(self) -> tuple[float, ...]:
+        steps = sorted({step for step, _ in self._balance})
+        return tuple(sum(loss for (at, _), loss in self._balance.items() if at == step) for step in steps)
+
+    def _updates_between(self, model: Any) -> Tensor:
+        """How many updates each token's learning forward came after. With a single optimiser step that is none, so one
+        more forward over one of its micro-batches looks at the routing after the update."""
+        updates_N = torch.full_like(self.flipped_N, -1)
+        for index, micro_batches in enumerate(self.plan.steps):
+            for micro in micro_batches:
+                updates_N[micro.at_N.to(updates_N.device)] = index
+        if len(self.plan.steps) == 1:
+            self._probe(model, self.plan.steps[0][len(self.plan.steps[0]) // 2], updates_N)
+        return updates_N
+
+    def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
+        """Count the flips of a forward that nothing is learned from."""
+        micro = cpu_batch.to(updates_N.device)
+        options = {"logits_to_keep": 1} if keeps_last(model) else {}
+        forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
+        try:
+            with self.routers.watch(forced) as seen, torch.no_grad():
+                read(model, micro, **options)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            if len(micro.rows) > 1:
+                self._probe(model, self.plan.halves(cpu_batch)[0], updates_N)
+            return
+        self._count_flips(micro, seen)
+        updates_N[micro.at_N] = 1
+
+    # ---- auxiliary load-balancing loss
+
+    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
+        """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
+
+        Native routing on both sides: `f`, the share of choices that fall on an expert, is the old policy's own choice over
+        the whole optimiser step, fixed before it is cut; `P`, the mean router probability, is the learning policy's. So the
+        loss is a sum over tokens and micro-batches cannot change it."""
+        if not self.balance or seen is None:
+            return 0.0
+        share_LE, tokens = self._shares(step)
+        times_I = micro.times.flatten().float()
+        terms = [
+            (share_LE[layer] * (times_I @ torch.softmax(logits_IE.float(), dim=-1))).sum()
+            for layer, logits_IE in sorted(seen.logits.items())
+        ]
+        loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
+        again = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.rows)]
+        for key in again:  # a step begun anew with smaller micro-batches
+            del self._balance[key]
+        self._balance[step, micro.rows] = float(loss.detach())
+        return loss
+
+    def _shares(self, step: int) -> tuple[Tensor, int]:
+        """Shares of the choices by layer and expert, and tokens, of an optimiser step."""
+        if step not in self._shares_of:
+            self._shares_of[step] = self._counted_shares(step)
+        return self._shares_of[step]
+
+    def _counted_shares(self, step: int) -> tuple[Tensor, int]:
+        assert self.native_ILK is not None
+        micro_batches, device = self.plan.steps[step], self.native_ILK.device
+        at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
+        times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)
+        native_ILK, tokens = self.native_ILK[at_I.clamp(min=0)], int(times_I.sum())
+        counts = [_counted(native_ILK[:, i], times_I, self.routers.experts) for i in range(self.routers.layers)]
+        return torch.stack(counts).float() / (tokens * self.routers.top_k), tokens
+
+
+def _counted(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen, each token counted so many times."""
+    weights = times_I.double().unsqueeze(-1).expand(chosen_IK.shape).flatten()
+    return torch.bincount(chosen_IK.flatten().long(), weights=weights, minlength=experts)

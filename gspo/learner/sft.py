@@ -1,0 +1,64 @@
+"""A short supervised start on a task's own demonstrations, so that sampling finds something to reward.
+
+In: a policy and an endless stream of (prompt ids, reply ids). Out: the same policy, able to solve some problems.
+Invariant: it stops on *sampled accuracy on fresh problems*, not after a fixed number of steps: accuracy moves fast here,
+and a start that is too weak or too strong leaves nothing to learn or nothing to show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from gspo.config import ColdStartConfig, LearnerConfig
+from gspo.learner.forward import completion_logprobs
+from gspo.learner.optimizer import Optimizer
+from gspo.learner.plan import Row, make_plan
+from gspo.model.load import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """How the start ended."""
+
+    steps: int
+    accuracy: float
+    """Sampled accuracy at the last check."""
+
+
+def cold_start(
+    policy: Policy,
+    config: ColdStartConfig,
+    demonstrations: Iterator[Row],
+    accuracy: Callable[[int], float],
+    report: Callable[[int, float, float], None],
+) -> ColdStart:
+    """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
+
+    `report(step, loss, accuracy)` is called at every check; the last step always has one."""
+    settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
+    optimizer = Optimizer(policy.model, settings, config.steps)
+    reached = 0.0
+    step = 0
+    for step in range(1, config.steps + 1):
+        loss = _step(policy, optimizer, list(islice(demonstrations, config.batch)))
+        if step % config.check_every == 0 or step == config.steps:
+            reached = accuracy(step)
+            report(step, loss, reached)
+            if reached >= config.stop_accuracy:
+                break
+    return ColdStart(steps=step, accuracy=reached)
+
+
+def _step(policy: Policy, optimizer: Optimizer, rows: list[Row]) -> float:
+    plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
+    total = 0.0
+    for micro in plan.steps[0]:
+        logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
+        loss = -logp_N.sum() / plan.tokens
+        loss.backward()
+        total += float(loss.detach())
+    optimizer.step(loss_finite=math.isfinite(total))
+    return total

@@ -1,0 +1,81 @@
+"""What `trainer.json` may hold. A manifest shows that a file is whole, not that a run wrote it.
+
+In: a checkpoint. Out: what is wrong with its `trainer.json`, or None. Invariant: every field has the type and the range that
+a run writes, and the step is the one the checkpoint is named after.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo.objectives.adaptive_clip import LIMITS
+
+LARGEST = 16 << 20
+"""Bytes; a real one has a few thousand."""
+MOST = 2**62
+"""No counter of a run comes near it."""
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _scale(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and LIMITS[0] <= value <= LIMITS[1]
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) <= {"metrics.jsonl", "timings.jsonl"} and all(map(_count, value.values()))  # fmt: skip
+
+
+def _settings(value: Any) -> bool:
+    return isinstance(value, Mapping) and "learner.mini_batches" in value and _count(value["learner.mini_batches"])
+
+
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_count, "a count"),
+    "cursor": (_count, "a count"),
+    "updates": (_count, "a count"),
+    "skipped_in_row": (_count, "a count"),
+    "tokens": (_count, "a count"),
+    "clip_scale": (_scale, f"a number from {LIMITS[0]:g} to {LIMITS[1]:g}"),
+    "offsets": (_counts, "lengths of metrics.jsonl and timings.jsonl"),
+    "problems": (lambda value: isinstance(value, str), "a text"),
+    "model": (lambda value: isinstance(value, str), "a text"),
+    "settings": (_settings, "the settings of the run"),
+    "pending": (lambda value: value is None or isinstance(value, Mapping), "the metrics of a step, or null"),
+}
+
+
+def fault_in(path: Path) -> str | None:
+    """Why the `trainer.json` of a checkpoint cannot be believed, or None."""
+    file = path / "trainer.json"
+    try:
+        if file.stat().st_size > LARGEST:
+            return f"{file}: too large"
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{file}: cannot be read ({type(error).__name__})"
+    if not isinstance(values, dict) or set(values) != set(FIELDS):
+        return f"{file}: does not hold just {', '.join(FIELDS)}"
+    for name, (right, what) in FIELDS.items():
+        if not right(values[name]):
+            return f"{file}: {name} is not {what}"
+    return _contradiction(file, values)
+
+
+def _contradiction(file: Path, values: Mapping[str, Any]) -> str | None:
+    """What the fields say against each other and against the name of the checkpoint."""
+    step, pending = values["step"], values["pending"]
+    if step != int(file.parent.name):
+        return f"{file}: step is {step}, but the checkpoint is called {file.parent.name}"
+    most = step * values["settings"]["learner.mini_batches"]
+    if values["updates"] > most:
+        return f"{file}: {values['updates']} updates are more than the {most} of {step} steps"
+    if pending is not None and pending.get("step") != step:
+        return f"{file}: step is {step}, but the step that waits for its evaluation is {pending.get('step')}"
+    return None

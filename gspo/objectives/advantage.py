@@ -1,0 +1,122 @@
+"""Stage 4: each reply compared with the others of its group.
+
+In: `reward_B` (NaN where unscored) and the group of each reply. Out: `advantage_B`.
+Invariant: an unscored reply gets 0 and is in no mean, std or count; a group whose scored rewards are equal, or that has
+fewer than two of them, gets exactly 0. Equality is tested on the rewards themselves, because a mean of equal floats can
+miss by an ulp and a std of that size would blow it up (0.1 in float32 gave |A| = 0.95 with eps = 1e-8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from gspo.errors import ConfigError
+from gspo.objectives.sequences import Sequences
+from gspo.types import UNIFORM_TOLERANCE
+
+AdvantageRule = Callable[[Tensor, Tensor, int], Tensor]
+"""(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B."""
+
+
+def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """(R - mean) / std within the group; Bessel's std, no epsilon."""
+    centred_B = centered(reward_B, group_B, groups)
+    count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
+    variance_P = _sum(centred_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
+    return torch.where(centred_B == 0, 0.0, centred_B / variance_P.sqrt()[group_B])
+
+
+def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """R - mean within the group."""
+    scored_B = torch.isfinite(reward_B)
+    value_B = torch.where(scored_B, reward_B, 0.0)
+    count_P = _sum(scored_B.double(), group_B, groups)
+    mean_P = _sum(value_B, group_B, groups) / count_P.clamp(min=1)
+    return torch.where(scored_B & mixed(reward_B, group_B, groups)[group_B], value_B - mean_P[group_B], 0.0)
+
+
+def leave_one_out(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """R - mean of the others in the group = k/(k-1) (R - mean)."""
+    count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
+    return centered(reward_B, group_B, groups) * (count_P / (count_P - 1).clamp(min=1))[group_B]
+
+
+def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """alpha (R - mean), alpha = scored replies / those in groups that are not uniform (GPG)."""
+    scored_B = torch.isfinite(reward_B)
+    useful_B = scored_B & mixed(reward_B, group_B, groups)[group_B]
+    alpha = scored_B.sum() / useful_B.sum().clamp(min=1)
+    return alpha * centered(reward_B, group_B, groups)
+
+
+def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """(R - mean) / std over the whole batch (REINFORCE++). A run whitens over tokens, see `whitened_returns`."""
+    return z_score(reward_B, torch.zeros_like(group_B), 1)
+
+
+def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) -> Tensor:
+    """REINFORCE++ per token: G_t = R - sum of penalties from t on, then (G - mean) / std over all tokens of the batch.
+
+    Tokens of a sequence must stand together and in order."""
+    penalty_N = penalty_N.double()
+    before_N = penalty_N.cumsum(0) - penalty_N
+    first_B = torch.zeros(sequences.count, dtype=torch.long, device=penalty_N.device)
+    first_B[1:] = sequences.length_B.cumsum(0)[:-1].long()
+    start_B = before_N[first_B.clamp(max=len(before_N) - 1)]
+    to_go_N = sequences.spread(sequences.sum(penalty_N)) - (before_N - sequences.spread(start_B))
+    return_N = sequences.spread(reward_B.to(penalty_N)) - to_go_N
+    return z_score(return_N, torch.zeros_like(sequences.index_N), 1)
+
+
+def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """Supplied from outside, one per token."""
+    raise AssertionError("there is no rule: the caller supplies the advantages")
+
+
+def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """Whether each group's scored rewards differ `[P]`. The rule of `types.Group.uniform`."""
+    scored_B = torch.isfinite(reward_B)
+    low_P = torch.full((groups,), torch.inf, dtype=reward_B.dtype, device=reward_B.device)
+    high_P = -low_P
+    low_P = low_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, torch.inf), "amin")
+    high_P = high_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, -torch.inf), "amax")
+    tolerance_P = UNIFORM_TOLERANCE * torch.maximum(low_P.abs(), high_P.abs()).clamp(min=1.0)
+    return high_P - low_P > torch.where(tolerance_P.isfinite(), tolerance_P, 0.0)
+
+
+def apply_rule(
+    rule: AdvantageRule, reward_B: Sequence[float | None] | Tensor, group_B: Sequence[Hashable] | Tensor
+) -> Tensor:
+    """Number the groups, compute in float64, and return the reward's dtype (float32 at least)."""
+    reward = _as_tensor(reward_B)
+    ids = group_B.tolist() if isinstance(group_B, Tensor) else list(group_B)
+    if len(ids) != len(reward):
+        raise ConfigError(f"group_advantage: {len(reward)} rewards but {len(ids)} group ids; give one id per reward")
+    number: dict[Hashable, int] = {}
+    try:
+        index_B = torch.tensor([number.setdefault(i, len(number)) for i in ids], dtype=torch.long, device=reward.device)
+    except TypeError:
+        raise ConfigError(
+            "group_advantage: group ids must be hashable, one per reply, for example numbers or texts"
+        ) from None
+    given = reward_B.dtype if isinstance(reward_B, Tensor) else torch.float32
+    dtype = torch.promote_types(given, torch.float32) if given.is_floating_point else torch.float32
+    return rule(reward, index_B, len(number)).to(dtype)
+
+
+def _as_tensor(reward_B: Sequence[float | None] | Tensor) -> Tensor:
+    if isinstance(reward_B, Tensor):
+        reward = reward_B.detach().double()
+    else:
+        values = [float("nan") if r is None else float(r) for r in reward_B]
+        reward = torch.tensor(values, dtype=torch.float64)
+    if reward.dim() != 1:
+        raise ConfigError(f"group_advantage: rewards must be one per reply, shape [B], not {list(reward.shape)}")
+    return reward
+
+
+def _sum(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=x_B.dtype, device=x_B.device).index_add(0, group_B, x_B)

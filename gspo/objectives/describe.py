@@ -1,0 +1,84 @@
+"""The table of objectives in words: for `gspo objectives`, its JSON, and `docs/objectives.md`.
+
+In: the table. Out: text or plain data. Invariant: everything is read off the rows, so it cannot drift from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from gspo.config import field_docs
+from gspo.objectives.objective import OPTIONS, Objective, settings_of
+from gspo.objectives.table import TABLE
+
+
+def as_data() -> list[dict[str, Any]]:
+    """One record per row."""
+    return [_record(replace(row, name=name)) for name, row in TABLE.items()]
+
+
+def as_text() -> str:
+    """A table for the terminal."""
+    header = ("objective", "paper", "advantage", "ratio", "trust region", "aggregate", "defaults")
+    cells = [header, *(_cells(record) for record in as_data())]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n\n" + _options_text()
+
+
+def _cells(record: dict[str, Any]) -> tuple[str, ...]:
+    own = {k: v for k, v in record["settings"].items() if k not in OPTIONS and v is not None}
+    defaults = ", ".join(f"{k}={_number(v)}" for k, v in (own | record["options"]).items())
+    return (
+        record["name"],
+        record["paper"],
+        record["advantage"],
+        record["ratio"],
+        record["trust_region"],
+        record["aggregate"],
+        defaults,
+    )
+
+
+def _record(row: Objective) -> dict[str, Any]:
+    neutral = {f.name: f.default for f in fields(Objective)}
+    settings = settings_of(row)
+    return {
+        "name": row.name,
+        "paper": row.paper,
+        "advantage": _name(row.advantage),
+        "ratio": _name(row.ratio),
+        "trust_region": _name(row.trust_region),
+        "aggregate": _name(row.aggregate),
+        "advantage_per": row.per,
+        "formula": {part: _summary(getattr(row, part)) for part in ("advantage", "ratio", "trust_region", "aggregate")},
+        "settings": settings,
+        "options": {name: settings[name] for name in OPTIONS if name in settings and settings[name] != neutral[name]},
+    }
+
+
+def _name(part: Any) -> str:
+    return type(part).__name__ if is_dataclass(part) else part.__name__
+
+
+def _summary(part: Any) -> str:
+    doc = inspect.getdoc(type(part) if is_dataclass(part) else part) or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _options_text() -> str:
+    names = ", ".join(OPTIONS)
+    return f"Options of any row where they make sense: {names}.\nA row with changed settings: gspo.objective('gspo', clip_low=3e-3), or [objective] in a recipe."
+
+
+def option_help() -> dict[str, str]:
+    """Option -> its help text, from the string under the field."""
+    docs = field_docs(Objective)
+    return {name: docs[name] for name in OPTIONS}

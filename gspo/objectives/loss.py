@@ -1,0 +1,91 @@
+"""From packed tokens to a loss.
+
+In: packed tokens with the weights of their optimizer step. Out: the loss and its parts, and statistics of the update.
+Invariant: losses of micro-batches that carry the weights of their optimizer step add up to the loss of that step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.objectives.objective import Objective
+from gspo.objectives.penalty import KL_ESTIMATORS, mismatch_weight, off_policy_keep
+from gspo.objectives.sequences import Tokens
+from gspo.objectives.trust_region import CovarianceRegion, Surrogate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The loss of packed tokens, and its parts, which add up to it."""
+
+    total: Tensor
+    policy: Tensor
+    kl: Tensor
+    entropy: Tensor
+    surrogate: Surrogate
+
+
+def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
+    """-(weight * J).sum() + kl * (weight * KL).sum() - entropy * (weight * H).sum()."""
+    assert weight_N.shape == tokens.logp_N.shape
+    surrogate = objective.trust_region(tokens, objective.ratio(tokens))
+    term_N = surrogate.objective_N
+    if objective.mismatch != "none":
+        term_N = term_N * mismatch_weight(objective.mismatch, *objective.bounds, tokens)
+    if objective.off_policy_mask is not None:
+        term_N = term_N * off_policy_keep(objective.off_policy_mask, tokens)
+    policy = -(weight_N * term_N).sum()
+    kl = entropy = torch.zeros_like(policy)
+    if objective.kl and objective.kl_in == "loss" and tokens.logp_ref_N is not None:
+        kl = objective.kl * (weight_N * KL_ESTIMATORS[objective.estimator](tokens)).sum()
+    if objective.entropy:
+        assert tokens.entropy_N is not None
+        entropy = -objective.entropy * (weight_N * tokens.entropy_N).sum()
+    return Loss(total=policy + kl + entropy, policy=policy, kl=kl, entropy=entropy, surrogate=surrogate)
+
+
+def select(objective: Objective, tokens: Tokens, seed: int) -> Tensor | None:
+    """The tokens of a whole optimiser step that the objective singles out; None if it does not."""
+    region = objective.trust_region
+    if not isinstance(region, CovarianceRegion):
+        return None
+    with torch.no_grad():
+        return region.select(tokens, objective.ratio(tokens), torch.Generator().manual_seed(seed))
+
+
+STATISTICS = (
+    "clip_fraction_tokens", "clip_fraction_sequences", "ratio_mean", "ratio_max", "ratio_token_log_std",
+    "ratio_sequence_log_std", "kl_old_new",
+)  # fmt: skip
+"""What `statistics` always gives; NaN without tokens."""
+
+
+def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, float]:
+    """What the update did, over the tokens given. Names as in docs/metrics.md, with `_` for `/`."""
+    if not len(ratio_N):
+        return dict.fromkeys(STATISTICS, math.nan)
+    sequences, present_B = tokens.sequences, tokens.sequences.length_B > 0
+    log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
+    log_s_B = sequences.mean(log_ratio_N)[present_B]
+    ratio_B = sequences.mean(ratio_N)[present_B]
+    clipped_B = sequences.sum(clipped_N.double())[present_B] > 0
+    stats = {
+        "clip_fraction_tokens": clipped_N.double().mean(),
+        "clip_fraction_sequences": clipped_B.double().mean(),
+        "ratio_mean": (ratio_B if objective.clips_sequences else ratio_N).double().mean(),
+        "ratio_max": ratio_N.max(),
+        "ratio_token_log_std": log_ratio_N.std(correction=0),
+        "ratio_sequence_log_std": log_s_B.std(correction=0),
+        "kl_old_new": (torch.expm1(log_ratio_N.clamp(max=20)) - log_ratio_N).mean(),
+    }
+    if tokens.logp_sampler_N is not None:
+        log_rho_N = tokens.logp_old_N - tokens.logp_sampler_N
+        stats["mismatch_k3"] = (torch.expm1(log_rho_N.clamp(max=20)) - log_rho_N).mean()
+    if tokens.logp_ref_N is not None:
+        log_r_N = (tokens.logp_ref_N - tokens.logp_N).detach()
+        stats["kl_ref"] = (torch.expm1(log_r_N.clamp(max=20)) - log_r_N).mean()
+    return {name: float(value) for name, value in stats.items()}

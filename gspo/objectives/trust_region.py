@@ -1,0 +1,285 @@
+"""Stage 6: how much of a move is believed.
+
+In: packed tokens and the log-ratio of stage 5. Out: the term of the objective J (to maximise) per token, and which
+tokens the bound acted on. Invariant: at ratio 1 every region gives the gradient A * grad log pi.
+
+A region is a frozen dataclass; its fields are the objective's settings of the same name. Soft regions have no bound
+that is either hit or not, and report no clipped tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gspo.errors import ConfigError
+from gspo.objectives.ratio import MAX_LOG_RATIO, with_gradient_of
+from gspo.objectives.sequences import Tokens
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A trust region's answer."""
+
+    objective_N: Tensor
+    ratio_N: Tensor
+    """The ratio that was judged, detached."""
+    clipped_N: Tensor
+    """Where the bound acted."""
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """Base of all regions."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"{f.name}: must be a finite number, 0 or more, not {value}")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Clip(TrustRegion):
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual_clip` = c also max(..., c A) where A < 0."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip: must be above 1 (3 is usual), not {self.dual_clip:g}")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        inside_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
+        objective_N = torch.minimum(ratio_N * a_N, inside_N * a_N)
+        clipped_N = pushed_out(ratio_N, a_N, self.clip_low, self.clip_high)
+        if self.dual_clip is not None:
+            objective_N = torch.where(a_N < 0, torch.maximum(objective_N, self.dual_clip * a_N), objective_N)
+            clipped_N = clipped_N | ((a_N < 0) & (ratio_N > self.dual_clip))
+        return Surrogate(objective_N, ratio_N.detach(), clipped_N)
+
+
+@dataclass(frozen=True)
+class LogClipThenMean(TrustRegion):
+    """A exp(mean_t d_t), d_t = log r_t bounded by +clip_high where A > 0 and by -clip_low where A < 0 (GMPO)."""
+
+    clip_low: float
+    clip_high: float
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, sequences = tokens.advantage_N, tokens.sequences
+        upper_N = torch.where(a_N > 0, log_ratio_N.clamp(max=self.clip_high), log_ratio_N)
+        bounded_N = torch.where(a_N < 0, upper_N.clamp(min=-self.clip_low), upper_N)
+        mean_N = sequences.spread(sequences.mean(bounded_N.detach()))
+        ratio_N = with_gradient_of(mean_N, bounded_N).exp()
+        clipped_N = ((a_N > 0) & (log_ratio_N > self.clip_high)) | ((a_N < 0) & (log_ratio_N < -self.clip_low))
+        return Surrogate(ratio_N * a_N, ratio_N.detach(), clipped_N)
+
+
+@dataclass(frozen=True)
+class SoftGate(TrustRegion):
+    """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO). Gradient weight sech^2(tau(r-1)/2) r."""
+
+    tau_pos: float
+    tau_neg: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.tau_pos, self.tau_neg) <= 0:
+            raise ConfigError("tau_pos, tau_neg: must be above 0")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
+        gate_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0))
+        return _soft(gate_N * a_N, ratio_N)
+
+
+@dataclass(frozen=True)
+class GammaWeight(TrustRegion):
+    """sg[W^k exp(lambda (1 - W))] A log pi, (k, lambda) by the sign of A (VESPO). Computed in log space."""
+
+    k_pos: float
+    lambda_pos: float
+    k_neg: float
+    lambda_neg: float
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, log_w_N = tokens.advantage_N, log_ratio_N.detach()
+        k_N = _either(a_N >= 0, self.k_pos, self.k_neg, log_w_N)
+        lambda_N = _either(a_N >= 0, self.lambda_pos, self.lambda_neg, log_w_N)
+        w_N = log_w_N.clamp(max=MAX_LOG_RATIO).exp()
+        phi_N = (lambda_N + k_N * log_w_N - lambda_N * w_N).exp()
+        return _soft(phi_N * a_N * tokens.logp_N, w_N)
+
+
+@dataclass(frozen=True)
+class MassGate(TrustRegion):
+    """sg[F] r A, F = exp(-(r-1)^2 / (2 sigma^2)) where r moved in the direction A pushes, sigma wider for rare tokens (MASPO)."""
+
+    sigma_base: float
+    mass_power: float
+    beta_pos: float
+    beta_neg: float
+    sigma_high: float
+    factor_low: float
+    factor_high: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factor_low > self.factor_high or not self.sigma_base:
+            raise ConfigError("factor_low must not be above factor_high, and sigma_base not 0")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        r_N = ratio_N.detach()
+        mass_N = (self.sigma_base * torch.exp(-self.mass_power * tokens.logp_old_N)).clamp(
+            self.sigma_base, self.sigma_high
+        )
+        by_sign_N = torch.where(a_N > 0, 1 + self.beta_pos * a_N, 1 / (1 - self.beta_neg * a_N.clamp(max=0)))
+        sigma_N = mass_N * by_sign_N.clamp(self.factor_low, self.factor_high)
+        pushed_N = ((a_N > 0) & (r_N > 1)) | ((a_N < 0) & (r_N < 1))
+        gate_N = torch.where(pushed_N, torch.exp(-((r_N - 1) ** 2) / (2 * sigma_N**2)), 1.0)
+        return _soft(gate_N * ratio_N * a_N, ratio_N)
+
+
+@dataclass(frozen=True)
+class CappedWeight(TrustRegion):
+    """sg[min(r, weight_cap)] A log pi: bounded weight, no token dropped (CISPO). `weight_cap` is the bound itself, not 1 + it."""
+
+    weight_cap: float
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        ratio_N = log_ratio_N.detach().exp()
+        weight_N = ratio_N.clamp(max=self.weight_cap)
+        return Surrogate(weight_N * tokens.advantage_N * tokens.logp_N, ratio_N, ratio_N > self.weight_cap)
+
+
+@dataclass(frozen=True)
+class MaskedWeight(TrustRegion):
+    """M sg[min(pi/mu, weight_cap)] A log pi, M = 0 where pi/pi_old was already pushed out of the clip range (MiniRL)."""
+
+    clip_low: float
+    clip_high: float
+    weight_cap: float
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        ratio_N = log_ratio_N.detach().exp()
+        log_weight_N = (tokens.logp_N.detach() - tokens.logp_behavior_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        weight_N = log_weight_N.exp().clamp(max=self.weight_cap)
+        dropped_N = pushed_out(ratio_N, tokens.advantage_N, self.clip_low, self.clip_high)
+        objective_N = weight_N * tokens.advantage_N * tokens.logp_N
+        return Surrogate(torch.where(dropped_N, 0.0, objective_N), ratio_N, dropped_N)
+
+
+@dataclass(frozen=True)
+class Unbounded(TrustRegion):
+    """A log pi: the plain score function, no ratio and no bound."""
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        return _soft(tokens.advantage_N * tokens.logp_N, log_ratio_N.exp())
+
+
+@dataclass(frozen=True)
+class CovarianceRegion(TrustRegion):
+    """A region that singles tokens out by Cov_j = (log pi_j - mean log pi)(A_j - mean A) over the whole optimiser step."""
+
+    select_fraction: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.select_fraction > 1:
+            raise ConfigError(f"select_fraction: must be between 0 and 1, not {self.select_fraction:g}")
+
+    def selection_count(self, tokens: int) -> int:
+        """How many of a step's tokens are singled out: the fraction rounded down, never forced up to one."""
+        return int(self.select_fraction * tokens + 1e-9)
+
+    def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
+        """Which of the step's tokens; `tokens` holds all of them."""
+        raise NotImplementedError
+
+    def _selected(self, tokens: Tokens) -> Tensor:
+        assert tokens.selected_N is not None, "select() the step's tokens before micro-batches are cut"
+        return tokens.selected_N
+
+
+@dataclass(frozen=True)
+class DropCovariance(CovarianceRegion):
+    """Clip, and zero the loss of a random `select_fraction` of tokens among those with Cov in [cov_low, cov_high] (Clip-Cov)."""
+
+    cov_low: float
+    cov_high: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cov_low >= self.cov_high:
+            raise ConfigError(f"cov_low={self.cov_low:g}: must be below cov_high={self.cov_high:g}")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        inner = self._clip(tokens, log_ratio_N)
+        dropped_N = self._selected(tokens)
+        objective_N = torch.where(dropped_N, 0.0, inner.objective_N)
+        return Surrogate(objective_N, inner.ratio_N, inner.clipped_N | dropped_N)
+
+    def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
+        cov_N = covariance(tokens)
+        allowed_N = (cov_N >= self.cov_low) & (cov_N <= self.cov_high) & ~self._clip(tokens, log_ratio_N).clipped_N
+        candidates = allowed_N.nonzero().squeeze(-1)
+        order = torch.randperm(len(candidates), generator=generator)[: self.selection_count(len(cov_N))]
+        return torch.zeros_like(allowed_N).index_fill(0, candidates[order.to(candidates.device)], True)
+
+    def _clip(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        return Clip(self.clip_low, self.clip_high, self.dual_clip)(tokens, log_ratio_N)
+
+
+@dataclass(frozen=True)
+class PenalizeCovariance(CovarianceRegion):
+    """r A - cov_kl |log pi - log pi_old| on the `select_fraction` of tokens with the largest Cov (KL-Cov). No clip."""
+
+    cov_kl: float
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        ratio_N = log_ratio_N.exp()
+        penalty_N = self.cov_kl * (tokens.logp_N - tokens.logp_old_N).abs()
+        chosen_N = self._selected(tokens)
+        objective_N = ratio_N * tokens.advantage_N - torch.where(chosen_N, penalty_N, 0.0)
+        return _soft(objective_N, ratio_N)
+
+    def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
+        cov_N = covariance(tokens)
+        top = torch.topk(cov_N, self.selection_count(len(cov_N))).indices
+        return torch.zeros_like(cov_N, dtype=torch.bool).index_fill(0, top, True)
+
+
+def covariance(tokens: Tokens) -> Tensor:
+    """Cov_j over all tokens given, without gradient."""
+    logp_N, a_N = tokens.logp_N.detach(), tokens.advantage_N
+    return (logp_N - logp_N.mean()) * (a_N - a_N.mean())
+
+
+def pushed_out(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
+    """Whether the ratio has left [1 - low, 1 + high] on the side the advantage pushes to."""
+    return ((advantage_N > 0) & (ratio_N > 1 + high)) | ((advantage_N < 0) & (ratio_N < 1 - low))
+
+
+def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
+    """torch.where of two numbers, in full precision (two Python numbers alone would meet in float32)."""
+    return torch.where(where_N, like_N.new_tensor(yes), like_N.new_tensor(no))
+
+
+def _soft(objective_N: Tensor, ratio_N: Tensor) -> Surrogate:
+    return Surrogate(objective_N, ratio_N.detach(), torch.zeros_like(ratio_N, dtype=torch.bool))

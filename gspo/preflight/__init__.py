@@ -1,0 +1,1 @@
+"""`gspo doctor`: pre-flight checks of a recipe. See docs/doctor.md."""

@@ -1,0 +1,159 @@
+"""The data: files, fields, counts, bad rows, overlap, prompt lengths.
+
+Without a tokenizer (a model that does not load) rows and fields are read all the same, through a stand-in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gspo.data.problems import Problems, load_problems
+from gspo.errors import DataError
+from gspo.model.load import position_limit
+from gspo.preflight.case import Case
+from gspo.preflight.findings import Finding, fail, note, ok, warning
+from gspo.types import Prompt
+
+MANY = 0.05
+"""From this share on, rows that are left out deserve a warning."""
+
+
+class RowTokenizer:
+    """Stands in for a tokenizer where only rows and fields are looked at: any prompt is one token."""
+
+    chat_template = "any"
+    eos_token_id = None
+
+    def apply_chat_template(self, chats: Sequence[Any], **options: Any) -> list[str]:
+        return [json.dumps(chat) for chat in chats]
+
+    def __call__(self, texts: str | Sequence[str], **options: Any) -> dict[str, Any]:
+        return {"input_ids": [0] if isinstance(texts, str) else [[0] for _ in texts]}
+
+
+def check_data(case: Case) -> Iterator[Finding]:
+    config, tokenizer = case.config.data, case.tokenizer or RowTokenizer()
+    case.problems = problems = load_problems(config, tokenizer, case.config.seed)
+    source = config.path or (f"hub data set {config.hub}" if config.hub else f"task {config.task}")
+    answers = sum("answer" in p.columns for p in problems.train)
+    fields = sorted(set().union(*(p.columns for p in problems.train)))
+    yield ok(
+        f"{source}: {_count(problems.train, 'training problem')}, {len(problems.held_out)} held out; rewards receive the fields {', '.join(fields) or 'none'}.",
+        train=len(problems.train), held_out=len(problems.held_out), answers=answers, skipped=problems.skipped, overlapping=problems.overlapping,
+    )  # fmt: skip
+    yield from _left_out(case, problems, tokenizer)
+    yield from _repeated(case, problems)
+    yield from _held_out(case, problems)
+
+
+def _left_out(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
+    rows = len(problems.train) + len(problems.held_out) + problems.skipped
+    if problems.skipped:
+        level = warning if problems.skipped > MANY * rows else note
+        yield level(
+            f"{problems.skipped} of {rows} rows are bad and will be left out (data.on_bad_row = skip).",
+            "Look at the first of them below; a wrong field name or limit is mended more easily than rows.",
+            detail=_first_faults(case, tokenizer),
+            skipped=problems.skipped,
+        )
+    if problems.crowded:
+        what, _, do = problems.crowded.partition("; ")
+        yield warning(f"{what}.", f"{do.capitalize()}.", overlapping=problems.overlapping)
+    elif problems.overlapping:
+        yield note(
+            f"{problems.overlapping} training problems ask the same as a held-out one and will be left out.",
+            overlapping=problems.overlapping,
+        )
+
+
+def _first_faults(case: Case, tokenizer: Any) -> list[str]:
+    strict = dataclasses.replace(case.config.data, on_bad_row="error")
+    try:
+        load_problems(strict, tokenizer, case.config.seed)
+    except DataError as error:
+        return str(error).splitlines()[1:4]
+    return []
+
+
+def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
+    config, count = case.config, len(problems.train)
+    text, times = Counter(p.text for p in problems.train).most_common(1)[0]
+    if times > 1:
+        copies = count - len({p.text for p in problems.train})
+        yield note(
+            f"{copies} training rows repeat the prompt of another row; the commonest occurs {times} times.",
+            detail=[shown(text)], repeated=copies,
+        )  # fmt: skip
+    if config.rollout.prompts > count:
+        yield warning(
+            f"A step draws {config.rollout.prompts} prompts, but there are only {count}: the same prompt is drawn several times in a step.",
+            f"Set rollout.prompts to at most {count}, or add problems.",
+        )
+    elif config.steps:
+        yield ok(
+            f"{config.steps} steps of {config.rollout.prompts} prompts visit each problem {config.steps * config.rollout.prompts / count:.2g} times."
+        )
+
+
+def _held_out(case: Case, problems: Problems) -> Iterator[Finding]:
+    count = len(problems.held_out)
+    if case.config.eval.every and 0 < count < 100:
+        points = 100 * 1.96 * math.sqrt(0.25 / count)
+        yield note(
+            f"{count} held-out problems tell an accuracy of 50 % only to ±{points:.0f} points.",
+            "Set data.held_out higher to see smaller gains.",
+        )
+
+
+def check_lengths(case: Case) -> Iterator[Finding]:
+    assert case.problems is not None
+    prompts = [*case.problems.train, *case.problems.held_out]
+    lengths = sorted(len(p.token_ids) for p in prompts)
+    limit, reply = case.config.data.max_prompt_tokens, case.config.rollout.max_tokens
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    yield ok(
+        f"The median prompt has {statistics.median(lengths):g} tokens and the longest {lengths[-1]} (data.max_prompt_tokens = {limit}).",
+        median=statistics.median(lengths), longest=lengths[-1],
+    )  # fmt: skip
+    yield from _unknown(case, prompts)
+    positions = position_limit(case.skeleton) if case.skeleton is not None else None
+    if positions is not None and lengths[-1] + reply > positions:
+        yield fail(
+            f"Prompt {longest.id} has {lengths[-1]} tokens, and with rollout.max_tokens = {reply} more it exceeds the model's {positions} positions.",
+            f"Set rollout.max_tokens to at most {positions - lengths[-1]}, or data.max_prompt_tokens = {max(1, positions - reply)} with data.on_bad_row = skip.",
+            positions=positions,
+        )
+    elif positions is not None:
+        yield ok(
+            f"The longest prompt and a reply of {reply} tokens fit the model's {positions} positions.",
+            positions=positions,
+        )
+
+
+def _unknown(case: Case, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Characters that the tokenizer has no token for are lost to the model."""
+    unknown = getattr(case.tokenizer, "unk_token_id", None)
+    lost = [p for p in prompts if unknown is not None and unknown in p.token_ids]
+    if lost:
+        yield warning(
+            f"{len(lost)} of {len(prompts)} prompts hold characters that the tokenizer does not know; the model cannot see them.",
+            "Use a tokenizer that knows them, or clean the data.",
+            detail=[shown(lost[0].text)],
+            unknown=len(lost),
+        )
+
+
+def shown(text: str, limit: int = 400) -> str:
+    """Text on one line, its middle left out if it is long."""
+    line = text.replace("\n", "⏎")
+    return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
+
+
+def _count(things: Sequence[Any], name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

@@ -1,0 +1,268 @@
+"""How much memory a step needs at its worst, line by line, against what the device has.
+
+In: the model's shapes and the settings. Out: an `Estimate`. All bytes; b is the size of a weight, n their number.
+
+Held throughout: weights b n, optimiser 8 n (two float32 moments), for weights in less than float32 also masters 4 n, and
+with a KL penalty a second copy of the weights. With LoRA all but the first count the adapters' weights only, the second copy
+is not needed, and weights in NF4 take 4.127 bits each. On top of that comes the larger of
+
+- learning, on the largest micro-batch there can be: gradients 4 n (float32 whatever the weights are in), activations, logits;
+- the optimiser's step: gradients 4 n, and on a GPU 4 n for temporaries;
+- sampling: keys and values of every slot at full length, and the logits of one decoding step.
+
+Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden size H,
+feed-forward I, queries Q, keys and values K, and E experts of width F chosen per token,
+
+    b (5 H + 4 I + 4 Q + 4 K + E (2 H + 4 F)) + 8 H
+
+counted on Llama, Qwen2, Qwen3 and Qwen3-MoE; the tests compare it with what the allocator saw. Where a batch could be
+measured, the measurement is used. The head keeps five float32 numbers per reply token and vocabulary entry at its peak, of
+as many entries as it goes through at a time; a model whose logits are no plain product, of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
+from gspo.model.lm_head import lm_head
+from gspo.model.quantization import BITS, linear_layers
+from gspo.preflight.case import Case
+from gspo.preflight.findings import Finding, fail, ok, warning
+from gspo.preflight.machine import human
+
+LOGIT_BYTES = 20
+"""Per reply token and vocabulary entry in learning: five float32 copies between softmax, entropy and gradient."""
+DRAW_BYTES = 24
+"""Per slot and vocabulary entry in sampling: logits, log-probabilities, and cumulative sums in float64."""
+TIGHT = 0.85
+"""Above this share of the free memory, an estimate is too close to be sure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """One use of memory."""
+
+    name: str
+    bytes: float
+    how: str
+    """How it was computed."""
+
+    def __str__(self) -> str:
+        return f"{self.name:<24} {human(self.bytes):>8}   {self.how}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run holds throughout, and the phases that come on top one at a time."""
+
+    held: tuple[MemoryUse, ...]
+    phases: dict[str, tuple[MemoryUse, ...]]
+    """By name; that of learning begins with the gradients."""
+
+    @property
+    def worst(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: _total(self.phases[name]))
+
+    @property
+    def peak(self) -> float:
+        return _total(self.held) + _total(self.phases[self.worst])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder that memory depends on."""
+
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the dense feed-forward; 0 in a layer of experts."""
+    queries: int
+    keys: int
+    heads: int
+    vocabulary: int
+    chosen: int
+    """Experts per token; 0: dense."""
+    expert: int
+    """Width of an expert."""
+    eager: bool
+    """Attention that keeps its weights, one per pair of tokens."""
+
+
+def shape_of(model: Any) -> Shape:
+    """Read from the config, whose names differ little between families."""
+    config = model.config.get_text_config(decoder=True)
+
+    def first(*names: str, default: int = 0) -> int:
+        return next((int(v) for n in names if isinstance(v := getattr(config, n, None), int) and v), default)
+
+    hidden, heads = first("hidden_size"), first("num_attention_heads", default=1)
+    head = first("head_dim", default=hidden // heads)
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    inner = first("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+    expert = first("moe_intermediate_size", default=inner)
+    shared = first("shared_expert_intermediate_size") or first("n_shared_experts") * expert
+    return Shape(
+        layers=first("num_hidden_layers"), hidden=hidden, inner=shared if chosen else inner, queries=heads * head,
+        keys=first("num_key_value_heads", default=heads) * head, heads=heads,
+        vocabulary=model.get_input_embeddings().num_embeddings, chosen=chosen, expert=expert,
+        eager=getattr(config, "_attn_implementation", "sdpa") == "eager",
+    )  # fmt: skip
+
+
+def layer_bytes(shape: Shape, size: int, width: int) -> float:
+    """What autograd keeps of one layer, per token of a row that is `width` long."""
+    elements = 5 * shape.hidden + 4 * shape.inner + 4 * shape.queries + 4 * shape.keys
+    elements += shape.chosen * (2 * shape.hidden + 4 * shape.expert)
+    scores = 3 * shape.heads * width if shape.eager else 0
+    return size * (elements + scores) + 8 * shape.hidden
+
+
+def activation_bytes(shape: Shape, size: int, width: int, *, checkpointing: bool) -> float:
+    """What autograd keeps of all layers, per token; with checkpointing the inputs of all and the whole of one."""
+    layer = layer_bytes(shape, size, width)
+    return shape.layers * shape.hidden * size + 1.2 * layer if checkpointing else shape.layers * layer
+
+
+def largest_micro_batch(case: Case) -> tuple[int, int]:
+    """(rows, width) of the worst micro-batch: the longest prompt, replies that reach their limit."""
+    learner, rollout = case.config.learner, case.config.rollout
+    width = case.longest_prompt + rollout.max_tokens
+    rows = -(-case.replies // learner.mini_batches)
+    return min(rows, max(1, learner.micro_batch_tokens // width)), width
+
+
+def weight_bytes(skeleton: Any, quantize: str) -> float:
+    """What the weights take, those in 4 bits as what they are."""
+    whole = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    small = [m.weight for _, m in linear_layers(skeleton) if not m.weight.requires_grad] if quantize else []
+    return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
+
+
+def estimate(case: Case, *, gpu: bool) -> Estimate:
+    """The memory of a step at its worst."""
+    parameters, config = list(case.skeleton.parameters()), case.config.model
+    n, t = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    weights = weight_bytes(case.skeleton, config.quantize)
+    each = "per trained weight" if t < n else "per weight"
+    held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
+    held += [MemoryUse(name="optimiser moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
+    if any(p.element_size() < 4 for p in parameters):
+        held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
+    if case.objective is not None and case.objective.kl and not config.lora.rank:
+        held.append(MemoryUse(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
+    gradients = MemoryUse(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
+    temporary = MemoryUse(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
+    return Estimate(
+        held=tuple(held),
+        phases={
+            "learning": (gradients, *_learning(case)),
+            "the optimiser's step": (gradients, *((temporary,) if gpu else ())),
+            "sampling": _sampling(case),
+        },
+    )
+
+
+def _learning(case: Case) -> tuple[MemoryUse, ...]:
+    shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
+    rows, width = largest_micro_batch(case)
+    checkpointing = case.config.model.gradient_checkpointing
+    per_token = case.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
+    reply = case.config.rollout.max_tokens
+    origin = "measured" if case.activation_bytes else "estimated"
+    entries = logits_held(case, rows * reply, shape.vocabulary)
+    return (
+        MemoryUse(name="activations", bytes=rows * width * per_token, how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}"),
+        MemoryUse(name="logits", bytes=entries * LOGIT_BYTES, how=f"{entries / 1e6:,.4g}M of {rows} x {reply} reply tokens x {shape.vocabulary}, {LOGIT_BYTES} bytes each"),
+    )  # fmt: skip
+
+
+def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
+    """How many of the logits of some reply tokens exist at a time."""
+    if case.policy is not None and lm_head(case.policy.model) is None:
+        return tokens * vocabulary
+    held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
+    return min(tokens * vocabulary, max(held, 256 * tokens))
+
+
+def _sampling(case: Case) -> tuple[MemoryUse, ...]:
+    if case.config.rollout.engine != "local":
+        return ()
+    shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
+    slots = min(int(case.config.rollout.engine_options.get("slots", 256)), case.replies)
+    columns = case.longest_prompt + case.config.rollout.max_tokens
+    return (
+        MemoryUse(name="keys and values", bytes=slots * columns * shape.layers * 2 * shape.keys * size, how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes"),
+        MemoryUse(name="logits of a step", bytes=slots * shape.vocabulary * DRAW_BYTES, how=f"{slots} x {shape.vocabulary} x {DRAW_BYTES} bytes"),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the check
+
+
+def check_memory(case: Case) -> Iterator[Finding]:
+    assert case.free is not None
+    free, total = case.free
+    gpu = case.device is not None and case.device.type == "cuda"
+    need = estimate(case, gpu=gpu)
+    place = "GPU memory" if gpu else "memory"
+    detail = _table(need)
+    sentence = f"A step needs about {human(need.peak)} at its worst, in {need.worst}; {human(free)} of {human(total)} {place} are free."
+    numbers = {"need": round(need.peak), "free": free, "total": total, "worst": need.worst}
+    if need.peak <= TIGHT * free:
+        yield ok(sentence, detail=detail, **numbers)
+        return
+    level = fail if need.peak > free and not (gpu and _one_row_fits(case, need, free)) else warning
+    yield level(sentence, _remedy(case, need, TIGHT * free), detail=detail, **numbers)
+
+
+def _one_row_fits(case: Case, need: Estimate, free: float) -> bool:
+    """Whether a run on a GPU would help itself: there it cuts micro-batches that do not fit, down to single rows."""
+    gradients, *rest = need.phases["learning"]
+    one = gradients.bytes + _total(rest) / largest_micro_batch(case)[0]
+    others = [_total(phase) for name, phase in need.phases.items() if name != "learning"]
+    return _total(need.held) + max(one, *others) <= free
+
+
+def _table(need: Estimate) -> list[str]:
+    lines = ["held throughout", *(f"  {line}" for line in need.held)]
+    for name, phase in need.phases.items():
+        if phase:
+            mark = " (the worst)" if name == need.worst else ""
+            lines += [f"in {name}{mark}", *(f"  {line}" for line in phase)]
+    return lines
+
+
+def _remedy(case: Case, need: Estimate, room: float) -> str:
+    """What to lower, and to what where that can be said."""
+    gradients, *rest = need.phases["learning"]
+    fixed = _total(need.held) + gradients.bytes
+    rows, width = largest_micro_batch(case)
+    fitting = int((room - fixed) / (_total(rest) / (rows * width)))
+    if fixed > room:
+        model = case.config.model
+        ways = {
+            ", model.dtype = bfloat16": model.dtype != "bfloat16",
+            ", adapters (model.lora.rank = 16)": not model.lora.rank,
+        }
+        kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
+        return f"Weights, gradients and optimiser alone take {human(fixed)}: use more memory{kept}."
+    if need.worst == "sampling":
+        return "Lower rollout.engine_options.slots or rollout.max_tokens."
+    if fitting >= width:
+        return f"Set learner.micro_batch_tokens = {_round(fitting)}; the gradient stays the same."
+    more = "" if case.config.model.gradient_checkpointing else "Set model.gradient_checkpointing = true, "
+    return f"{more or 'Set '}rollout.max_tokens lower, or use more memory: even one row of {width} tokens is too much."
+
+
+def _total(lines: Sequence[MemoryUse]) -> float:
+    return sum(line.bytes for line in lines)
+
+
+def _round(tokens: int) -> int:
+    """Down to two leading digits in binary, so that it reads as chosen and not as computed."""
+    step = 1 << max(0, tokens.bit_length() - 3)
+    return tokens // step * step

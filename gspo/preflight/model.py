@@ -1,0 +1,111 @@
+"""The model: first its config alone, on no device, then its weights, as the run would load them.
+
+Invariant: weights are loaded once, by the run's own code, and not at all where they alone would not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gspo.config import ModelConfig
+from gspo.errors import ConfigError, GspoError
+from gspo.model import adapter
+from gspo.model.load import build_model, device_of, load_policy
+from gspo.model.routing import check_replay, says_it_routes
+from gspo.model.source import load_errors, location
+from gspo.preflight.case import Case
+from gspo.preflight.findings import Finding, fail, note, ok, warning
+from gspo.preflight.machine import free_memory, human
+from gspo.preflight.memory import weight_bytes
+from gspo.rollout.engine import EngineContext, build_engine
+
+
+def check_files(case: Case) -> Iterator[Finding]:
+    config = case.config.model
+    case.device = device = device_of(config.device)
+    case.skeleton = skeleton = _skeleton(config, case.tokenizer)
+    case.free = free_memory(device)
+    count, trained = (
+        sum(p.numel() for p in skeleton.parameters() if p.requires_grad >= only) for only in (False, True)
+    )
+    size = weight_bytes(skeleton, config.quantize)
+    share = f", {trained / 1e6:,.4g}M of them in adapters, which alone are trained" if config.lora.rank else ""
+    kind = "built from scratch" if config.build else config.path
+    yield ok(
+        f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters{share}, {human(size)} in {config.quantize or config.dtype}, on {device}.",
+        parameters=count, trained=trained, bytes=size, device=str(device),
+    )  # fmt: skip
+
+
+def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
+    """The model on the meta device: every shape, no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if config.build:
+        with torch.device("meta"):
+            return build_model(config, tokenizer, seed=0)
+    path, options = location(config)
+    remote = config.trust_remote_code
+    with load_errors(config):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=remote, **options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                shape, dtype=getattr(torch, config.dtype), trust_remote_code=remote
+            )
+            if config.lora.rank:
+                adapter.attach(model, config.lora, base=config.path, seed=0)
+    with suppress(OSError):  # many models have none; then its end tokens are those of the config
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def check_model(case: Case) -> Iterator[Finding]:
+    assert case.free is not None
+    size = weight_bytes(case.skeleton, case.config.model.quantize)
+    if size > case.free[0]:
+        yield fail(
+            f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model was not loaded.",
+            "Use a smaller model, model.dtype = bfloat16, or a larger machine.",
+        )
+        return
+    config, started = case.config, time.monotonic()
+    case.policy = policy = load_policy(config.model, case.tokenizer, seed=config.seed, routing=config.routing)
+    yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
+    case.engine = build_engine(
+        config.rollout.engine,
+        EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers),
+        config.rollout.engine_options,
+    )
+    case.stack.callback(case.engine.close)
+    if config.routing.replay == "sampler" and not case.engine.reports_routes:
+        raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
+
+
+def check_experts(case: Case) -> Iterator[Finding]:
+    assert case.policy is not None
+    model, routers, config = case.policy.model, case.policy.routers, case.config.routing
+    if routers is None and not says_it_routes(model):
+        yield ok("A dense model: there are no experts whose choice could change.")
+    elif routers is None and not config.record:
+        yield note("A mixture of experts whose routing is not recorded (routing.record = false): changes of experts will not be seen.")  # fmt: skip
+    elif routers is None:
+        yield warning(
+            "The config speaks of experts, but no router was found that chooses by top-k: changes of experts will not be seen and cannot be replayed."
+        )
+    else:
+        yield _replay(model, routers, config.replay)
+
+
+def _replay(model: Any, routers: Any, replay: str) -> Finding:
+    found = f"{routers.layers} routers, each choosing {routers.top_k} of {routers.experts} experts"
+    try:
+        check_replay(model, routers)
+    except GspoError:
+        return note(f"{found}; replay is not possible with this model, only counting.")
+    state = f"routing.replay = {replay}" if replay != "off" else "replay is possible (routing.replay = old or sampler) and off"  # fmt: skip
+    return ok(f"{found}; {state}.", layers=routers.layers, experts=routers.experts, top_k=routers.top_k)

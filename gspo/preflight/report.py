@@ -1,0 +1,96 @@
+"""Findings as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from gspo.preflight.examine import examine
+from gspo.preflight.findings import Finding, Level
+from gspo.safe_output import printed, terminal
+
+COLOURS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
+WIDEST = 110
+
+
+def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
+    """Examine a recipe and report; 1 if something would fail."""
+    page = _Page(terminal())
+    if not as_json:
+        page.title(f"gspo doctor {recipe}")
+    findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
+    if as_json:
+        print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
+    else:
+        page.verdict(findings)
+    return exit_code(findings)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    return int(any(f.level is Level.FAIL for f in findings))
+
+
+def as_data(recipe: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The whole report in JSON's types."""
+    counts = {level.value: sum(f.level is level for f in findings) for level in Level}
+    return {"recipe": recipe, "fails": bool(exit_code(findings)), "counts": counts, "findings": [_plain(asdict(f)) for f in findings]}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _nothing(finding: Finding) -> None:
+    pass
+
+
+class _Page:
+    """Prints findings under the names of their checks."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.coloured, self.last = out, out.isatty(), ""
+        self.width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
+
+    def title(self, text: str) -> None:
+        print(printed(text), file=self.out, flush=True)
+
+    def show(self, finding: Finding) -> None:
+        if finding.check != self.last:
+            print(f"\n{finding.check}", file=self.out)
+            self.last = finding.check
+        mark = self._painted(f"{finding.level:<8}", finding.level)
+        first, *rest = self._wrapped(finding.what, 11)
+        print(f"  {mark} {first}", *(f"{'':11}{line}" for line in rest), sep="\n", file=self.out)
+        for at, line in enumerate(self._wrapped(finding.do, 13)):
+            print(f"{'':11}{'→ ' if at == 0 else '  '}{line}", file=self.out)
+        for line in finding.detail:
+            indent = 13 + len(line) - len(line.lstrip())
+            for part in self._wrapped(line.strip(), indent):
+                print(f"{'':{indent}}{part}", file=self.out)
+        self.out.flush()
+
+    def verdict(self, findings: Sequence[Finding]) -> None:
+        counts = {level: sum(f.level is level for f in findings) for level in (Level.FAIL, Level.WARNING, Level.NOTE)}
+        if counts[Level.FAIL]:
+            words = f"{counts[Level.FAIL]} thing{'s' * (counts[Level.FAIL] > 1)} would fail"
+        else:
+            words = "Nothing would fail"
+        others = f"{counts[Level.WARNING]} warning{'s' * (counts[Level.WARNING] != 1)}, {counts[Level.NOTE]} note{'s' * (counts[Level.NOTE] != 1)}"
+        worst = Level.FAIL if counts[Level.FAIL] else Level.WARNING if counts[Level.WARNING] else Level.OK
+        print(f"\n{self._painted(f'{words}; {others}.', worst)}", file=self.out, flush=True)
+
+    def _wrapped(self, text: str, indent: int) -> list[str]:
+        """Lines of a paragraph; runs of spaces (columns of a table) stay as they are."""
+        return textwrap.wrap(printed(text), max(40, self.width - indent), replace_whitespace=False, drop_whitespace=True, break_on_hyphens=False)  # fmt: skip
+
+    def _painted(self, text: str, level: Level) -> str:
+        return f"\033[{COLOURS[level]}m{text}\033[0m" if self.coloured else text

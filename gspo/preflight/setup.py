@@ -1,0 +1,50 @@
+"""Settings and objective: values that cannot work, that have no effect, or that are legal and probably not meant."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from gspo.config import check
+from gspo.objectives.objective import Objective
+from gspo.preflight.case import Case
+from gspo.preflight.findings import Finding, fail, note, ok
+
+
+def check_settings(case: Case) -> Iterator[Finding]:
+    check(case.config)
+    yield ok("Every setting is known, in range and has an effect.")
+    for sink in case.config.log.sinks:
+        if importlib.util.find_spec(sink) is None:
+            yield fail(f"log.sinks: {sink} is not installed.", f"Run: pip install {sink}")
+
+
+def check_objective(case: Case) -> Iterator[Finding]:
+    from gspo.trainer import run_objective
+
+    case.objective = objective = run_objective(case.config)
+    steps = case.config.learner.mini_batches
+    yield ok(
+        f"{objective.name} ({objective.paper}){_range(objective)}; {case.replies} replies per step in {steps} optimiser step{'s' * (steps > 1)}.",
+        optimiser_steps=steps,
+    )
+    if steps == 1 and hasattr(objective.trust_region, "clip_low"):
+        yield note(
+            "With one optimiser step per batch the ratio is always 1, so nothing is ever clipped and the clip range has no effect.",
+            "Set learner.mini_batches above 1 to use each batch for several steps.",
+        )
+    if objective.kl and case.config.model.lora.rank:
+        yield note(f"kl = {objective.kl:g} needs no copy of the model, only one more forward per reply, with the adapters switched off.")  # fmt: skip
+    elif objective.kl:
+        yield note(
+            f"kl = {objective.kl:g} keeps a frozen copy of the model: its weights in memory, and one more forward per reply.",
+            "Set objective.kl = 0 to do without.",
+        )
+
+
+def _range(objective: Objective) -> str:
+    region = objective.trust_region
+    low, high = getattr(region, "clip_low", None), getattr(region, "clip_high", None)
+    if low is None or high is None:
+        return ""
+    return f", clip range {low:g}/{high:g} on {'the ratio of a whole reply' if objective.clips_sequences else 'the ratio of a token'}"

@@ -1,0 +1,150 @@
+"""Tokenizer, end tokens, padding, chat template: where a reply begins and what ends it.
+
+The commonest cause of replies that never end is a chat template that closes a turn with a token which is not among the
+ids that stop a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gspo.data.chat import render, uses_template
+from gspo.data.problems import shown as put
+from gspo.data.task import build_task
+from gspo.model.load import Policy, load_tokenizer
+from gspo.preflight.case import Case
+from gspo.preflight.files import shown
+from gspo.preflight.findings import Finding, fail, note, ok, warning
+
+CONTENT = "ANSWER"
+"""Stands for what the assistant says."""
+
+
+def check_tokenizer(case: Case) -> Iterator[Finding]:
+    data = case.config.data
+    task = build_task(data.task, data.task_options) if data.task else None
+    case.tokenizer = tokenizer = load_tokenizer(case.config.model, alphabet=task.alphabet if task else "")
+    yield ok(f"{type(tokenizer).__name__} with {len(tokenizer)} tokens.", vocabulary=len(tokenizer))
+    if tokenizer.pad_token_id is None:
+        yield note("The tokenizer has no padding token; an end token fills short rows, where no real token can see it.")
+    elif tokenizer.pad_token_id == tokenizer.eos_token_id:
+        yield note(
+            "Padding and end token are the same; harmless here, because padding is known by its place, so a reply's own end token is still learned."
+        )
+
+
+# ------------------------------------------------------------------------------------------------- chat template
+
+
+def check_template(case: Case) -> Iterator[Finding]:
+    data, tokenizer = case.config.data, case.tokenizer
+    prompt = case.problems.train[0] if case.problems else None
+    example = prompt.text if prompt else render(put("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
+    if not uses_template(tokenizer, chat=data.chat):
+        reason = "data.chat = no" if data.chat == "no" else "the tokenizer has no chat template"
+        yield note(
+            f"Prompts are given to the model as plain text ({reason}).",
+            "A chat model needs its template; a base model needs a prompt that is to be continued.",
+            detail=[f"example: {shown(example)}"],
+            prompt=example,
+        )
+        return
+    yield ok(
+        "Prompts are wrapped in the tokenizer's chat template.", detail=[f"example: {shown(example)}"], prompt=example
+    )
+    yield _generation_prompt(tokenizer)
+
+
+def _generation_prompt(tokenizer: Any) -> Finding:
+    """Whether a rendered prompt ends where the assistant's words are to begin."""
+    cued, plain = _rendered(tokenizer, cue=True), _rendered(tokenizer, cue=False)
+    header = _header(tokenizer, plain)
+    if cued != plain:
+        return ok(f"The template ends with the cue for the assistant: {cued.removeprefix(plain)!r}.")
+    if header is None:
+        return note("The template adds no cue for the assistant, and how it renders a reply does not tell if one is needed.")  # fmt: skip
+    if not header.strip():
+        return ok("The template adds no cue for the assistant and needs none: a reply follows the user's turn directly.")  # fmt: skip
+    return warning(
+        f"The chat template ignores add_generation_prompt: a reply should begin with {header!r}, but the prompt ends before that, so the model has to write it or goes on with the user's turn.",
+        "Add {% if add_generation_prompt %}...{% endif %} to the tokenizer's chat_template, or set data.chat = no and write the prompt format in the data.",
+        header=header,
+    )
+
+
+def _header(tokenizer: Any, plain: str) -> str | None:
+    """What stands between the user's turn and the assistant's words; None: it cannot be told."""
+    whole = _replied(tokenizer)
+    if whole is None or not whole.startswith(plain) or CONTENT not in whole:
+        return None
+    return whole[len(plain) :].partition(CONTENT)[0]
+
+
+def _rendered(tokenizer: Any, *, cue: bool) -> str:
+    chat = [{"role": "user", "content": "QUESTION"}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue))
+
+
+def _replied(tokenizer: Any) -> str | None:
+    """A chat with a reply in it; None if the template refuses it."""
+    chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": CONTENT}]
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception:  # a template is a program that may raise anything
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- ends
+
+
+def check_ends(case: Case) -> Iterator[Finding]:
+    tokenizer = case.tokenizer
+    policy = case.policy or Policy(model=case.skeleton, tokenizer=tokenizer, device=torch.device("cpu"))
+    stops = policy.stop_ids
+    if not stops:
+        yield fail(
+            "Neither the model nor its tokenizer has an end token, so no reply could ever end.",
+            "Set eos_token in the tokenizer's config.",
+        )
+        return
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stops)
+    yield ok(f"A reply ends at {named}.", stop_ids=list(stops))
+    if uses_template(tokenizer, chat=case.config.data.chat):
+        yield _end_of_turn(tokenizer, stops)
+    yield from _vocabulary(case)
+
+
+def _end_of_turn(tokenizer: Any, stops: tuple[int, ...]) -> Finding:
+    """Whether what closes the assistant's turn in the template also stops a reply."""
+    whole = _replied(tokenizer)
+    if whole is None or CONTENT not in whole:
+        return note("How the chat template ends a reply could not be told from rendering one.")
+    tail = whole.rpartition(CONTENT)[2]
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    special = [i for i in ids if i in tokenizer.all_special_ids or i in tokenizer.added_tokens_decoder]
+    if not special:
+        return note(
+            f"The chat template does not close the assistant's turn with a special token ({tail!r} follows a reply); the model must have learned to end it by {tokenizer.eos_token}."
+        )
+    token = tokenizer.convert_ids_to_tokens(special[0])
+    if special[0] in stops:
+        return ok(f"The chat template closes the assistant's turn with {token}, which stops a reply.")
+    return warning(
+        f"The chat template closes the assistant's turn with {token} ({special[0]}), which does not stop a reply: replies will run on to rollout.max_tokens.",
+        f'Set "eos_token": "{token}" in tokenizer_config.json, or add {special[0]} to eos_token_id in generation_config.json.',
+        end_of_turn=special[0],
+    )
+
+
+def _vocabulary(case: Case) -> Iterator[Finding]:
+    """Ids that the model has no embedding for end the run in the middle of a forward."""
+    rows = case.skeleton.get_input_embeddings().num_embeddings
+    problems = case.problems
+    used = max((max(p.token_ids) for p in (*problems.train, *problems.held_out)), default=0) if problems else 0
+    if used >= rows:
+        yield fail(f"The data holds token id {used}, but the model's embedding has only {rows} rows.", "The tokenizer is not this model's; use its own.")  # fmt: skip
+    elif len(case.tokenizer) > rows:
+        yield warning(f"The tokenizer knows {len(case.tokenizer)} tokens, but the model's embedding has only {rows} rows.", "Make sure that the tokenizer is this model's.")  # fmt: skip

@@ -1,0 +1,189 @@
+"""What a run shows on the terminal while it works.
+
+In: a step's metrics and times. Out: a live panel on a terminal, plain lines anywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gspo.safe_output import printed, terminal
+
+
+class Display(Protocol):
+    """Where a run reports to."""
+
+    def message(self, text: str) -> None:
+        """A sentence that stays."""
+        ...
+
+    def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
+        """Progress of the supervised start."""
+        ...
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """Held-out numbers from before the first step of this process."""
+        ...
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
+        """A finished training step."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def make_display() -> Display:
+    """A live panel on a terminal, lines elsewhere."""
+    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+
+
+class _Recent:
+    """What the display remembers between steps: the last evaluation and the pace. All else is of the last step alone."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.first: float | None = None
+        """The first held-out accuracy."""
+        self._started: float | None = None
+        self._first = 0
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        found = {k: v for k, v in metrics.items() if k.startswith("eval/") and v is not None}
+        self.values |= found
+        if self.first is None:
+            self.first = found.get("eval/accuracy")
+
+    def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
+        if self._started is None:
+            self._started, self._first = time.monotonic() - timings.get("time/step_s", 0.0), step - 1
+        kept = {k: v for k, v in self.values.items() if k.startswith("eval/")}
+        self.values = kept | {k: v for k, v in metrics.items() if v is not None}
+        self.evaluated(metrics)
+        self.values["tokens/s"] = metrics.get("tokens/generated", 0) / max(1e-9, timings.get("time/rollout_s", 0.0))
+
+    def left(self, step: int, steps: int) -> float:
+        """Seconds left at the pace so far."""
+        if self._started is None or step <= self._first:
+            return 0.0
+        return (time.monotonic() - self._started) / (step - self._first) * max(0, steps - step)
+
+    def cells(self) -> list[tuple[str, str]]:
+        """Name and text of what is shown."""
+        v = self.values
+        held_out = _share(v.get("eval/accuracy"))
+        if self.first is not None and self.first != v.get("eval/accuracy"):
+            held_out = f"{_share(self.first)} → {held_out}"
+        if v.get("eval/accuracy_greedy") is not None:
+            held_out += f" (greedy {_share(v['eval/accuracy_greedy'])})"
+        unscored = [("unscored", str(v["samples/unscored"]))] if v.get("samples/unscored") else []
+        clipped = ("clipped", _share(v.get("clip/fraction_tokens")))
+        if v.get("samples/trained") == 0:
+            clipped = ("trained on", "nothing")
+        return [
+            ("reward", _number(v.get("reward/mean"), ".3f")),
+            ("held-out", held_out),
+            clipped,
+            ("length", _number(v.get("length/mean"), ".1f")),
+            ("tokens/s", _number(v.get("tokens/s"), ",.0f")),
+            *unscored,
+        ]
+
+
+class PlainDisplay:
+    """One line per step."""
+
+    def __init__(self) -> None:
+        self._recent = _Recent()
+
+    def message(self, text: str) -> None:
+        print(printed(text), flush=True)
+
+    def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
+        print(f"cold start {step}: loss {loss:.3f}, sampled accuracy {accuracy:.0%}", flush=True)
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        self._recent.evaluated(metrics)
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
+        self._recent.update(step, metrics, timings)
+        cells = "  ".join(f"{name} {text}" for name, text in self._recent.cells())
+        print(f"step {step}/{steps}  {cells}  left {_duration(self._recent.left(step, steps))}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """A progress bar over a row of numbers."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=terminal())
+        self._recent = _Recent()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"), console=self._console, expand=True,
+        )  # fmt: skip
+        self._task: Any = None
+        self._live = Live(console=self._console, refresh_per_second=4, transient=False)
+
+    def message(self, text: str) -> None:
+        self._console.print(printed(text), highlight=False, markup=False)
+
+    def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
+        self._show(
+            "cold start",
+            step,
+            steps,
+            f"accuracy {accuracy:.0%}",
+            [("loss", f"{loss:.3f}"), ("sampled accuracy", f"{accuracy:.0%}")],
+        )
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        self._recent.evaluated(metrics)
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
+        self._recent.update(step, metrics, timings)
+        self._show("training", step, steps, f"{_duration(self._recent.left(step, steps))} left", self._recent.cells())
+
+    def close(self) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def _show(self, name: str, step: int, steps: int, left: str, cells: list[tuple[str, str]]) -> None:
+        if self._task is None or self._bar.tasks[-1].description != name:
+            for task in list(self._bar.task_ids):
+                self._bar.remove_task(task)
+            self._task = self._bar.add_task(name, total=steps, left="")
+        self._bar.update(self._task, completed=step, total=steps, left=left)
+        table = Table.grid(padding=(0, 3))
+        for _ in cells:
+            table.add_column(no_wrap=True)
+        table.add_row(*(f"[dim]{title}[/dim]" for title, _ in cells))
+        table.add_row(*(f"[bold]{text}[/bold]" for _, text in cells))
+        self._live.update(Group(self._bar, table))
+        if not self._live.is_started:
+            self._live.start()
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

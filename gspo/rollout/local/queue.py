@@ -1,0 +1,58 @@
+"""Every reply that is to be drawn, replies of the same prompt together, and what was drawn.
+
+In: prompts of a call. Out: a `Queue`, in whose order an engine admits requests. Invariant: a request carries its own random
+stream, so the order changes nothing but speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspo.rollout.engine import DecodeStats, stream_key
+from gspo.rollout.local.sampling import GREEDY
+from gspo.types import Prompt, Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What there is to draw."""
+
+    prompt_U: list[tuple[int, ...]]
+    """Distinct prompts, longest first: neighbours are of similar length, so that little is padded when prefilling."""
+    prompt_of_B: list[int]
+    """Which of them each request continues; never decreasing."""
+    place_B: list[tuple[int, int]]
+    """Where the reply belongs: (index of the prompt in the call, sample)."""
+    key_B: list[int]
+    """The random stream of each request; `GREEDY` for one that takes the likeliest token."""
+
+
+def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str, greedy_last: bool = False) -> Queue:
+    """`samples` requests for every prompt."""
+
+    def key(p: int, sample: int) -> int:
+        greedy = greedy_last and sample == samples - 1
+        return GREEDY if greedy else stream_key(seed, stream, prompts[p].id, sample)
+
+    distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
+    index = {ids: u for u, ids in enumerate(distinct)}
+    order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])
+    place_B = [(p, sample) for p in order for sample in range(samples)]
+    return Queue(
+        prompt_U=distinct,
+        prompt_of_B=[index[prompts[p].token_ids] for p, _ in place_B],
+        place_B=place_B,
+        key_B=[key(p, sample) for p, sample in place_B],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replies:
+    """What was drawn, in queue order."""
+
+    token_ids: list[list[int]]
+    logp: list[list[float]]
+    ended: list[bool]
+    routes: Sequence[Routes | None]
+    decoded: DecodeStats

@@ -1,0 +1,1 @@
+"""What reads a run directory: curves, diagnosis, the dashboard, reports, comparisons, replay."""

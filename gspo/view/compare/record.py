@@ -1,0 +1,118 @@
+"""What a comparison directory is about: `OUT/compare.toml`, and where things lie in it.
+
+In: a directory. Out: a `Record`. Invariant: arms and seeds only join; the token budget, once there, is read back and not
+measured again, so that repeating a command makes the same runs.
+
+    compare.toml            recipe, overrides, arms, seeds, token budget
+    recipe.toml             the settings that all arms share, resolved
+    configs/SLUG-seed-S.toml  what each run was started with
+    start/seed-S/           run directory of the cold start that all arms of a seed begin with
+    runs/SLUG-seed-S/       run directory of an arm
+    logs/SLUG-seed-S.log    what the run printed
+    report.html  figures/*.png  table.json
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gspo.config import read_toml
+from gspo.errors import ConfigError
+from gspo.record.run_dir import check_plain, replace_text
+from gspo.view.compare.arms import slug
+
+WRITTEN = ("configs", "figures", "logs")
+"""Folders whose files are written in place. The runs' own directories are looked over by the runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The contents of `compare.toml`."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    arms: Sequence[str] = ()
+    """Labels, in the order they joined; the first is what the others are compared with."""
+    seeds: Sequence[int] = ()
+    tokens: int | None = None
+    """Sampled tokens of every run; 0: no common budget; None: not measured yet."""
+
+    @property
+    def command(self) -> str:
+        """A command that makes this comparison."""
+        words = ["gspo", "compare", self.recipe, "--objectives", ",".join(self.arms), "--seeds", ",".join(map(str, self.seeds))]  # fmt: skip
+        words += ["--tokens", str(self.tokens)] if self.tokens else []
+        return shlex.join([*words, *(f"--{o.removeprefix('--')}" for o in self.overrides)])
+
+    def joined(self, arms: Sequence[str], seeds: Sequence[int]) -> Record:
+        """With arms and seeds that are new put at the end."""
+        return replace(
+            self,
+            arms=[*self.arms, *(a for a in arms if a not in self.arms)],
+            seeds=sorted({*self.seeds, *seeds}),
+        )
+
+
+def read(out: Path) -> Record | None:
+    """The record of a directory; None if it is new or empty. One in which writing could change something outside is refused."""
+    file = out / "compare.toml"
+    if file.is_file():
+        check_plain(out, files=(), folders=WRITTEN)
+        return _from_tree(read_toml(file), file)
+    if out.exists() and (not out.is_dir() or any(p.name != ".lock" for p in out.iterdir())):
+        raise ConfigError(f"{out}: is not empty and holds no comparison (no compare.toml); choose another --out")
+    return None
+
+
+def _from_tree(tree: dict[str, Any], file: Path) -> Record:
+    def all_are(kind: type, key: str) -> bool:
+        return isinstance(tree.get(key), list) and all(isinstance(item, kind) for item in tree[key])
+
+    whole = isinstance(tree.get("recipe"), str) and isinstance(tree.get("tokens", 0), int) and all_are(int, "seeds")
+    if not whole or not all_are(str, "arms") or not all_are(str, "overrides"):
+        raise ConfigError(f"{file}: not the record of a comparison; put it back, or choose another --out")
+    return Record(recipe=tree["recipe"], overrides=tree["overrides"], arms=tree["arms"], seeds=tree["seeds"], tokens=tree.get("tokens"))  # fmt: skip
+
+
+def write(out: Path, record: Record) -> None:
+    """Replace the record."""
+    values: dict[str, Any] = {
+        "recipe": record.recipe,
+        "overrides": record.overrides,
+        "arms": record.arms,
+        "seeds": record.seeds,
+    }
+    if record.tokens is not None:
+        values["tokens"] = record.tokens
+    replace_text(out / "compare.toml", "".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str | int):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "[" + ", ".join(map(_toml, value)) + "]"
+
+
+def run_name(label: str, seed: int) -> str:
+    """Name of an arm's run in `runs/`, `configs/` and `logs/`."""
+    return f"{slug(label)}-seed-{seed}"
+
+
+def start_path(out: Path, seed: int) -> Path:
+    """Run directory of a seed's cold start."""
+    return out / "start" / f"seed-{seed}"
+
+
+def run_path(out: Path, label: str, seed: int) -> Path:
+    """Run directory of an arm."""
+    return out / "runs" / run_name(label, seed)
+
+
+def log_path(out: Path, run: Path) -> Path:
+    """What the run in this directory printed."""
+    return out / "logs" / (f"start-{run.name}.log" if run.parent.name == "start" else f"{run.name}.log")

@@ -1,0 +1,94 @@
+"""How the log-ratio spreads over tokens and over replies, against reply length.
+
+In: `rollouts/` of runs. Out: one `LengthBin` per range of lengths. Invariant: files are read line by line, at most
+`MOST_FILES` of a run, evenly spaced; replies that the first optimiser step of a batch used are left out, because the policy
+had not moved yet and their log-ratios are exactly 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gspo.view.compare.curves import Floats, Run
+
+MOST_FILES = 40
+MOST_BYTES = 200 * 2**20
+"""Of one run; long replies make large files, and fewer of them say enough."""
+BINS = 8
+FEWEST = 16
+"""Replies in a bin, or its variance says little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthBin:
+    """Replies of about one length. Variances are those of `log pi - log pi_old`."""
+
+    length: float
+    """Mean tokens per reply."""
+    replies: int
+    token_variance: float
+    """Over the tokens of all replies."""
+    reply_variance: float
+    """Over replies, of the reply's mean: what a sequence ratio is made of."""
+
+
+def length_bins(runs: Sequence[Run]) -> list[LengthBin]:
+    """The runs' replies in bins of about equally many, from short to long."""
+    read = [moments(run) for run in runs]
+    sums_R3 = np.concatenate([np.empty((0, 3)), *read])
+    if len(sums_R3) < FEWEST:
+        return []
+    count = min(BINS, len(sums_R3) // FEWEST)
+    length_R = sums_R3[:, 0]
+    edges = np.unique(np.quantile(length_R, np.linspace(0, 1, count + 1)[1:-1]))
+    bin_R = np.searchsorted(edges, length_R, side="right")
+    groups = (sums_R3[bin_R == number] for number in range(len(edges) + 1))
+    return [_bin(group) for group in groups if len(group) >= FEWEST]
+
+
+def _bin(sums_R3: Floats) -> LengthBin:
+    length_R, sum_R, square_R = sums_R3.T
+    mean = sum_R.sum() / length_R.sum()
+    return LengthBin(
+        length=float(length_R.mean()),
+        replies=len(length_R),
+        token_variance=float(square_R.sum() / length_R.sum() - mean**2),
+        reply_variance=float((sum_R / length_R).var()),
+    )
+
+
+def moments(run: Run) -> Floats:
+    """Length, sum and sum of squares of the log-ratios of each reply that was learned from after the policy had moved."""
+    rows = [row for file in _files(run) for row in _replies(file)]
+    return np.array(rows, dtype=np.float64).reshape(-1, 3)
+
+
+def _files(run: Run) -> list[Path]:
+    """Evenly spaced rollout files of the steps that the run's rows reach."""
+    files = sorted(f for f in (run.path / "rollouts").glob("*.jsonl") if f.stem.isdecimal() and int(f.stem) <= run.step)
+    if not files:
+        return []
+    size = sum(f.stat().st_size for f in files) / len(files)
+    count = max(1, min(len(files), MOST_FILES, int(MOST_BYTES // max(size, 1))))
+    return [files[int((i + 0.5) * len(files) / count)] for i in range(count)]
+
+
+def _replies(file: Path) -> Iterator[tuple[float, float, float]]:
+    with file.open("rb") as lines:
+        for line in lines:
+            if b'"trained": true' not in line:
+                continue
+            log_ratio = _numbers(line, b"logp_new") - _numbers(line, b"logp_old")
+            if log_ratio.any() and np.isfinite(log_ratio).all():
+                yield len(log_ratio), float(log_ratio.sum()), float(log_ratio @ log_ratio)
+
+
+def _numbers(line: bytes, field: bytes) -> Floats:
+    """A field that is a list of numbers, without parsing the rest of the line: the lists are its last fields."""
+    start = line.rindex(b'"' + field + b'": [') + len(field) + 4
+    return np.array(json.loads(line[start : line.index(b"]", start) + 1]), dtype=np.float64)

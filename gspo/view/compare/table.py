@@ -1,0 +1,191 @@
+"""The final numbers of a comparison: of each run, and of each arm over its seeds.
+
+In: `Series` of runs. Out: `SeedNumbers` and `ArmNumbers`. Invariant: an arm's numbers are over its finished runs only, and
+what was not measured is None, never 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspo.view.compare.curves import Run, Series, sampled_tokens
+from gspo.view.compare.intervals import Number, over_seeds
+
+ACCURACY, GREEDY = "eval/accuracy", "eval/accuracy_greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedNumbers:
+    """One run. Means are over its steps."""
+
+    seed: int
+    finished: bool
+    tokens: int
+    steps: int
+    before: float | None
+    """Held-out accuracy, sampled, at the first evaluation."""
+    before_interval: tuple[float, float] | None
+    """Wilson's, over problems."""
+    after: float | None
+    after_interval: tuple[float, float] | None
+    greedy_before: float | None
+    greedy_after: float | None
+    lowest: float | None
+    """Lowest held-out accuracy of any evaluation."""
+    reward: float | None
+    """Mean reward over the last tenth of the tokens."""
+    idle: float | None
+    """Share of the steps that trained on nothing."""
+    clip_tokens: float | None
+    clip_sequences: float | None
+    flips: float | None
+    flips_native: float | None
+    flips_sampler: float | None
+    grad_norm: float | None
+    entropy_lowest: float | None
+    entropy_last: float | None
+    minutes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmNumbers:
+    """One arm over its finished seeds; fields as in `SeedNumbers`."""
+
+    label: str
+    runs: Sequence[SeedNumbers]
+    tokens: Number | None
+    steps: Number | None
+    before: Number | None
+    after: Number | None
+    greedy_before: Number | None
+    greedy_after: Number | None
+    difference: Number | None
+    """`after` less that of the first arm, seed by seed; None for the first arm."""
+    worse_than_start: int
+    """Seeds whose last held-out accuracy is below their first."""
+    lowest: float | None
+    reward: Number | None
+    idle: Number | None
+    clip_tokens: Number | None
+    clip_sequences: Number | None
+    clip_ratio: float | None
+    """`clip_tokens` over that of the first arm."""
+    flips: Number | None
+    flips_native: Number | None
+    flips_sampler: Number | None
+    grad_norm: Number | None
+    entropy_lowest: Number | None
+    entropy_last: Number | None
+    minutes: Number | None
+
+    @property
+    def finished(self) -> list[SeedNumbers]:
+        """The runs that the arm's numbers are over."""
+        return [run for run in self.runs if run.finished]
+
+
+def arm_numbers(series: Sequence[Series]) -> list[ArmNumbers]:
+    """The numbers of every arm; the first is what the others are compared with."""
+    seeds = [[seed_numbers(run) for run in s.runs] for s in series]
+    return [_arm(s.label, mine, seeds[0] if number else None) for number, (s, mine) in enumerate(zip(series, seeds, strict=True))]  # fmt: skip
+
+
+def seed_numbers(run: Run) -> SeedNumbers:
+    """The numbers of one run."""
+    evaluations = [row for row in run.rows if row.get(ACCURACY) is not None]
+    accuracy, greedy, entropy = run.values(ACCURACY), run.values(GREEDY), run.values("entropy/mean")
+    intervals = [(row["eval/accuracy_low"], row["eval/accuracy_high"]) for row in evaluations if row.get("eval/accuracy_low") is not None]  # fmt: skip
+    return SeedNumbers(
+        seed=run.seed,
+        finished=run.finished,
+        tokens=run.tokens,
+        steps=run.step,
+        before=_at(accuracy, 0),
+        before_interval=intervals[0] if intervals else None,
+        after=_at(accuracy, -1),
+        after_interval=intervals[-1] if intervals else None,
+        greedy_before=_at(greedy, 0),
+        greedy_after=_at(greedy, -1),
+        lowest=min(accuracy, default=None),
+        reward=_late_reward(run),
+        idle=run.idle / run.step if run.step else None,
+        clip_tokens=_mean(run.values("clip/fraction_tokens")),
+        clip_sequences=_mean(run.values("clip/fraction_sequences")),
+        flips=_mean(run.values("routing/flip_fraction")),
+        flips_native=_mean(run.values("routing/flip_fraction_native")),
+        flips_sampler=_mean(run.values("routing/flip_fraction_sampler")),
+        grad_norm=_mean(run.values("grad/norm")),
+        entropy_lowest=min(entropy, default=None),
+        entropy_last=_at(entropy, -1),
+        minutes=run.minutes,
+    )
+
+
+def _late_reward(run: Run) -> float | None:
+    late = [row.get("reward/mean") for row, at in zip(run.rows, sampled_tokens(run.rows), strict=True) if at > 0.9 * run.tokens]  # fmt: skip
+    return _mean([r for r in late if r is not None])
+
+
+def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> ArmNumbers:
+    done = [run for run in runs if run.finished]
+
+    def over(field: str, **limits: float) -> Number | None:
+        return over_seeds([getattr(run, field) for run in done], **limits)
+
+    share = {"lowest": 0.0, "highest": 1.0}
+    return ArmNumbers(
+        label=label,
+        runs=runs,
+        tokens=over("tokens", lowest=0.0),
+        steps=over("steps", lowest=0.0),
+        before=_accuracy(over("before", **share), [run.before_interval for run in done]),
+        after=_accuracy(over("after", **share), [run.after_interval for run in done]),
+        greedy_before=over("greedy_before", **share),
+        greedy_after=over("greedy_after", **share),
+        difference=None if first is None else _difference(done, first),
+        worse_than_start=sum(
+            run.after < run.before for run in done if run.after is not None and run.before is not None
+        ),
+        lowest=min((run.lowest for run in done if run.lowest is not None), default=None),
+        reward=over("reward"),
+        idle=over("idle", **share),
+        clip_tokens=over("clip_tokens", **share),
+        clip_sequences=over("clip_sequences", **share),
+        clip_ratio=_clip_ratio(done, first),
+        flips=over("flips", **share),
+        flips_native=over("flips_native", **share),
+        flips_sampler=over("flips_sampler", **share),
+        grad_norm=over("grad_norm", lowest=0.0),
+        entropy_lowest=over("entropy_lowest", lowest=0.0),
+        entropy_last=over("entropy_last", lowest=0.0),
+        minutes=over("minutes", lowest=0.0),
+    )
+
+
+def _accuracy(number: Number | None, intervals: Sequence[tuple[float, float] | None]) -> Number | None:
+    """With a single seed the interval over problems stands in for the one over seeds."""
+    if number is None or number.seeds > 1 or len(intervals) != 1 or intervals[0] is None:
+        return number
+    return Number(value=number.value, low=intervals[0][0], high=intervals[0][1])
+
+
+def _difference(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers]) -> Number | None:
+    reference = {run.seed: run.after for run in first if run.finished and run.after is not None}
+    pairs = [(run.after, reference[run.seed]) for run in runs if run.after is not None and run.seed in reference]
+    return over_seeds([mine - other for mine, other in pairs], lowest=-1.0, highest=1.0)
+
+
+def _clip_ratio(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> float | None:
+    mine = _mean([run.clip_tokens for run in runs if run.clip_tokens is not None])
+    other = _mean([run.clip_tokens for run in first or () if run.finished and run.clip_tokens is not None])
+    return mine / other if mine is not None and other else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _at(values: Sequence[float], place: int) -> float | None:
+    return values[place] if values else None

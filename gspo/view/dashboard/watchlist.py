@@ -1,0 +1,111 @@
+"""Which runs a page shows. In: paths given by the user. Out: `RunReader` runs by a name that is safe in an address.
+
+A path is a run directory, or a directory of runs, in which new ones are noticed. Invariant: an address can name only what is
+in this list; a name never becomes a path.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo.errors import ConfigError
+from gspo.view.completions import Replies
+from gspo.view.run_reader import RunReader
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SCAN_EVERY_S = 5.0
+REFRESH_EVERY_S = 0.5
+"""However many pages ask, files are looked at no more often than this."""
+BITE = 2 << 20
+"""Bytes of a long file that are read at a time, so that answers need not wait."""
+PAUSE_S = 0.005
+MOST_RUNS = 500
+
+
+class WatchedRun:
+    """A run on the page; one thread at a time reads its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.run, self.replies = RunReader(path), Replies(path)
+        self.lock = threading.Lock()
+        self._refreshed = -REFRESH_EVERY_S
+
+    def refresh(self) -> None:
+        """Read what is new, unless that was just done. Call with the lock held. A long file is read on in the background."""
+        if self.run.partial or time.monotonic() - self._refreshed < REFRESH_EVERY_S:
+            return
+        self.run.refresh(BITE)
+        self._refreshed = time.monotonic()
+        if self.run.partial:
+            threading.Thread(target=self._read_on, daemon=True).start()
+
+    def _read_on(self) -> None:
+        while self.run.partial:
+            with self.lock:
+                self.run.refresh(BITE)
+                self._refreshed = time.monotonic()
+            time.sleep(PAUSE_S)
+
+
+class Watchlist:
+    """The runs that were asked for."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self.runs: dict[str, WatchedRun] = {}
+        self._parents: list[Path] = []
+        self._known: set[Path] = set()
+        self._lock = threading.Lock()
+        for path in map(Path, paths):
+            self._add_given(path)
+        self._scanned = -SCAN_EVERY_S
+        self.scan()
+
+    def _add_given(self, path: Path) -> None:
+        if _holds_run(path):
+            self._add(path)
+        elif path.is_dir():
+            self._parents.append(path.resolve())
+        else:
+            raise ConfigError(f"{path}: not a run directory (no config.toml), nor a directory of runs; give the directory that 'gspo train' made")  # fmt: skip
+
+    def scan(self) -> None:
+        """Look for new runs in directories of runs; links in them are not followed."""
+        with self._lock:
+            if time.monotonic() - self._scanned < SCAN_EVERY_S:
+                return
+            self._scanned = time.monotonic()
+            for parent in self._parents:
+                found = [p for p in _children(parent) if p not in self._known and not p.is_symlink() and _holds_run(p)]
+                for path in sorted(found, key=_started)[: MOST_RUNS - len(self.runs)]:
+                    self._add(path)
+
+    def _add(self, path: Path) -> None:
+        path = path.resolve()
+        if path in self._known:
+            return
+        self._known.add(path)
+        base = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)[:60].strip(".-") or "run"
+        names = (base, *(f"{base}-{i}" for i in range(2, MOST_RUNS + 2)))
+        self.runs[next(n for n in names if n not in self.runs)] = WatchedRun(path)
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / "config.toml").is_file()
+
+
+def _children(parent: Path) -> list[Path]:
+    try:
+        return list(parent.iterdir())
+    except OSError:
+        return []
+
+
+def _started(path: Path) -> float:
+    try:
+        return (path / "config.toml").stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,137 @@
+"""The old policy's log-probabilities: the learner's, or the engine's where they are near enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gspo.clock import Clock
+from gspo.config import Config
+from gspo.errors import ConfigError, MismatchError
+from gspo.record.metrics import mismatch, step_metrics
+from gspo.record.run_dir import read_jsonl
+from gspo.rollout.engines.local import LocalEngine
+from gspo.step import collect, learn
+from gspo.trainer import resume, train
+
+SAMPLER = "learner.old_logp=sampler"
+
+
+def noisy(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
+    """An engine whose log-probabilities are off by up to `amount`, up and down without a pattern."""
+    generate = LocalEngine.generate
+
+    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return [
+            [dataclasses.replace(c, logp_sampler=tuple(v + amount * math.sin(12.9898 * i + 78.233 * t) for i, (v, t) in enumerate(zip(c.logp_sampler, c.token_ids, strict=True)))) for c in group]
+            for group in generate(self, *args, **kwargs)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(LocalEngine, "generate", off)
+
+
+def test_the_engines_numbers_are_the_old_policys(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny(SAMPLER))
+    groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+    learned = learn(parts, groups, step=1)
+    assert learned is not None
+    reported = [v for c in learned.counted for v in c.completion.logp_sampler]
+    assert torch.equal(learned.tokens.logp_old_N, torch.tensor(reported))
+    assert 0 < len(learned.log_rho_M) < len(reported), "one mini-batch is compared"
+    assert len(learned.log_rho_M) == len(learned.entropy_M)
+    assert learned.log_rho_M.abs().max() < 1e-4
+
+
+def test_an_exact_engine_gives_the_same_learning_either_way(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    for name, overrides in (("a", ()), ("b", (SAMPLER,))):
+        train(tiny(*overrides, run_dir=name), display)
+    ours, theirs = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("a", "b"))
+    for key in ("reward/mean", "loss/policy", "grad/norm", "ratio/sequence_log_std"):
+        assert [r[key] for r in ours[1:]] == pytest.approx([r[key] for r in theirs[1:]], rel=2e-2, abs=1e-5), key
+
+
+@pytest.mark.parametrize(("objective", "amount"), [("gspo", 0.05), ("dapo", 0.6)])
+def test_noise_beyond_the_clip_range_is_refused_before_it_is_learned_from(
+    objective: str, amount: float, tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy(monkeypatch, amount)
+    parts = parts_of(tiny(SAMPLER, f"objective.name={objective}"))
+    before = [p.clone() for p in parts.policy.model.parameters()]
+    groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.sampled
+    with pytest.raises(MismatchError, match=r"old_logp.*recompute"):
+        learn(parts, groups, step=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, parts.policy.model.parameters(), strict=True))
+
+
+def test_noise_within_the_clip_range_is_borne(
+    tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same engine that is too far for GSPO's range; dapo's is 0.2."""
+    noisy(monkeypatch, 0.05)
+    parts = parts_of(tiny(SAMPLER, "objective.name=dapo"))
+    groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.sampled
+    assert learn(parts, groups, step=1) is not None
+
+
+def test_a_run_that_is_refused_goes_on_with_recomputing(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        noisy(patched, 0.05)
+        with pytest.raises(MismatchError, match="The run is saved"):
+            train(tiny(SAMPLER), display)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('old_logp = "sampler"', 'old_logp = "recompute"'))
+    assert resume(tmp_path / "run", display).step == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((SAMPLER, "learner.mini_batches=1"), "saves nothing"),
+        ((SAMPLER, "objective.mismatch=token_tis"), "mismatch: token_tis has no effect"),
+        ((SAMPLER, "model.build=tiny_moe"), "routing.record = false"),
+    ],
+)
+def test_what_goes_ill_with_it_is_refused(
+    overrides: tuple[str, ...], words: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        train(tiny(*overrides), display)
+
+
+def test_a_mixture_may_use_it_when_its_routing_is_left_alone(tiny: Callable[..., Config], display: Any) -> None:
+    assert train(tiny(SAMPLER, "model.build=tiny_moe", "routing.record=false"), display).step == 3
+
+
+def test_the_numbers_of_a_mismatch_by_hand() -> None:
+    """Two tokens: rho = 1 and rho = 4."""
+    found = mismatch(torch.tensor([0.0, math.log(4)]))
+    assert found == pytest.approx(
+        {
+            "mismatch/abs_mean": math.log(4) / 2,
+            "mismatch/abs_max": math.log(4),
+            "mismatch/k1": -math.log(4) / 2,
+            "mismatch/k3": (3 - math.log(4)) / 2,
+            "mismatch/chi2": 15 / 2,
+            "mismatch/ess": 2.5**2 / 8.5,
+            "mismatch/extreme_fraction": 0.5,
+        }
+    )
+
+
+def test_every_step_has_them(tiny: Callable[..., Config], parts_of: Any) -> None:
+    parts = parts_of(tiny())
+    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    found = step_metrics(parts.objective, collected, learn(parts, collected.gathered.groups, step=1))
+    assert found["mismatch/abs_max"] < 1e-4
+    assert found["mismatch/ess"] == pytest.approx(1, abs=1e-6)
+    assert found["mismatch/extreme_fraction"] == 0

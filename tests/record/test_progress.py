@@ -1,0 +1,35 @@
+"""What a run prints while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo.record.progress import LiveDisplay, PlainDisplay
+
+TRAINED = {"reward/mean": 0.5, "samples/trained": 8, "clip/fraction_tokens": 0.125, "eval/accuracy": 0.25}
+IDLE = {"reward/mean": 0.0, "samples/trained": 0}
+TIMES = {"time/step_s": 1.0, "time/rollout_s": 1.0}
+
+
+def test_a_step_that_trained_on_nothing_says_so_and_repeats_no_earlier_number(capsys: Any) -> None:
+    display = PlainDisplay()
+    display.step(1, 3, TRAINED, TIMES)
+    display.step(2, 3, IDLE, TIMES)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "clipped 12.5%" in first
+    assert "trained on nothing" in second
+    assert "clipped" not in second
+    assert "12.5%" not in second
+    assert "held-out 25.0%" in second  # of the last evaluation, which is still the last
+
+
+def test_the_live_panel_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = LiveDisplay()
+    shown: list[list[tuple[str, str]]] = []
+    monkeypatch.setattr(display, "_show", lambda *arguments: shown.append(arguments[-1]))
+    display.step(1, 3, TRAINED, TIMES)
+    display.step(2, 3, IDLE, TIMES)
+    assert ("clipped", "12.5%") in shown[0]
+    assert ("trained on", "nothing") in shown[1]

@@ -1,0 +1,90 @@
+"""pass@k, avg@k and their intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gspo.cli import main
+from gspo.config import Config
+from gspo.evaluation import Evaluation, evaluate
+from gspo.rollout.local.states import KVCacheState
+from gspo.trainer import train
+from gspo.types import Score, Status
+
+
+def evaluation(*verdicts: str) -> Evaluation:
+    """One string per problem: + right, - wrong, ? unscored."""
+    scored = {
+        True: Score(status=Status.SCORED, reward=1.0, correct=True),
+        False: Score(status=Status.SCORED, reward=0.0, correct=False),
+    }
+    unscored = Score(status=Status.UNSCORED, failure="raised: x")
+    return Evaluation(
+        prompts=[],
+        completions=[],
+        scores=[[unscored if v == "?" else scored[v == "+"] for v in row] for row in verdicts],
+    )  # type: ignore[arg-type]
+
+
+def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k() -> None:
+    row = "+--+-"
+    for k in (1, 2, 3, 5):
+        ways = [any(v == "+" for v in chosen) for chosen in itertools.combinations(row, k)]
+        assert evaluation(row).pass_at(k).value == pytest.approx(sum(ways) / len(ways))
+
+
+def test_avg_at_k_takes_k_replies() -> None:
+    assert evaluation("+-", "++").avg_at(1).value == 1.0
+    assert evaluation("+-", "++").avg_at(2).value == 0.75
+
+
+def test_unscored_replies_are_neither_right_nor_wrong() -> None:
+    done = evaluation("+?", "??", "-+")
+    assert done.unscored == 3
+    assert done.accuracy.value == pytest.approx((1.0 + 0.5) / 2)
+    assert done.avg_at(2).value == 0.5
+    assert math.isnan(evaluation("??").accuracy.value)
+
+
+def test_intervals_hold_the_value_and_keep_a_width_at_the_ends() -> None:
+    sure = evaluation(*["+"] * 20).accuracy
+    assert sure.value == sure.high == 1.0
+    assert 0.8 < sure.low < 0.9
+    half = evaluation(*["+", "-"] * 50).accuracy
+    assert (half.low, half.high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
+
+
+def test_a_run_with_a_model_of_other_sizes_is_evaluated(
+    tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("model.build_options={num_hidden_layers = 1, hidden_size = 32}", "steps=1", "eval.every=0")
+    train(config, display)
+    assert main(["eval", config.run_dir]) == 0
+    assert "8 problems" in capsys.readouterr().out
+
+
+def test_an_evaluation_reads_every_prompt_once(
+    tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    parts = parts_of(config)
+    read: list[tuple[int, ...]] = []
+    prefill = KVCacheState.prefill
+
+    def counting(rows: KVCacheState, prompts: list[tuple[int, ...]]) -> Any:
+        read.extend(prompts)
+        return prefill(rows, prompts)
+
+    monkeypatch.setattr(KVCacheState, "prefill", counting)
+    problems, sampling = parts.problems.held_out, config.rollout.sampling
+    done = evaluate(
+        parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"
+    )
+    assert sorted(read) == sorted(prompt.token_ids[:-1] for prompt in problems)
+    assert [len(group) for group in done.completions] == [3] * len(problems)
+    assert done.greedy is not None

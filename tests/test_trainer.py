@@ -1,0 +1,712 @@
+"""Whole runs: exact resume, faults that must not stop or falsify a run, and what is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gspo import config as settings
+from gspo.cli import main
+from gspo.config import Config
+from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
+from gspo.learner import checkpoint
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import resume, train
+
+
+def run_of(config: Config) -> Path:
+    return Path(config.run_dir)
+
+
+def same_checkpoint(a: Path, b: Path) -> bool:
+    files = ["model.safetensors", "trainer.tensors"]
+    pairs = [(load_file(a / f), load_file(b / f)) for f in files]
+    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in pairs)
+
+
+VARIANTS = {
+    "gspo": (),
+    "kl against a kept reference": ("objective.name=grpo",),
+    "dynamic sampling": ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2"),
+    "mixture of experts": ("model.build=tiny_moe",),
+    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
+    "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
+    "cold start": ("cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9"),
+    "tokens singled out": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),
+    "gradient checkpointing": ("model.gradient_checkpointing=true",),
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+    overrides: tuple[str, ...], tiny: Callable[..., Config], display: Any
+) -> None:
+    whole, cut = tiny(*overrides, "steps=4", run_dir="whole"), tiny(*overrides, "steps=4", run_dir="cut")
+    train(whole, display)
+    train(cut, display)
+    for step in (3, 4):  # forget the end, as if killed during step 3
+        os.rename(run_of(cut) / f"checkpoints/{step:06d}", run_of(cut) / f".gone-{step}")
+    outcome = resume(run_of(cut), display)
+    assert outcome.step == 4
+    assert "resumed" in "".join(display.messages)
+    assert (run_of(cut) / "metrics.jsonl").read_bytes() == (run_of(whole) / "metrics.jsonl").read_bytes()
+    for step in range(1, 5):
+        name = f"rollouts/{step:06d}.jsonl"
+        assert (run_of(cut) / name).read_bytes() == (run_of(whole) / name).read_bytes()
+    assert same_checkpoint(run_of(cut) / "checkpoints/000004", run_of(whole) / "checkpoints/000004")
+    assert [r["step"] for r in read_jsonl(run_of(cut) / "timings.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_refused_resume_changes_no_settings(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    files = [run_of(config) / name for name in ("config.toml", "environment.json")]
+    before = [file.read_text() for file in files]
+    monkeypatch.setattr("gspo.loop.fingerprint", lambda problems: "others")
+    with pytest.raises(ConfigError, match="the problems are not those"):
+        resume(run_of(config), display, steps=4, overrides=["learner.learning_rate=1e-5"])
+    assert [file.read_text() for file in files] == before
+    kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
+    assert "new end" not in kinds
+
+
+def test_a_stop_signal_saves_and_a_resume_goes_on_exactly(tiny: Callable[..., Config], display: Any) -> None:
+    whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", "checkpoint.every=100", run_dir="cut")
+    train(whole, display)
+
+    class StopAfterTwo(type(display)):  # type: ignore[misc]
+        def step(self, step: int, *rest: Any) -> None:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train(cut, StopAfterTwo())
+    assert (stopped.step, stopped.stopped_by) == (2, signal.SIGTERM)
+    resume(run_of(cut), display)
+    assert (run_of(cut) / "metrics.jsonl").read_bytes() == (run_of(whole) / "metrics.jsonl").read_bytes()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny: Callable[..., Config], display: Any) -> None:
+    a, b, c = tiny(run_dir="a"), tiny(run_dir="b"), tiny("seed=1", run_dir="c")
+    for config in (a, b, c):
+        train(config, display)
+    read = lambda config: (run_of(config) / "metrics.jsonl").read_bytes()  # noqa: E731
+    assert read(a) == read(b) != read(c)
+
+
+def test_lengths_and_what_they_cost_are_those_of_the_replies(tiny: Callable[..., Config], display: Any) -> None:
+    """Counted again from what the run wrote of every reply."""
+    config = tiny("objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2")  # fmt: skip
+    train(config, display)
+    for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
+        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        lengths = sorted(len(r["token_ids"]) for r in replies)
+        assert row["length/median"] == statistics.median(lengths)
+        assert lengths[0] <= row["length/p10"] <= row["length/median"] <= row["length/p90"] <= row["length/max"]
+        punished = [max(0, length - 2) / 8 for length in lengths]  # of a limit of 10 tokens the last 8
+        assert row["reward/length_penalty"] == pytest.approx(statistics.mean(punished))
+        assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in punished)
+        assert all(r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in replies)  # fmt: skip
+        assert row["sampler/steps"] * row["sampler/live_mean"] == pytest.approx(sum(lengths))
+        assert max(lengths) <= row["sampler/steps"]
+        assert row["sampler/live_mean"] <= 6
+        assert row["padding/sampler"] == 0, "no idle row is computed on a CPU"
+        assert row["padding/learner"] == 0, "replies are packed"
+        assert 0 < row["padding/saved"] < 1
+
+
+def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny()
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    promised = [
+        "reward/mean",
+        "reward/std",
+        "groups/uniform_fraction",
+        "groups/discarded",
+        "samples/unscored",
+        "loss/policy",
+        "grad/norm",
+        "clip/fraction_tokens",
+        "clip/fraction_sequences",
+        "ratio/token_log_std",
+        "ratio/sequence_log_std",
+        "ratio/max",
+        "kl/old_new",
+        "mismatch/k3",
+        "entropy/mean",
+        "length/mean",
+        "length/truncated_fraction",
+        "tokens/generated",
+        "tokens/trained",
+    ]
+    for row in rows[1:]:
+        assert all(row[name] is not None for name in promised)
+        assert not any(name.startswith("time/") for name in row)
+    assert all(
+        row["eval/accuracy"] is not None and "eval/accuracy_greedy" in row for row in (rows[0], rows[2], rows[3])
+    )
+    times = read_jsonl(run_of(config) / "timings.jsonl")
+    assert all(
+        t[name] >= 0 for t in times for name in ("time/rollout_s", "time/reward_s", "time/learn_s", "time/step_s")
+    )
+    replies = read_jsonl(run_of(config) / "rollouts/000001.jsonl")
+    assert len(replies) == 16
+    for r in replies:
+        assert len(r["token_ids"]) == len(r["logp_sampler"]) == len(r["logp_old"]) == len(r["logp_new"])
+    kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "stop"
+    again = settings.from_tree(__import__("tomllib").loads((run_of(config) / "config.toml").read_text()), where="x")
+    assert again == config
+
+
+def test_checkpoints_load_in_transformers_as_they_are(tiny: Callable[..., Config], display: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = tiny("model.build=tiny_moe")
+    train(config, display)
+    path = run_of(config) / "checkpoints/000003"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("sort 3 1")["input_ids"]
+    assert model(torch.tensor([ids])).logits.shape[-1] == len(tokenizer)
+    assert not list(path.parent.glob(".tmp-*"))
+    assert not [f for f in path.iterdir() if f.suffix in (".pt", ".bin", ".pkl")]
+
+
+def test_masters_follow_the_cold_start(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny(
+        "model.dtype=bfloat16", "cold_start.steps=4", "cold_start.check_every=4", "steps=1", "learner.learning_rate=0"
+    )
+    train(config, display)
+    checkpoints = [run_of(config) / f"checkpoints/{step:06d}/model.safetensors" for step in (0, 1)]
+    before, after = map(load_file, checkpoints)
+    assert all(torch.equal(before[k], after[k]) for k in before)  # a step of size 0 must not undo the cold start
+
+
+def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "kind.py").write_text(
+        "def kind(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    kind = f"reward.functions={tmp_path}/kind.py:kind"
+    config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", kind)
+    train(config, display)
+    (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold start"]
+    assert (event["steps"], event["accuracy"]) == (3, 1.0)
+    assert any("3 supervised steps, reached" in m for m in display.messages)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["objective.overlong_cache=11"], r"objective\.overlong_cache: .* 11 tokens .* limit of 10 .*10 or less"),
+        (
+            ["objective.overlong_limit=12", "objective.overlong_cache=2"],
+            r"objective\.overlong_limit: .* never act; lower",
+        ),
+        (["objective.overlong_limit=100"], r"objective\.overlong_limit: .* above 80 tokens .*max_tokens = 10"),
+    ],
+)
+def test_a_length_penalty_that_cannot_work_is_refused_before_anything_is_made(
+    overrides: list[str], says: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.shape=soft_overlong", "cold_start.steps=2", *overrides)
+    with pytest.raises(ConfigError, match=says):
+        train(config, display)
+    assert not run_of(config).exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny()
+    train(config, display)
+    golden = (run_of(config) / "metrics.jsonl").read_bytes()
+    file = run_of(config) / "checkpoints/000003/model.safetensors"
+    if damage == "remove":
+        file.unlink()
+    elif damage == "manifest":
+        file = file.with_name("manifest.json")
+        file.write_text("{}}")
+    else:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes({"truncate": bytes(data[:-1]), "flip": bytes(data), "empty": b""}[damage])
+    display.messages.clear()
+    resume(run_of(config), display)
+    assert any("000003" in m and "damaged" in m for m in display.messages)
+    assert any("at step 2" in m for m in display.messages)
+    assert (run_of(config) / "metrics.jsonl").read_bytes() == golden
+    for path in (run_of(config) / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*000003"):
+        resume(run_of(config), display)
+
+
+def test_a_log_shorter_than_its_checkpoint_sends_the_resume_further_back(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny()
+    train(config, display)
+    log = run_of(config) / "metrics.jsonl"
+    golden = log.read_bytes()
+    log.write_bytes(golden[:-5])
+    resume(run_of(config), display)
+    assert log.read_bytes() == golden
+    log.unlink()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl has 0 bytes"):
+        resume(run_of(config), display)
+
+
+def test_a_run_on_other_problems_is_refused(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{i}", "answer": "x"}) for i in range(20)]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    tree = {"task": "", "path": str(tmp_path / "d.jsonl"), "held_out": 4}
+    config = replace(tiny(), data=replace(settings.DataConfig(), **tree))
+    train(config, display)
+    (tmp_path / "d.jsonl").write_text("\n".join([*rows, rows[0].replace("0", "77")]))
+    with pytest.raises(ConfigError, match="not those the run began with"):
+        resume(run_of(config), display)
+
+
+def test_the_learning_rate_warms_up_and_ends_where_it_should() -> None:
+    from gspo.config import LearnerConfig
+    from gspo.learner.optimizer import learning_rate
+
+    for schedule in ("linear", "cosine"):
+        settings_ = LearnerConfig(learning_rate=2.0, warmup_updates=2, schedule=schedule, final_fraction=0.1)  # type: ignore[arg-type]
+        rates = [learning_rate(settings_, update, 10) for update in range(10)]
+        assert rates[0] == 1.0
+        assert rates[1] == rates[2] == 2.0
+        assert rates[-1] == pytest.approx(0.2)
+        assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_old_checkpoints_go_and_the_newest_stay(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("checkpoint.keep=2", "steps=5")
+    train(config, display)
+    assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004", "000005"]
+    (run_of(config) / "checkpoints/000004-best").mkdir()
+    resume(run_of(config), display, steps=7)
+    assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004-best", "000006", "000007"]
+
+
+def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=2")
+    train(config, display)
+    outcome = resume(run_of(config), display, steps=3)
+    assert outcome.step == 3
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 3
+    with pytest.raises(ConfigError, match="already done 3 steps"):
+        resume(run_of(config), display, steps=2)
+    with pytest.raises(ConfigError):
+        resume(run_of(config), display, steps=-5)
+    assert resume(run_of(config), display).step == 3  # finished: nothing to do, and nothing was broken by the attempts
+
+
+def test_a_lower_learning_rate_is_taken_by_a_resume_and_written_down(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=2", "eval.every=0")
+    train(config, display)
+    run = run_of(config)
+    resume(run, display, steps=3, overrides=["--learner.learning_rate=1e-5", "--learner.max_grad_norm=0.5"])
+    rates = [row["learning_rate"] for row in read_jsonl(run / "metrics.jsonl")[1:]]
+    assert rates == [1e-3, 1e-3, 1e-5]
+    event = next(e for e in read_jsonl(run / "events.jsonl") if e["event"] == "resume")
+    assert event["changed"] == {"learner.learning_rate": [1e-3, 1e-5], "learner.max_grad_norm": [1.0, 0.5]}
+    assert "learning_rate = 1e-05" in (run / "config.toml").read_text()
+    assert resume(run, display, steps=4).step == 4
+    assert read_jsonl(run / "metrics.jsonl")[-1]["learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.replies=2", "run_dir=elsewhere"]
+)
+def test_a_resume_takes_no_setting_that_makes_another_run(
+    override: str, tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+    train(config, display)
+    before = (run_of(config) / "config.toml").read_text()
+    with pytest.raises(ConfigError, match=rf"{override.partition('=')[0]} cannot be given"):
+        resume(run_of(config), display, steps=2, overrides=[override])
+    assert (run_of(config) / "config.toml").read_text() == before
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Make the loss of some micro-batches NaN."""
+    from gspo.learner import update as module
+
+    real, count = module.loss_of, [0]
+
+    def broken(*arguments: Any) -> Any:
+        loss = real(*arguments)
+        count[0] += 1
+        return replace(loss, total=loss.total * float("nan")) if count[0] in calls else loss
+
+    monkeypatch.setattr(module, "loss_of", broken)
+
+
+def test_a_non_finite_update_is_skipped_and_said(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    poison(monkeypatch, {3})
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    assert [r["grad/skipped"] for r in rows[1:]] == [0, 1, 0]
+    assert json.loads((run_of(config) / "checkpoints/000003/trainer.json").read_text())["updates"] == 5
+    assert any(e["event"] == "skipped update" and e["step"] == 2 for e in read_jsonl(run_of(config) / "events.jsonl"))
+    weights = load_file(run_of(config) / "checkpoints/000003/model.safetensors")
+    assert all(t.isfinite().all() for t in weights.values())
+
+
+def test_a_skipped_update_leaves_weights_and_moments_alone(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=2", "learner.max_skipped=9")
+    poison(monkeypatch, {3, 4})
+    train(config, display)
+    path = run_of(config) / "checkpoints"
+    assert same_checkpoint(path / "000001", path / "000002")
+
+
+def test_updates_that_stay_non_finite_stop_the_run(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, set(range(3, 99)))
+    with pytest.raises(NumericalError, match=r"3 updates in a row.*--resume"):
+        train(tiny("steps=9", "learner.max_skipped=3"), display)
+
+
+def test_a_broken_reward_stops_the_run_with_a_checkpoint(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    flag = tmp_path / "broken"
+    (tmp_path / "moody.py").write_text(
+        f"import os\ndef score(prompts, completions, **columns):\n    if os.path.exists({str(flag)!r}):\n        raise ValueError('ouch')\n    return [len(c) % 3 for c in completions]\n"
+    )
+    config = replace(
+        tiny("steps=5", "eval.every=0"), reward=replace(tiny().reward, functions=(f"{tmp_path}/moody.py:score",))
+    )
+
+    class BreakAfterTwo(type(display)):  # type: ignore[misc]
+        def step(self, step: int, *rest: Any) -> None:
+            if step == 2:
+                flag.write_text("")
+
+    with pytest.raises(RewardError, match=r"step 3: 16 of 16 replies could not be scored.*ouch.*--resume"):
+        train(config, BreakAfterTwo())
+    flag.unlink()
+    resume(run_of(config), display)
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 5
+
+
+def test_some_unscored_replies_do_not_stop_a_run(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [float('nan') if len(c) % 4 == 0 else len(c) % 3 for c in completions]\n"
+    )
+    config = replace(tiny(), reward=replace(tiny().reward, functions=(f"{tmp_path}/picky.py:score",)))
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")
+    replies = [r for s in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{s:06d}.jsonl")]
+    unscored = [r for r in replies if r["status"] == "unscored"]
+    assert unscored
+    assert sum(r["samples/unscored"] for r in rows[1:]) == len(unscored)
+    assert all(r["reward"] is None and not r["trained"] and "nonsense" in r["failure"] for r in unscored)
+    scored = [r["reward"] for r in read_jsonl(run_of(config) / "rollouts/000001.jsonl") if r["reward"] is not None]
+    assert rows[1]["reward/mean"] == pytest.approx(sum(scored) / len(scored))
+
+
+def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rare.py").write_text(
+        "def rare(prompts, completions, **columns):\n    return [float(c.count(' ') > 1) for c in completions]\n"
+    )
+    config = tiny("objective.keep=mixed", f"reward.functions={tmp_path}/rare.py:rare", "rollout.refill_budget=3")
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert any(row["groups/discarded"] for row in rows)
+    for row in rows:
+        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        trained = {r["prompt_id"] for r in replies if r["trained"]}
+        assert row["groups/sampled"] - row["groups/discarded"] == len(trained) <= 4
+        assert row["groups/sampled"] <= 12
+        assert len(trained) == 4 or row["groups/sampled"] == 12
+        for prompt in trained:
+            assert {r["reward"] for r in replies if r["prompt_id"] == prompt} == {0.0, 1.0}
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_although_none_counts_as_correct(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    config = tiny("objective.name=dapo", "reward.correct_above=1000")
+    train(config, display)
+    rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
+    assert [row["reward/correct_fraction"] for row in rows] == [0, 0, 0]
+    assert all(row["samples/trained"] == 16 for row in rows)
+
+
+def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """Cut replies are not learned from under overlong_filter, so a group is not mixed by them."""
+    (tmp_path / "long.py").write_text(
+        "def long(prompts, completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n"
+    )
+    config = tiny(
+        "objective.keep=mixed", "objective.shape=overlong_filter", "rollout.max_tokens=24", "rollout.replies=6",
+        f"reward.functions={tmp_path}/long.py:long",
+    )  # fmt: skip
+    train(config, display)
+    replies = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for r in replies:
+        groups.setdefault((r["version"], r["prompt_id"]), []).append(r)
+    trained = [[r for r in g if r["trained"]] for g in groups.values()]
+    assert any(trained)
+    assert all({r["correct"] for r in g} == {True, False} for g in trained if g)
+    only_with_cut = [
+        g for g in groups.values() if len({r["correct"] for r in g}) == 2 and not any(r["trained"] for r in g)
+    ]
+    assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
+
+
+def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """A length penalty sets equal replies apart, and dapo has one; that is no reason to train on them."""
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n"
+    )
+    config = tiny("objective.name=dapo", f"reward.functions={tmp_path}/same.py:same", "steps=3", "alarms.steps=2")
+    outcome = train(config, display)
+    assert any("no group to learn from" in m and "all have the same reward" in m for m in display.messages)
+    assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
+    assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
+    assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
+
+
+def test_fewer_replies_than_mini_batches_is_said_once(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "half.py").write_text(
+        "def half(prompts, completions, **columns):\n"
+        "    return [float(i % 4) if i % 4 < 2 else None for i in range(len(completions))]\n"
+    )
+    half = f"reward.functions={tmp_path}/half.py:half"
+    config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
+    train(config, display)
+    told = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer updates"]
+    assert (len(told), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
+
+
+def test_a_run_that_ends_by_tokens_never_shows_a_step_beyond_its_last(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    class Recording(type(display)):  # type: ignore[misc]
+        def step(self, step: int, steps: int, *rest: Any) -> None:
+            self.steps.append((step, steps))
+
+    shown = Recording()
+    outcome = train(tiny("steps=2", "tokens=420", "eval.every=0"), shown)
+    assert outcome.step > 2  # a step samples at most 160 tokens
+    assert all(step < steps for step, steps in shown.steps[:-1])
+    assert shown.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_of_several_processes_is_refused(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = tiny("steps=1")
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match=r"one of 2 processes .* not supported yet"):
+        train(config, display)
+    assert not run_of(config).exists()
+    assert main(["eval", "model", "--data", "addition"]) == 1
+
+
+def test_a_run_with_relative_paths_resumes_from_another_directory(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(home)
+    for name, rows in (("train", range(20)), ("test", range(30, 34))):
+        lines = [json.dumps({"prompt": f"sort {i}", "answer": str(i)}) + "\n" for i in rows]
+        (home / f"{name}.jsonl").write_text("".join(lines))
+    (home / "mine.py").write_text(
+        "def mine(prompts, completions, *, most=1.0, **columns):\n    return [min(most, len(c) % 3) for c in completions]\n"
+    )
+    task = tiny("steps=2")
+    tree = settings.flat(task) | {"data.path": "train.jsonl", "data.held_out_path": "test.jsonl", "data.held_out": 4}
+    tree |= {"reward.functions": ["mine.py:mine"], "data.task": ""}
+    tree = {k: v for k, v in tree.items() if not k.startswith(("data.task_", "data.split"))}
+    config = settings.from_flat(tree, where="test")
+    options = {"mine.py:mine": {"most": 2.0}}
+    config = replace(config, reward=replace(config.reward, options=options), steps=1)
+    train(config, display)
+    monkeypatch.chdir(elsewhere)
+    assert resume(run_of(config), display, steps=2).step == 2
+    saved = settings.load(run_of(config) / "config.toml")
+    assert saved.data.path == str(home / "train.jsonl")
+    assert saved.reward.options == {f"{home}/mine.py:mine": {"most": 2.0}}
+
+
+def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+    """Replies of one token are cut, all but those that end at once."""
+    config = tiny(
+        "objective.shape=overlong_filter",
+        "rollout.max_tokens=1",
+        "steps=2",
+        "reward.max_unscored_fraction=1",
+        "eval.every=0",
+    )
+    (tmp_path / "picky.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [None] + [float(i) for i in range(len(completions) - 1)]\n"
+    )
+    config = replace(config, reward=replace(config.reward, functions=(f"{tmp_path}/picky.py:score",)))
+    train(config, display)
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "nothing to learn"]
+    for event in found:
+        replies = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
+        assert event["reasons"] == Counter(r["left_out"] for r in replies)
+        assert {"overlong", "unscored"} <= event["reasons"].keys()
+    said = [m for m in display.messages if "no group to learn from" in m]
+    assert len(said) == len(found) == 2
+    assert all(
+        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in said
+    )
+
+
+def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[..., Config], display: Any) -> None:
+    from gspo.record.run_dir import RunDir
+
+    config = tiny()
+    train(config, display)
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
+        train(config, display)
+    held, _ = RunDir.open(run_of(config))
+    with pytest.raises(ConfigError, match="another trainer"):
+        resume(run_of(config), display)
+    held.close()
+
+
+def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], display: Any) -> None:
+    for overrides, words in [
+        (("objective.name=ppo_clip",), "from outside"),
+        (("rollout.replies=1",), "at least 2"),
+        (("data.held_out=0",), "eval.every = 0"),
+        (("objective.name=nope",), "there are: gspo"),
+        (("objective.clip_lo=1",), "clip_low"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            train(tiny(*overrides), display)
+    assert not run_of(tiny()).exists()
+
+
+def test_dr_grpo_divides_by_the_runs_own_limit(tiny: Callable[..., Config]) -> None:
+    from gspo.trainer import run_objective
+
+    assert run_objective(tiny("objective.name=dr_grpo")).aggregate.max_length == 10  # type: ignore[attr-defined]
+    assert run_objective(tiny("objective.name=dr_grpo", "objective.max_length=7")).aggregate.max_length == 7  # type: ignore[attr-defined]
+
+
+def test_tensorboard_sink(tiny: Callable[..., Config], display: Any) -> None:
+    pytest.importorskip("tensorboard")
+    config = tiny("log.sinks=tensorboard")
+    train(config, display)
+    assert list((run_of(config) / "tensorboard").glob("events.*"))
+
+
+def test_a_sink_that_fails_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from gspo.record import sinks
+
+    class Falling:
+        def __init__(self, *_: Any) -> None:
+            self.calls = 0
+
+        def log(self, *_: Any) -> None:
+            raise ConnectionError("down")
+
+        def close(self) -> None:
+            raise AssertionError("closed although it was switched off")
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", Falling)
+    said: list[str] = []
+    made = sinks.Sinks(["wandb"], name="x", run=tmp_path, settings={}, complain=said.append)
+    made.log(1, {"a": 1})
+    made.log(2, {"a": 1})
+    made.close()
+    assert len(said) == 1
+    assert "down" in said[0]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_run_ends_the_same(tmp_path: Path) -> None:
+    """SIGKILL a real process again and again; the log must be that of a run nobody touched."""
+    command = [
+        sys.executable, "-m", "gspo.cli", "train", "demo", "--steps=6", "--cold_start.steps=30", "--rollout.prompts=8",
+        "--data.held_out=16", "--eval.every=2", "--checkpoint.every=1", "--cold_start.check_every=30",
+    ]  # fmt: skip
+    subprocess.run([*command, f"--run-dir={tmp_path}/golden"], check=True, capture_output=True, timeout=240)
+    golden = (tmp_path / "golden/metrics.jsonl").read_bytes()
+    again = [sys.executable, "-m", "gspo.cli", "train", "--resume", f"{tmp_path}/cut"]
+    start, log, kills = [*command, f"--run-dir={tmp_path}/cut"], tmp_path / "cut/metrics.jsonl", 0
+    for extra in (0.0, 0.15, 0.4, 0.7):
+        before = log.stat().st_size if log.exists() else 0
+        child = subprocess.Popen(again if kills else start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 100
+        while (
+            child.poll() is None and time.monotonic() < deadline and not (log.exists() and log.stat().st_size > before)
+        ):
+            time.sleep(0.01)
+        time.sleep(extra)
+        if child.poll() is None:
+            kills += 1
+        child.kill()
+        child.wait()
+    assert kills >= 3
+    subprocess.run(again, check=True, capture_output=True, timeout=240)
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == golden
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_says_how_to_resume(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "gspo.cli",
+        "demo",
+        "--cold_start.steps=20",
+        "--data.held_out=16",
+        f"--run-dir={tmp_path}/run",
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (tmp_path / "run/rollouts/000002.jsonl").exists():
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert f"train --resume {tmp_path}/run" in output
+    assert "Traceback" not in output
+    assert checkpoint.newest(tmp_path / "run/checkpoints")[0].name >= "000002"

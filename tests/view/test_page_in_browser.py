@@ -1,0 +1,408 @@
+"""The pages in a real browser: they load, move while a run trains, lead down to a token, and run nothing a model wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from shown_runs import HOSTILE, make_run, reply, write_lines
+
+from gspo.view.report import write_report
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "the browser tests need Chromium: apt-get install chromium"
+    with sync_playwright() as p:
+        found = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"])  # fmt: skip
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test if anything of it goes wrong or asks another host."""
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    made = context.new_page()
+    wrong: list[str] = []
+    made.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    made.on("console", lambda m: wrong.append(f"console: {m.text}") if m.type == "error" else None)
+    made.on("request", lambda r: wrong.append(f"request: {r.url}") if not re.match(r"http://127\.0\.0\.1:|file:|data:", r.url) else None)  # fmt: skip
+    made.on("dialog", lambda d: wrong.append(f"dialog: {d.message}"))
+    made.wrong = wrong
+    yield made
+    assert not wrong
+    context.close()
+
+
+def opened(page: Any, served: Any, where: str = "") -> None:
+    page.goto(served.link)
+    served.link = served.next_link()
+    if where:
+        page.goto(f"http://{served.host}/#/{where}")
+
+
+def last_step(page: Any) -> int:
+    return int(re.search(r"step ([\d,]+)", page.locator(".chip .state").first.inner_text())[1].replace(",", ""))
+
+
+def test_curves_move_while_a_run_trains(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "live"
+    options = ["--steps=60", "--cold_start.steps=0", "--rollout.prompts=4", "--rollout.replies=4", "--rollout.max_tokens=16", "--eval.every=0", "--checkpoint.every=60", "--model.threads=1"]  # fmt: skip
+    trainer = subprocess.Popen([sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={run}", *options], stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        opened(page, serve(run))
+        curve = page.locator(".chart svg path.line").first
+        curve.wait_for(state="attached", timeout=60_000)
+        assert "running" in page.locator(".chip .state").first.inner_text()
+        before, drawn = last_step(page), curve.get_attribute("d")
+        page.wait_for_timeout(3000)
+        while last_step(page) <= before and time.monotonic() < deadline:
+            page.wait_for_timeout(300)
+        assert last_step(page) > before
+        assert page.locator(".chart svg path.line").first.get_attribute("d") != drawn
+        assert trainer.wait(timeout=120) == 0
+        page.get_by_text("finished, step 60 of 60").wait_for(timeout=30_000)
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+class Eavesdropper(BaseHTTPRequestHandler):
+    """Another program of this machine, on another port: it keeps what browsers send it."""
+
+    heard: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.heard.append(str(self.headers))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<title>another</title>")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_session_survives_a_reload_and_no_other_port_hears_of_it(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    served = serve(make_run(tmp_path / "made"))
+    opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    assert "key=" not in page.url
+    page.reload()
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    other = page.context.new_page()
+    other.goto(f"http://{served.host}/#/made/5")
+    other.get_by_role("heading", name="Step 5").wait_for()
+    assert page.context.cookies() == []
+    token = page.evaluate("localStorage.getItem('gspo-token')")
+    assert token
+    with ThreadingHTTPServer(("127.0.0.1", 0), Eavesdropper) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        other.goto(f"http://127.0.0.1:{listener.server_port}/")
+        assert other.title() == "another"
+        assert other.evaluate("localStorage.getItem('gspo-token')") is None
+        listener.shutdown()
+    assert Eavesdropper.heard
+    assert token not in "".join(Eavesdropper.heard)
+
+
+def test_a_used_link_says_so_and_the_next_one_opens_the_same_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    served = serve(make_run(tmp_path / "made"))
+    used = served.link
+    served.exchange(used)
+    page.goto(used)
+    page.get_by_text("each link opens one browser").wait_for()
+    page.wrong.clear()  # the browser's console names the two answers that were refused
+    page.goto(served.next_link())
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+
+
+def test_a_run_with_impossible_numbers_leaves_the_others_on_the_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    odd = make_run(tmp_path / "runs" / "odd")
+    make_run(tmp_path / "runs" / "good")
+    (odd / "config.toml").write_text(f"steps = 1{'0' * 400}\n")
+    opened(page, serve(tmp_path / "runs"))
+    page.get_by_text("finished, step 12 of 40").wait_for()
+    assert page.locator(".chip").count() == 2
+    page.goto(page.url.partition("#")[0] + "#/odd/5")
+    page.get_by_role("heading", name="Step 5").wait_for()
+
+
+def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", replies=[reply("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100) for i in range(3)])  # fmt: skip
+    opened(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")  # an empty chart has nothing to say
+    chart = page.locator(".chart svg").first
+    box = chart.bounding_box()
+    chart.hover(position={"x": 60 + (box["width"] - 60) * 5 / 12, "y": 40})
+    assert "step 5" in page.locator(".chart .legend").first.inner_text()
+    chart.click(position={"x": 60 + (box["width"] - 60) * 5 / 12, "y": 40})
+    page.get_by_role("heading", name="Step 5").wait_for()
+    page.locator("a.reply.clipped").click()
+    page.get_by_role("heading", name="Reply 2 of 3 to train/1").wait_for()
+    assert "It was clipped above the range: no gradient." in page.locator("aside").inner_text()
+    page.locator(".tok").nth(2).hover()
+    said = page.locator(".inspector").inner_text()
+    for part in ("token 3 of 8", "log p, new policy", "log p, old policy", "log p, sampler", "log p, reference", "not recorded", "-0.5000"):  # fmt: skip
+        assert part in said
+    assert page.locator(".tok.t4, .tok.t-4").count() > 0
+
+
+def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(make_run(tmp_path / "made"))
+    opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.locator(".chart svg").first.focus()
+    page.keyboard.press("Home")
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    assert "step 6" in page.locator(".chart .legend").first.inner_text()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Step 6").wait_for()
+    page.keyboard.press("k")
+    page.get_by_role("heading", name="Step 5").wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("evil")
+    page.get_by_text("1 of 7 replies").wait_for()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Reply 6 of 7").wait_for()
+    page.locator(".tok").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "token 2 of" in page.locator(".inspector").inner_text()
+    page.keyboard.press("Escape")
+    page.get_by_role("heading", name="Step 5").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("What is going on").wait_for()
+
+
+def test_what_a_model_wrote_is_text(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """D5: in the events, the groups, the search and the reply, with each hostile text."""
+    opened(page, serve(make_run(tmp_path / "made")))
+    page.get_by_text("window.hacked = 1").first.wait_for()
+    for number in range(len(HOSTILE)):
+        page.goto(page.url.partition("#")[0] + f"#/made/5/0/{number}")
+        page.get_by_role("heading", name=f"Reply {number + 1} of").wait_for()
+        page.wait_for_timeout(50)
+    page.goto(page.url.partition("#")[0] + "#/made/5")
+    page.get_by_label("search prompts and replies").fill("script")
+    page.get_by_text("4 of 7 replies").wait_for()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img, main script, main iframe, main svg[onload]").count() == 0
+    page.goto(page.url.partition("#")[0] + "#/made/5/0/5")
+    page.locator(".tok").first.wait_for()
+    shown = page.locator("main").inner_text()
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown)
+
+
+def test_several_runs_lie_over_each_other_and_can_be_hidden(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        make_run(tmp_path / "runs" / name)
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    legend = page.locator(".chart .legend").first
+    assert {"first: reward", "second: reward"} <= set(re.findall(r"\w+: reward", legend.inner_text()))
+    page.get_by_role("button", name="first").click()
+    page.wait_for_timeout(300)
+    assert "first:" not in legend.inner_text()
+
+
+def test_zoom_smoothing_and_logarithm_change_what_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    opened(page, serve(make_run(tmp_path / "made", steps=40)))
+    line = page.locator(".chart svg path.line:not(.faint)").first
+    line.wait_for(state="attached")
+    drawn = [line.get_attribute("d")]
+    page.locator("input[type=range]").fill("0.9")
+    drawn.append(line.get_attribute("d"))
+    page.get_by_role("button", name="log").first.click()
+    drawn.append(line.get_attribute("d"))
+    box = page.locator(".chart svg").first.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 220, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.get_by_role("button", name="show all steps").wait_for()
+    drawn.append(page.locator(".chart svg path.line:not(.faint)").first.get_attribute("d"))
+    assert len(set(drawn)) == 4
+    page.mouse.dblclick(box["x"] + 150, box["y"] + 60)
+    page.get_by_role("button", name="show all steps").wait_for(state="hidden")
+    assert page.url.endswith("/")
+
+
+@pytest.mark.parametrize("width", [360, 1300])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_the_window_in_both_colours(browser: Any, serve: Callable[..., Any], tmp_path: Path, width: int, scheme: str) -> None:  # fmt: skip
+    served = serve(make_run(tmp_path / "made"))
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = context.new_page()
+    opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    for where in ("", "#/made/5", "#/made/5/0/0"):
+        page.goto(f"http://{served.host}/{where}")
+        page.locator("main h1, main h2").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        text, back = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+        light = [sum(map(int, re.findall(r"\d+", c)[:3])) for c in (text, back)]
+        assert (light[0] < light[1]) == (scheme == "light")
+    context.close()
+
+
+def test_a_server_that_ends_is_noticed(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    served = serve(make_run(tmp_path / "made"))
+    page = browser.new_context().new_page()
+    opened(page, served)
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    served.process.kill()
+    page.get_by_text("The server does not answer").wait_for(timeout=15_000)
+
+
+def test_the_report_is_one_file_that_runs_nothing_foreign(page: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "<b>odd"), make_run(tmp_path / "runs" / "two")
+    out = write_report([tmp_path / "runs" / "<b>odd", tmp_path / "runs" / "two"], tmp_path / "report.html")
+    page.goto(f"file://{out}")
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.locator("details.telling summary").first.click()
+    page.locator("details.telling .tok").first.wait_for()
+    page.locator("details.telling .tok").first.hover()
+    assert "log p, old policy" in page.locator(".inspector").first.inner_text()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("b").count() == 0
+
+
+def test_a_run_that_appears_later_is_shown_by_itself(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    opened(page, serve(tmp_path / "runs"))
+    page.wait_for_timeout(500)
+    make_run(tmp_path / "runs" / "late")
+    page.locator(".chart svg path.line").first.wait_for(state="attached", timeout=20_000)
+
+
+def test_a_constant_curve_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """Also one that differs in the last bit, where steps between ticks are lost to rounding."""
+    run = make_run(tmp_path / "made", steps=30)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    odd = {"entropy/mean": lambda s: 0.1 + 0.2 if s % 2 else 0.3, "length/mean": lambda s: 1e308 * (-1) ** s, "grad/norm": lambda s: 0, "kl/old_new": lambda s: 1e-300}  # fmt: skip
+    write_lines(run / "metrics.jsonl", [row | {k: v(row["step"]) for k, v in odd.items()} for row in rows])
+    began = time.monotonic()
+    opened(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.get_by_text("Are the gradients sound?").wait_for()
+    assert page.locator(".chart svg path.line").count() > 25
+    assert time.monotonic() - began < 10
+
+
+def test_a_bad_run_leaves_the_others_on_the_page(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """Two runs, one of which the server cannot answer for: the other's curves are drawn, and the page names the bad one."""
+    for name in ("bad", "good"):
+        make_run(tmp_path / "runs" / name)
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/api/runs/bad?*", lambda route: route.fulfill(status=500, body="error 1234"))
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.get_by_text("bad: error 1234").wait_for()
+    context.close()
+
+
+def test_the_readout_says_nothing_beyond_the_end_of_a_run(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "short", steps=5)
+    make_run(tmp_path / "runs" / "long", steps=40)
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    page.locator(".chart svg").first.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    said = page.locator(".chart .legend").first.inner_text()
+    assert "short: reward –" in said
+    assert "long: reward 0.69" in said
+
+
+def test_an_answer_that_comes_late_does_not_replace_a_newer_one(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", replies=records))
+    context = browser.new_context()
+    page = context.new_page()
+    held: list[Any] = []
+    opened(page, served)
+    page.get_by_text("What is going on").wait_for()
+
+    def hold(pattern: str) -> None:
+        held.clear()
+        page.route(re.compile(pattern), lambda route: route.continue_() if held else held.append(route))
+
+    def answer() -> None:
+        with page.expect_response(lambda response: response.url == held[0].request.url):
+            held[0].continue_()
+        page.wait_for_timeout(300)
+
+    hold(r"/steps/5\?$")
+    page.goto(f"http://{served.host}/#/made/5")
+    page.get_by_label("show").select_option("clipped")
+    page.get_by_text("2 of 6 replies").wait_for()
+    answer()
+    assert page.get_by_text("2 of 6 replies").is_visible(), "the whole step was asked for first and came last"
+
+    hold(r"/steps/5/0/1$")
+    for number in (1, 3):
+        page.evaluate(f"location.hash = '#/made/5/0/{number}'")
+    page.get_by_role("heading", name="Reply 4 of 6").wait_for()
+    answer()
+    assert page.get_by_role("heading", name="Reply 4 of 6").is_visible()
+
+    hold(r"/api/runs/made\?.*from=")
+    page.goto(f"http://{served.host}/#/")
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    chart = page.locator(".chart svg").first.bounding_box()
+    page.mouse.move(chart["x"] + 0.4 * chart["width"], chart["y"] + chart["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(chart["x"] + 0.8 * chart["width"], chart["y"] + chart["height"] / 2, steps=4)
+    page.mouse.up()
+    page.wait_for_timeout(300)
+    assert held
+    line = page.locator(".chart svg path.line:not(.faint)").first
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="show all steps").wait_for(state="hidden")
+    page.wait_for_timeout(300)
+    whole = line.get_attribute("d")
+    answer()
+    page.locator("input[type=range]").fill("0.62")
+    page.locator("input[type=range]").fill("0.6")
+    assert line.get_attribute("d") == whole, "drawn again, from the data of the last question"
+    context.close()
+
+
+def test_filters_stay_and_neighbours_follow_them(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", replies=records))
+    opened(page, served, "made/5")
+    page.get_by_label("show").select_option("clipped")
+    page.get_by_text("2 of 6 replies").wait_for()
+    page.locator("a.match").first.click()
+    page.get_by_role("heading", name="Reply 2 of 6").wait_for()
+    page.keyboard.press("j")
+    page.get_by_role("heading", name="Reply 5 of 6").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("2 of 6 replies").wait_for()
