@@ -56,10 +56,10 @@ lint: $(DEV)
 
 # The site, in site/; a broken link, a page outside the navigation or an unknown API name is an error.
 docs: $(DOCS)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(DOCS)
-	$(BIN)/mkdocs serve --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
 # The pages that are written from the code.
 docs-generate: $(DEV)
