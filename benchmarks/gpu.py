@@ -28,7 +28,7 @@ from gspo.config import LearnerConfig
 from gspo.learner.forward import _from_logits, completion_logprobs, plan_logprobs
 from gspo.learner.optimizer import Optimizer
 from gspo.learner.packing import reads_packed
-from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
+from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
@@ -202,16 +202,19 @@ def qwen3(checkpointing: bool = False) -> Any:
     return model
 
 
-def uneven_rows() -> tuple[list[Row], list[int]]:
+def uneven_rows() -> tuple[list[TokenSequence], list[int]]:
     dice = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(dice.randrange(VOCABULARY) for _ in range(count))
 
-    rows: list[Row] = []
+    rows: list[TokenSequence] = []
     for _ in range(GROUPS):
         prompt = ids(PROMPT)
-        rows += [Row(prompt_ids=prompt, completion_ids=ids(dice.randrange(64, 2 * REPLY - 64))) for _ in range(REPLIES)]
+        rows += [
+            TokenSequence(prompt_ids=prompt, completion_ids=ids(dice.randrange(64, 2 * REPLY - 64)))
+            for _ in range(REPLIES)
+        ]
     return rows, [i // REPLIES for i in range(len(rows))]
 
 
@@ -219,10 +222,10 @@ def operations(model: Any, plan: Plan) -> float:
     """Floating-point operations of a forward and backward over the tokens that stand in the plan, without padding."""
     config = model.config
     body = sum(p.numel() for p in model.model.layers.parameters())
-    tokens = sum(int((m.times > 0).sum()) for m in plan.steps[0])
+    tokens = sum(int((m.times > 0).sum()) for m in plan.updates[0])
     shared = sum(len(row.prompt_ids) ** 2 for row in plan.rows) // 2
     if plan.packed:
-        shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.steps[0] for o in set(m.owners)) // 2
+        shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.updates[0] for o in set(m.owners)) // 2
     pairs = shared + sum(len(r.completion_ids) * (len(r.prompt_ids) + len(r.completion_ids) // 2) for r in plan.rows)
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
@@ -241,7 +244,7 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
 
     def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Way:
         def way() -> None:
-            for cpu_batch in plan.steps[0]:
+            for cpu_batch in plan.updates[0]:
                 micro = cpu_batch.to(CUDA)
                 (gain_N[micro.at_N] * logprobs(models[name], micro, 1.0)[0]).sum().backward()
             models[name].zero_grad()
@@ -264,7 +267,7 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
         used = operations(models["plain"], ways[name][1]) / (cost.ms / 1e3) / PEAK
         return f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.0%}"
 
-    show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.steps[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
+    show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.updates[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
     model = models["plain"]
     found = {name: plan_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))}
     exact = plan_logprobs(model.float(), padded, 1.0, CUDA)[0]

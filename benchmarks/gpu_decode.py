@@ -18,7 +18,7 @@ from torch import Tensor
 from gspo.config import LoraConfig
 from gspo.learner.forward import plan_logprobs
 from gspo.learner.packing import reads_packed
-from gspo.learner.plan import Row, make_plan
+from gspo.learner.plan import TokenSequence, make_plan
 from gspo.model.adapter import attach
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import LocalEngine, build
@@ -131,7 +131,7 @@ def ceiling_step(model: Any, rate: float) -> float:
 
 def learner_logp(model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> Tensor:
     replies = [(p, c, g) for g, (p, group) in enumerate(zip(prompts, groups, strict=True)) for c in group]
-    rows = [Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c, _ in replies]
+    rows = [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c, _ in replies]
     plan = make_plan(rows, [g for _, _, g in replies], mini_batches=1, token_budget=20480, pad_id=0, seed="", packed=reads_packed(model))  # fmt: skip
     return plan_logprobs(model, plan, 1.0, CUDA)[0]
 

@@ -14,13 +14,14 @@ import torch
 from gpu_decode import CUDA, DENSE, NEW, Silent, built, prompts_of
 
 from gspo.config import Config, LearnerConfig, RolloutConfig
+from gspo.context import LearnContext
+from gspo.learner.batch import TrainBatch
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.update import Batch
 from gspo.model.load import Policy
 from gspo.objectives.table import objective as build_objective
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import build as build_engine
-from gspo.step import Learner, learn
+from gspo.step import learn
 from gspo.types import Group, Sampling, Score, Status
 
 PROMPTS, REPLIES, UPDATES = 32, 8, 4
@@ -61,7 +62,7 @@ def bench_step(repeats: int) -> None:
         rollout=RolloutConfig(prompts=PROMPTS, replies=REPLIES, max_tokens=NEW),
         learner=LearnerConfig(mini_batches=UPDATES, micro_batch_tokens=32768, learning_rate=1e-6),
     )
-    learner = Learner(config=config, objective=build_objective("gspo"), policy=policy, reference=None, optimizer=Optimizer(model, config.learner, 100))  # fmt: skip
+    learner = LearnContext(config=config, objective=build_objective("gspo"), policy=policy, reference=None, optimizer=Optimizer(model, config.learner, 100))  # fmt: skip
     engine = build_engine(EngineContext(model=model, tokenizer=Ends(), stop_ids=()), slots=PROMPTS * REPLIES)
     seen: list[dict[str, tuple[float, float]]] = []
     dice = random.Random(0)
@@ -76,7 +77,7 @@ def bench_step(repeats: int) -> None:
         ]  # fmt: skip
         clock.restart()
 
-        def between(batch: Batch, index: int, clock: Clock = clock) -> None:
+        def between(batch: TrainBatch, index: int, clock: Clock = clock) -> None:
             clock.note("updates" if index else "old log-probabilities")
 
         learn(learner, groups, step=step, before_update=between)

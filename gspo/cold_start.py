@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from gspo.context import RunContext
 from gspo.data.chat import render
 from gspo.data.problems import demonstrations, shown
 from gspo.errors import RewardError
 from gspo.evaluation import evaluate
-from gspo.learner.plan import Row
+from gspo.learner.plan import TokenSequence
 from gspo.learner.sft import ColdStart, cold_start
 from gspo.model.quantization import numbers_in
 from gspo.record.progress import Display
-from gspo.step import RunContext
 from gspo.types import Prompt, Sampling
 
 CHECKED = 128
@@ -66,7 +66,7 @@ def supervised_start(parts: RunContext, display: Display) -> ColdStart:
     def report(step: int, loss: float, reached: float) -> None:
         display.cold_start(step, config.steps, loss, reached)
 
-    rows = (Row(prompt_ids=p.token_ids, completion_ids=reply) for p, reply in fresh)
+    rows = (TokenSequence(prompt_ids=p.token_ids, completion_ids=reply) for p, reply in fresh)
     done = cold_start(parts.policy, config, rows, accuracy, report)
     parts.optimizer.adopt_weights()
     reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"

@@ -24,6 +24,7 @@ from gspo import trust
 from gspo.clock import Clock
 from gspo.cold_start import describe, supervised_start
 from gspo.config import differing, flat
+from gspo.context import RunContext
 from gspo.data.problems import Problems
 from gspo.errors import (
     AlarmError,
@@ -39,6 +40,7 @@ from gspo.evaluation import Evaluation, evaluate
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
+from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.adaptive_clip import at_limit
@@ -47,8 +49,9 @@ from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.record.sinks import Sinks
+from gspo.rollout.gather import CollectResult
 from gspo.signals import Interrupted, StopRequest
-from gspo.step import CollectResult, LearnResult, RunContext, collect, learn
+from gspo.step import collect, learn
 from gspo.types import Status
 
 MAY_CHANGE = (

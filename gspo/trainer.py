@@ -29,6 +29,7 @@ from gspo.config import (
     override,
     to_toml,
 )
+from gspo.context import RunContext
 from gspo.data.problems import Problems, PromptOrder, load_problems
 from gspo.data.sources import check_file
 from gspo.data.task import build_task
@@ -54,7 +55,6 @@ from gspo.record.sinks import Sinks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import EngineContext, build_engine
 from gspo.signals import StopRequest
-from gspo.step import RunContext
 
 OWN_OPTION = ("name", "run_dir", "steps")
 """Settings that a resume takes by an option of its own, or from where the run lies."""

@@ -18,8 +18,8 @@ from misaligned import misalign_loading
 import gspo.model.load
 from gspo import config as settings
 from gspo.config import Config
+from gspo.context import RunContext
 from gspo.record.run_dir import RunDir
-from gspo.step import RunContext
 from gspo.trainer import _build_parts, run_objective
 
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))

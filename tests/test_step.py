@@ -13,12 +13,16 @@ import torch
 import gspo
 from gspo.clock import Clock
 from gspo.config import Config
+from gspo.context import RunContext
+from gspo.learner.batch import TrainBatch, plan_batch
 from gspo.learner.forward import completion_logprobs, plan_logprobs
-from gspo.learner.plan import Row, make_plan
-from gspo.learner.update import update
+from gspo.learner.old_logprobs import OldLogprobs
+from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.routing_replay import NoRouting
+from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
-from gspo.step import RunContext, collect, learn
+from gspo.step import accumulate_gradients, collect, learn
 from gspo.types import Group, StopReason
 
 RUN_ROWS = [name for name in gspo.objective_names() if name != "ppo_clip"]
@@ -64,7 +68,8 @@ def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
         # advantages are the same values, looked up by row.
         recorder = GradientRecorder(parts.policy.model)
         batch = _batch(parts, objective, groups, budget=[10**9, 1, 40, 90][cut], shuffle=cut)
-        update(parts.policy, recorder, objective, batch, 0, seed=3)
+        context = replace(parts, objective=objective, optimizer=recorder)
+        recorder.step(loss_finite=accumulate_gradients(context, batch, 0).finite)
         gradients.append(recorder.gradients[0])
     assert gradients[0].abs().max() > 1e-4
     for other in gradients[1:]:
@@ -72,18 +77,16 @@ def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
 
 
 def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budget: int, shuffle: int) -> Any:
-    from gspo.learner.update import Batch
     from gspo.objectives.advantage import apply_rule
-    from gspo.objectives.samples import counted
     from gspo.objectives.sequences import Tokens
 
-    replies = counted(groups, objective, max_tokens=10)
-    rows = [Row(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in replies]
+    replies = trainable(groups, objective, max_tokens=10)
+    rows = [TokenSequence(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in replies]
     group_ids = [r.group for r in replies]
     plan = make_plan(rows, group_ids, mini_batches=1, token_budget=budget, pad_id=0, seed=str(shuffle))
-    micro = list(plan.steps[0])
+    micro = list(plan.updates[0])
     random.Random(shuffle).shuffle(micro)
-    plan = replace(plan, steps=(tuple(micro),))
+    plan = replace(plan, updates=(tuple(micro),))
     logp_old, _ = plan_logprobs(parts.policy.model, plan, 1.0, parts.policy.device)
     generator = torch.Generator().manual_seed(1)
     logp_old = logp_old + 0.05 * torch.randn(logp_old.shape, generator=generator)
@@ -93,7 +96,18 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
         logp_N=logp_old, logp_old_N=logp_old, logp_sampler_N=logp_old - 0.01, logp_ref_N=logp_old + 0.1,
         advantage_N=sequences.spread(advantage), sequences=sequences,
     )  # fmt: skip
-    return Batch(plan=plan, tokens=tokens, temperature=1.0)
+    old = OldLogprobs(logp_N=logp_old, logp_sampler_N=logp_old, entropy_M=logp_old, log_rho_M=logp_old)
+    return TrainBatch(
+        plan=plan,
+        samples=tuple(replies),
+        tokens=tokens,
+        reward_B=advantage,
+        old=old,
+        temperature=1.0,
+        routing=NoRouting(),
+        rounding_N=None,
+        seed="3",
+    )
 
 
 @pytest.mark.parametrize("name", RUN_ROWS)
@@ -112,7 +126,7 @@ def test_the_ratio_is_one_to_the_bit_at_the_first_update(tiny: Callable[..., Con
     parts = parts_of(tiny("learner.mini_batches=4", "learner.micro_batch_tokens=60"))
     learned = learn(parts, groups_of(parts), step=1)
     assert learned is not None
-    first = {row for micro in _plan(parts, learned).steps[0] for row in micro.rows}
+    first = {row for micro in _plan(parts, learned).updates[0] for row in micro.rows}
     in_first = torch.tensor([int(s) in first for s in learned.tokens.sequences.index_N])
     assert (learned.ratio_N[in_first] == 1.0).all()
     assert torch.equal(learned.tokens.logp_N[in_first], learned.tokens.logp_old_N[in_first])
@@ -120,9 +134,7 @@ def test_the_ratio_is_one_to_the_bit_at_the_first_update(tiny: Callable[..., Con
 
 
 def _plan(parts: RunContext, learned: Any) -> Any:
-    from gspo.step import _plan as plan
-
-    return plan(parts, learned.counted, 1)
+    return plan_batch(parts, learned.samples, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -141,16 +153,19 @@ def test_the_end_token_is_trained_on_and_padding_is_not(tiny: Callable[..., Conf
     groups = groups_of(parts)
     learned = learn(parts, groups, step=1)
     assert learned is not None
-    lengths = [len(r.completion.token_ids) for r in learned.counted]
+    lengths = [len(r.completion.token_ids) for r in learned.samples]
     assert learned.tokens.sequences.length_B.tolist() == lengths
-    ended = [r for r in learned.counted if r.completion.stop is StopReason.EOS]
+    ended = [r for r in learned.samples if r.completion.stop is StopReason.EOS]
     assert ended
     assert all(r.completion.token_ids[-1] in parts.policy.stop_ids for r in ended)
 
 
 def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model.double()
-    rows = [Row(prompt_ids=(5, 6), completion_ids=(7, 8, 9)), Row(prompt_ids=(5,) * 20, completion_ids=(6,) * 9)]
+    rows = [
+        TokenSequence(prompt_ids=(5, 6), completion_ids=(7, 8, 9)),
+        TokenSequence(prompt_ids=(5,) * 20, completion_ids=(6,) * 9),
+    ]
     together = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=3, seed="")
     other_pad = make_plan(rows, [0, 1], mini_batches=1, token_budget=999, pad_id=11, seed="")
     alone = make_plan(rows[:1], [0], mini_batches=1, token_budget=999, pad_id=3, seed="")
@@ -162,10 +177,10 @@ def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> N
 
 def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model
-    row = Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1))
+    row = TokenSequence(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1))
     plan = make_plan([row], [0], mini_batches=1, token_budget=999, pad_id=0, seed="")
     with torch.no_grad():
-        logp, entropy = completion_logprobs(model, plan.steps[0][0], 0.7)
+        logp, entropy = completion_logprobs(model, plan.updates[0][0], 0.7)
         logits = model(torch.tensor([[5, 6, 7, 8, 9, 1]])).logits[0].double() / 0.7
     expected = logits.log_softmax(-1)
     torch.testing.assert_close(
@@ -176,15 +191,15 @@ def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], pa
 
 
 def test_groups_stay_together_and_every_row_is_used_once() -> None:
-    rows = [Row(prompt_ids=(1,) * (1 + i % 5), completion_ids=(2,) * (1 + i % 7)) for i in range(24)]
+    rows = [TokenSequence(prompt_ids=(1,) * (1 + i % 5), completion_ids=(2,) * (1 + i % 7)) for i in range(24)]
     groups = [i // 4 for i in range(24)]
     plan = make_plan(rows, groups, mini_batches=3, token_budget=30, pad_id=0, seed="x")
-    used = [[row for micro in step for row in micro.rows] for step in plan.steps]
+    used = [[row for micro in step for row in micro.rows] for step in plan.updates]
     assert sorted(r for step in used for r in step) == list(range(24))
     for step in used:
         assert len(step) == 8
         assert all(sum(groups[r] == g for r in step) in (0, 4) for g in range(6))
-    for step in plan.steps:
+    for step in plan.updates:
         for micro in step:
             assert micro.input_ids.numel() <= 30 or len(micro.rows) == 1
             for n in range(len(micro.target_N)):
@@ -192,7 +207,6 @@ def test_groups_stay_together_and_every_row_is_used_once() -> None:
 
 
 def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objectives.samples import counted
     from gspo.types import Score, Status
 
     parts = parts_of(tiny())
@@ -208,20 +222,19 @@ def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., 
     assert torch.equal(recorder.gradients[1], recorder.gradients[3])
     # A reply left alone in its group goes too.
     alone = [replace(groups[0], scores=[groups[0].scores[0], unscored, unscored, unscored])]
-    assert counted(alone, parts.objective, max_tokens=10) == []
+    assert trainable(alone, parts.objective, max_tokens=10) == []
     assert learn(fake, alone, step=1) is None
 
 
 def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
-    from gspo.objectives.samples import counted
 
     parts = parts_of(tiny())
     groups = groups_of(parts)
     cut = [c for g in groups for c in g.completions if c.stop is StopReason.LENGTH]
     assert cut
-    filtered = counted(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
+    filtered = trainable(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
     assert all(r.completion.stop is StopReason.EOS for r in filtered)
-    soft = counted(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
+    soft = trainable(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
     for r in soft:
         assert r.score.reward is not None
         assert r.reward == pytest.approx(r.score.reward + min(0.0, (5 - len(r.completion.token_ids)) / 5))
@@ -234,8 +247,8 @@ def test_kl_in_the_reward_reaches_the_advantage(tiny: Callable[..., Config], par
     learned = learn(parts, groups_of(parts), step=1)
     assert learned is not None
     k1 = learned.tokens.sequences.sum(learned.tokens.logp_old_N - learned.tokens.logp_ref_N)
-    reward = torch.tensor([r.reward for r in learned.counted]) - 0.5 * k1
-    expected = gspo.group_advantage("rloo", reward, [r.group for r in learned.counted])
+    reward = torch.tensor([r.reward for r in learned.samples]) - 0.5 * k1
+    expected = gspo.group_advantage("rloo", reward, [r.group for r in learned.samples])
     torch.testing.assert_close(learned.advantage_B, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -247,7 +260,7 @@ def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(tiny: Callable[..., 
     assert learned is not None
     returns, at = [], 0
     k1 = (learned.tokens.logp_old_N - learned.tokens.logp_ref_N).double().tolist()
-    for r in learned.counted:
+    for r in learned.samples:
         n = len(r.completion.token_ids)
         returns += [r.reward - 0.3 * sum(k1[at + t : at + n]) for t in range(n)]
         at += n

@@ -351,7 +351,7 @@ def test_a_resume_takes_no_setting_that_makes_another_run(
 
 def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     """Make the loss of some micro-batches NaN."""
-    from gspo.learner import update as module
+    from gspo import step as module
 
     real, count = module.loss_of, [0]
 

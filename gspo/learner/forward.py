@@ -6,9 +6,10 @@ because the policy is the distribution that was sampled from; the end token coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,42 @@ from gspo.learner.plan import MicroBatch, Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.memory import out_of_memory
+
+if TYPE_CHECKING:
+    from gspo.context import LearnContext
+    from gspo.learner.batch import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainForward:
+    """A forward pass with gradient."""
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    balance_loss: Callable[[], Tensor | float] = lambda: 0.0
+    """This micro-batch's share of the auxiliary load-balancing loss."""
+
+
+@contextmanager
+def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
+    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too: gradient
+    checkpointing repeats the forward there, and it must choose the same experts."""
+    reused = batch.cached.take(micro) if batch.cached is not None else None
+    if reused is not None:
+        yield TrainForward(logp_N=reused[0], entropy_N=reused[1])
+        return
+    with batch.routing.learning(micro) as trace:
+        logp_N, entropy_N = completion_logprobs(
+            context.policy.model,
+            micro,
+            batch.temperature,
+            entropy_gradient=bool(context.objective.entropy),
+        )
+        yield TrainForward(
+            logp_N=logp_N,
+            entropy_N=entropy_N,
+            balance_loss=lambda: batch.routing.balance_loss(micro, trace, index),
+        )
 
 
 def completion_logprobs(
@@ -63,7 +100,7 @@ def plan_logprobs(
     temperature: float,
     device: torch.device,
     *,
-    step: int | None = None,
+    update: int | None = None,
     routed: Callable[[MicroBatch], AbstractContextManager[Any]] = lambda micro: nullcontext(),
 ) -> tuple[Tensor, Tensor]:
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
@@ -71,8 +108,8 @@ def plan_logprobs(
     Each forward runs inside `routed(micro_batch)`."""
     lm_head(model)  # its trial must not run inside `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
-    steps = plan.steps if step is None else plan.steps[step : step + 1]
-    waiting = [micro for micro_batches in reversed(steps) for micro in reversed(micro_batches)]
+    updates = plan.updates if update is None else plan.updates[update : update + 1]
+    waiting = [micro for micro_batches in reversed(updates) for micro in reversed(micro_batches)]
     while waiting:
         cpu_batch = waiting.pop()
         batch = cpu_batch.to(device)

@@ -12,20 +12,40 @@ Invariant: engine noise that would use up the clip range before any update is an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo.errors import MismatchError
-from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import Plan
+from gspo.learner.forward import completion_logprobs, plan_logprobs
+from gspo.learner.plan import MicroBatch, Plan
 from gspo.learner.routing_replay import NoRouting
-from gspo.learner.update import CachedForward, old_logprobs
 from gspo.model.load import Policy
+from gspo.model.memory import out_of_memory, release_memory
 from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences, Tokens
+
+
+class CachedForward:
+    """The forward of one micro-batch with its graph. It can be taken once, so that the graph is freed by its backward."""
+
+    def __init__(self, micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
+        self._rows = micro.rows
+        self._outputs: tuple[Tensor, Tensor] | None = (logp_N, entropy_N)
+
+    def take(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """(logp_N, entropy_N) if this is the micro-batch and nobody has taken it yet."""
+        if self._outputs is None or micro.rows != self._rows:
+            return None
+        outputs = self._outputs
+        self.drop()
+        return outputs
+
+    def drop(self) -> None:
+        """Free the graph."""
+        self._outputs = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +58,57 @@ class OldLogprobs:
     """Its entropy at the tokens that the learner has computed."""
     log_rho_M: Tensor
     """log pi_old - log mu at these tokens, pi_old by the learner's forward, mu the engine's."""
-    ahead: CachedForward | None = None
-    """The first learning forward, where computing this was that already."""
+    cached: CachedForward | None = None
+    """The first training forward, if computing the old log-probs has run it."""
 
 
 def recomputed(
-    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: NoRouting, *, keep: bool
+    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: NoRouting, *, reuse_forward: bool
 ) -> OldLogprobs:  # fmt: skip
-    """By the learner's forward; `keep`: the first update may use a part of it."""
-    logp_N, entropy_N, ahead = old_logprobs(policy, objective, plan, temperature, routing, keep=keep)
+    """By a learner forward, of which the first update may reuse a part."""
+    logp_N, entropy_N, cached = _old_forward(policy, objective, plan, temperature, routing, reuse_forward=reuse_forward)
     return OldLogprobs(
-        logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, ahead=ahead
+        logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, cached=cached
     )
+
+
+def _old_forward(
+    policy: Policy, objective: Objective, plan: Plan, temperature: float, routing: NoRouting, *, reuse_forward: bool
+) -> tuple[Tensor, Tensor, CachedForward | None]:
+    """(logp_N, entropy_N) under the current weights. The first update has the same weights, so with `reuse_forward` its first
+    micro-batch is computed once for both. It comes last, so that no other forward runs while its graph is held."""
+    device = policy.device
+    first = plan.updates[0][0]
+    # An objective that singles out tokens needs a forward over the whole update first, so it cannot reuse this one.
+    reuse = reuse_forward and routing.repeats and not objective.selects_tokens
+    rest = replace(plan, updates=(plan.updates[0][1:], *plan.updates[1:])) if reuse else plan
+    logp_N, entropy_N = plan_logprobs(policy.model, rest, temperature, device, routed=routing.old)
+    if not reuse:
+        return logp_N, entropy_N, None
+    micro = first.to(device)
+    outputs = None
+    try:
+        with routing.old(micro):
+            outputs = completion_logprobs(policy.model, micro, temperature, entropy_gradient=bool(objective.entropy))
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    if outputs is None:
+        # Outside the handler: the traceback of the error holds the tensors that did not fit.
+        release_memory()
+        alone = replace(plan, updates=((first,),))
+        first_logp_N, first_entropy_N = plan_logprobs(policy.model, alone, temperature, device, routed=routing.old)
+        return logp_N + first_logp_N, entropy_N + first_entropy_N, None
+    logp_N[micro.at_N], entropy_N[micro.at_N] = outputs[0].detach(), outputs[1].detach()
+    return logp_N, entropy_N, CachedForward(first, *outputs)
 
 
 def from_sampler(
     policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective
 ) -> OldLogprobs:
     """The engine's numbers, after a look at how far they are from the learner's; `MismatchError` if too far."""
-    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, step=0)
-    at_M = torch.cat([micro.at_N for micro in plan.steps[0]]).sort().values.to(policy.device)
+    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
+    at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
     tokens = Tokens(
         logp_N=logp_N[at_M], logp_old_N=sampler_N[at_M], logp_sampler_N=sampler_N[at_M], advantage_N=torch.zeros_like(logp_N[at_M]),
         sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.rows)),

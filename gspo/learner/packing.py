@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gspo.learner.plan import MicroBatch, Row, make_plan
+from gspo.learner.plan import MicroBatch, TokenSequence, make_plan
 from gspo.model.attention import attention_kinds
 
 _found: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -79,7 +79,7 @@ def _trial(model: Any) -> float:
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths = ((5, 4), (5, 2), (5, 3), (3, 5))
     rows = [
-        Row(
+        TokenSequence(
             prompt_ids=tuple((3 * j + p) % vocabulary for j in range(p)),
             completion_ids=tuple((7 * i + 5 * j + 1) % vocabulary for j in range(r)),
         )
@@ -89,7 +89,7 @@ def _trial(model: Any) -> float:
     found = []
     for packed in (False, True):
         plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=packed)
-        micro = plan.steps[0][0].to(model.device)
+        micro = plan.updates[0][0].to(model.device)
         with torch.set_grad_enabled(norm is not None):
             logits_NV = read(model, micro).flatten(0, 1)[micro.output_N].float()
             if norm is not None and not torch.autograd.grad(logits_NV.square().sum(), norm)[0].isfinite().all():

@@ -28,7 +28,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TokenSequence:
     """One sequence: what was given and what was generated."""
 
     prompt_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class MicroBatch:
     """For each of them, whose prompt stands for its own: itself, unless prompts are shared."""
     input_ids: Tensor
     row_N: Tensor
-    """Row of each reply token within this micro-batch."""
+    """TokenSequence of each reply token within this micro-batch."""
     output_N: Tensor
     """Which output predicts the token, counted over `input_ids`, flattened."""
     target_N: Tensor
@@ -82,12 +82,12 @@ class Positions:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A rollout batch, cut up. `steps[i]` are the micro-batches of optimiser step i."""
+    """A rollout batch, cut up. `updates[i]` are the micro-batches of optimizer step i."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TokenSequence, ...]
     sequence_N: Tensor
     """Sequence of each packed reply token."""
-    steps: tuple[tuple[MicroBatch, ...], ...]
+    updates: tuple[tuple[MicroBatch, ...], ...]
     pad_id: int
     packed: bool = False
 
@@ -107,8 +107,8 @@ class Plan:
     @property
     def positions(self) -> Positions:
         """What a pass over the batch computes."""
-        micros = [micro for step in self.steps for micro in step]
-        widths = [[self.rows[r].length for micro in step for r in micro.rows] for step in self.steps]
+        micros = [micro for step in self.updates for micro in step]
+        widths = [[self.rows[r].length for micro in step for r in micro.rows] for step in self.updates]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
@@ -121,12 +121,12 @@ class Plan:
         parts = (part for part in (micro.rows[:middle], micro.rows[middle:]) if part)
         return tuple(_micro_batch(self.rows, part, self.pad_id, self.packed, owner) for part in parts)
 
-    def halved(self, step: int) -> Plan | None:
+    def halved(self, update: int) -> Plan | None:
         """The plan with the micro-batches of an optimiser step cut in two; None if they are single rows already."""
-        smaller = tuple(part for micro in self.steps[step] for part in self.halves(micro))
-        if len(smaller) == len(self.steps[step]):
+        smaller = tuple(part for micro in self.updates[update] for part in self.halves(micro))
+        if len(smaller) == len(self.updates[update]):
             return None
-        return replace(self, steps=(*self.steps[:step], smaller, *self.steps[step + 1 :]))
+        return replace(self, updates=(*self.updates[:update], smaller, *self.updates[update + 1 :]))
 
     def lengths(self, rows: Sequence[int]) -> Tensor:
         """Reply tokens of some rows, in float64."""
@@ -134,7 +134,7 @@ class Plan:
 
 
 def make_plan(
-    rows: Sequence[Row],
+    rows: Sequence[TokenSequence],
     groups: Sequence[int],
     *,
     mini_batches: int,
@@ -150,11 +150,11 @@ def make_plan(
     count = min(mini_batches, len(rows))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     cut = _by_packed_budget if packed else _by_budget
-    steps = tuple(
+    updates = tuple(
         tuple(_micro_batch(rows, part, pad_id, packed) for part in cut(rows, order[a:b], token_budget))
         for a, b in pairwise(cuts)
     )
-    return Plan(rows=tuple(rows), sequence_N=sequence_N, steps=steps, pad_id=pad_id, packed=packed)
+    return Plan(rows=tuple(rows), sequence_N=sequence_N, updates=updates, pad_id=pad_id, packed=packed)
 
 
 def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
@@ -166,7 +166,7 @@ def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
     return [row for group in shuffled for row in group]
 
 
-def _by_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[list[int]]:
+def _by_budget(rows: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
     """Rows of like length together, so that little is padded; at least one row per micro-batch."""
     parts: list[list[int]] = []
     width = 0
@@ -180,7 +180,7 @@ def _by_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[
     return parts
 
 
-def _by_packed_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -> list[list[int]]:
+def _by_packed_budget(rows: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
     """Rows in the order they were dealt in, so that groups stay together; a prompt counts once."""
     parts: list[list[int]] = []
     used, prompts = 0, set[tuple[int, ...]]()
@@ -197,7 +197,11 @@ def _by_packed_budget(rows: Sequence[Row], chosen: Sequence[int], budget: int) -
 
 
 def _micro_batch(
-    rows: Sequence[Row], chosen: Sequence[int], pad_id: int, packed: bool, owner: Mapping[int, int] | None = None
+    rows: Sequence[TokenSequence],
+    chosen: Sequence[int],
+    pad_id: int,
+    packed: bool,
+    owner: Mapping[int, int] | None = None,
 ) -> MicroBatch:
     """`owner`: whose prompt stands for that of a row, where that was settled before."""
     if not packed:
@@ -208,7 +212,7 @@ def _micro_batch(
     return _packed(rows, {row: (owner or {}).get(row, first[rows[row].prompt_ids]) for row in chosen})
 
 
-def _padded(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBatch:
+def _padded(rows: Sequence[TokenSequence], chosen: Sequence[int], pad_id: int) -> MicroBatch:
     starts = [0, *accumulate(row.length for row in rows)]
     width = max(rows[r].length for r in chosen)
     input_ids = torch.full((len(chosen), width), pad_id)
@@ -227,7 +231,7 @@ def _padded(rows: Sequence[Row], chosen: Sequence[int], pad_id: int) -> MicroBat
     )
 
 
-def _packed(rows: Sequence[Row], owner: Mapping[int, int]) -> MicroBatch:
+def _packed(rows: Sequence[TokenSequence], owner: Mapping[int, int]) -> MicroBatch:
     starts = [0, *accumulate(row.length for row in rows)]
     members: dict[int, list[int]] = {}
     for row, prompt in owner.items():
@@ -288,7 +292,7 @@ def _span(stretches: list[Places]) -> Span:
     return Span(at=_joined(stretches), starts=starts, longest=max(lengths))
 
 
-def _replies(rows: Sequence[Row], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
+def _replies(rows: Sequence[TokenSequence], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
     """The reply tokens of a micro-batch; `where` its rows' tokens stand among the inputs, flattened."""
     starts = [0, *accumulate(len(row.completion_ids) for row in rows)]
     lengths = [len(rows[r].completion_ids) for r in chosen]

@@ -211,11 +211,11 @@ class Routing(NoRouting):
         """How many updates each token's learning forward came after. With a single optimiser step that is none, so one
         more forward over one of its micro-batches looks at the routing after the update."""
         updates_N = torch.full_like(self.flipped_N, -1)
-        for index, micro_batches in enumerate(self.plan.steps):
+        for index, micro_batches in enumerate(self.plan.updates):
             for micro in micro_batches:
                 updates_N[micro.at_N.to(updates_N.device)] = index
-        if len(self.plan.steps) == 1:
-            self._probe(model, self.plan.steps[0][len(self.plan.steps[0]) // 2], updates_N)
+        if len(self.plan.updates) == 1:
+            self._probe(model, self.plan.updates[0][len(self.plan.updates[0]) // 2], updates_N)
         return updates_N
 
     def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
@@ -266,7 +266,7 @@ class Routing(NoRouting):
 
     def _counted_shares(self, step: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
-        micro_batches, device = self.plan.steps[step], self.native_ILK.device
+        micro_batches, device = self.plan.updates[step], self.native_ILK.device
         at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
         times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)
         native_ILK, tokens = self.native_ILK[at_I.clamp(min=0)], int(times_I.sum())

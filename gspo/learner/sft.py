@@ -15,7 +15,7 @@ from itertools import islice
 from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import Row, make_plan
+from gspo.learner.plan import TokenSequence, make_plan
 from gspo.model.load import Policy
 
 
@@ -31,7 +31,7 @@ class ColdStart:
 def cold_start(
     policy: Policy,
     config: ColdStartConfig,
-    demonstrations: Iterator[Row],
+    demonstrations: Iterator[TokenSequence],
     accuracy: Callable[[int], float],
     report: Callable[[int, float, float], None],
 ) -> ColdStart:
@@ -52,10 +52,10 @@ def cold_start(
     return ColdStart(steps=step, accuracy=reached)
 
 
-def _step(policy: Policy, optimizer: Optimizer, rows: list[Row]) -> float:
+def _step(policy: Policy, optimizer: Optimizer, rows: list[TokenSequence]) -> float:
     plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
     total = 0.0
-    for micro in plan.steps[0]:
+    for micro in plan.updates[0]:
         logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
         loss = -logp_N.sum() / plan.tokens
         loss.backward()

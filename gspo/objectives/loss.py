@@ -7,7 +7,7 @@ Invariant: losses of micro-batches that carry the weights of their optimizer ste
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class Loss:
     kl: Tensor
     entropy: Tensor
     surrogate: Surrogate
+
+    def detached(self) -> Loss:
+        """The same values without their graph."""
+        surrogate = replace(self.surrogate, objective_N=self.surrogate.objective_N.detach())
+        parts = {name: getattr(self, name).detach() for name in ("total", "policy", "kl", "entropy")}
+        return Loss(**parts, surrogate=surrogate)
 
 
 def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:

@@ -24,6 +24,7 @@ from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import (
     CappedWeight,
     Clip,
+    CovarianceRegion,
     DropCovariance,
     GammaWeight,
     LogClipThenMean,
@@ -86,6 +87,11 @@ class Objective:
         """The mismatch correction's bounds in force."""
         low, high = MISMATCH_BOUNDS[self.mismatch]
         return (low if self.mismatch_low is None else self.mismatch_low, high if self.mismatch_high is None else self.mismatch_high)  # fmt: skip
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the objective singles out tokens by statistics of the whole optimizer step."""
+        return isinstance(self.trust_region, CovarianceRegion)
 
     @property
     def clips_sequences(self) -> bool:

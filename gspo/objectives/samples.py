@@ -29,7 +29,7 @@ class TrainSample:
     """After shaping."""
 
 
-def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
+def trainable(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
     """The replies to learn from, group by group."""
     kept: list[TrainSample] = []
     for number, group in enumerate(groups):
@@ -43,14 +43,14 @@ def counted(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -
                 reward=shaped(s, c, objective, max_tokens=max_tokens),
             )
             for i, (c, s) in enumerate(zip(group.completions, group.scores, strict=True))
-            if left_out(c, s, objective) is None
+            if drop_reason(c, s, objective) is None
         ]
         if len(members) > 1 or objective.advantage is batch_whitened:
             kept += members
     return kept
 
 
-def keeps(objective: Objective, group: Group) -> bool:
+def keeps_group(objective: Objective, group: Group) -> bool:
     """Whether an objective trains on a group. `keep = "mixed"` wants different rewards among the completions that count.
 
     The reward is the one before length shaping: a soft length penalty sets completions apart that are all wrong, and DAPO's
@@ -58,11 +58,11 @@ def keeps(objective: Objective, group: Group) -> bool:
     can teach without a single completion above `reward.correct_above`."""
     if objective.keep == "all":
         return True
-    counting = [s for c, s in zip(group.completions, group.scores, strict=True) if left_out(c, s, objective) is None]
+    counting = [s for c, s in zip(group.completions, group.scores, strict=True) if drop_reason(c, s, objective) is None]
     return not equal_rewards([s.reward for s in counting if s.reward is not None])
 
 
-def left_out(completion: Completion, score: Score, objective: Objective) -> str | None:
+def drop_reason(completion: Completion, score: Score, objective: Objective) -> str | None:
     """Why a reply does not count, or None if it does."""
     if score.status is Status.UNSCORED:
         return "unscored"

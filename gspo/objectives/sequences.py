@@ -8,8 +8,9 @@ wherever they stand; no padding exists here. When a sequence is spread over seve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Tokens:
         for name in ("logp_old_N", "advantage_N", "logp_sampler_N", "logp_ref_N", "entropy_N", "selected_N"):
             value = getattr(self, name)
             assert value is None or value.shape == shape, f"{name}: {tuple(value.shape)}, not {tuple(shape)}"
+
+    def take(self, at_N: Tensor) -> Tokens:
+        """Some of the tokens; the sequences keep their numbers."""
+        values: dict[str, Any] = {k: v[at_N] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **values, sequences=Sequences(self.sequences.index_N[at_N], self.sequences.count))
 
     @property
     def logp_behavior_N(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gspo.objectives.samples import keeps
+from gspo.objectives.samples import keeps_group
 from gspo.preflight.case import Case, Timings
 from gspo.preflight.findings import Finding, note, ok
 from gspo.preflight.machine import digits
@@ -54,7 +54,7 @@ def _draws(case: Case) -> float:
     """How often a batch of prompts is drawn per step: more than once where uniform groups are replaced."""
     if case.objective is None or case.objective.keep != "mixed" or not case.groups:
         return 1.0
-    mixed = sum(keeps(case.objective, g) for g in case.groups) / len(case.groups)
+    mixed = sum(keeps_group(case.objective, g) for g in case.groups) / len(case.groups)
     return min(float(case.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.packing import reads_packed
-from gspo.learner.plan import MicroBatch, Plan, Row, make_plan
+from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
 from gspo.learner.routing_replay import NoRouting, route
 from gspo.model.lm_head import lm_head
 from gspo.objectives.rounding import rounding_noise
@@ -88,7 +88,7 @@ def _fresh(case: Case, budget: int) -> LogprobsByPolicy:
     assert case.policy is not None
     config, policy, replies = case.config, case.policy, _replies(case)
     plan = make_plan(
-        [Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
+        [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for _, p, c in replies], [g for g, _, _ in replies],
         mini_batches=config.learner.mini_batches, token_budget=budget, pad_id=policy.pad_id, seed=f"{config.seed}/mini-batches/1",
         packed=reads_packed(policy.model),
     )  # fmt: skip
@@ -96,11 +96,11 @@ def _fresh(case: Case, budget: int) -> LogprobsByPolicy:
     old_N, new_N = torch.zeros(plan.tokens, device=policy.device), torch.zeros(plan.tokens, device=policy.device)
     known_N = torch.zeros(plan.tokens, dtype=torch.bool, device=policy.device)
     started, done, rows = time.monotonic(), 0, 0
-    for cpu_batch in chain.from_iterable(plan.steps):
+    for cpu_batch in chain.from_iterable(plan.updates):
         if done and time.monotonic() - started > PATIENCE_S:
             break
         micro = cpu_batch.to(policy.device)
-        alone = replace(plan, steps=((cpu_batch,),))
+        alone = replace(plan, updates=((cpu_batch,),))
         old_N += plan_logprobs(policy.model, alone, config.rollout.temperature, policy.device, routed=routing.old)[0]
         new_N[micro.at_N] = _learn(case, micro, routing)
         known_N[micro.at_N] = True
@@ -207,8 +207,8 @@ def _rounding(case: Case, fresh: LogprobsByPolicy) -> Iterator[Finding]:
 
 def _computed(fresh: LogprobsByPolicy) -> Plan:
     """The plan as far as it was gone through."""
-    micro_batches = list(chain.from_iterable(fresh.plan.steps))[: fresh.micro_batches]
-    return replace(fresh.plan, steps=(tuple(micro_batches),))
+    micro_batches = list(chain.from_iterable(fresh.plan.updates))[: fresh.micro_batches]
+    return replace(fresh.plan, updates=(tuple(micro_batches),))
 
 
 def _distance(fresh: LogprobsByPolicy, logp_N: Tensor) -> tuple[float, float]:

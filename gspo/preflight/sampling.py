@@ -15,7 +15,7 @@ from typing import Any
 from gspo.data.problems import PromptOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import keeps
+from gspo.objectives.samples import keeps_group
 from gspo.preflight.case import PATIENCE_S, Case, Timings
 from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
@@ -138,7 +138,7 @@ def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding
 
 
 def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
-    budget, mixed = case.config.rollout.refill_budget, interval([float(keeps(objective, g)) for g in groups])
+    budget, mixed = case.config.rollout.refill_budget, interval([float(keeps_group(objective, g)) for g in groups])
     if not mixed.value:
         yield warning(
             f'keep = "mixed" would discard all of the {len(groups)} sampled groups: steps would train on nothing.',

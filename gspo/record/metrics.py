@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
 from gspo.objectives.loss import statistics
 from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import rounding_noise
-from gspo.objectives.samples import left_out
+from gspo.objectives.samples import drop_reason
 from gspo.redact import known_secrets, redacted
-from gspo.step import CollectResult, LearnResult
+from gspo.rollout.gather import CollectResult
 from gspo.types import Completion, Group, Score, Status, StopReason
 
 NAN = float("nan")
@@ -52,12 +53,12 @@ def _replies(
     objective: Objective, collected: CollectResult, learned: LearnResult | None
 ) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
     """Every reply, where it stands among those that were learned from (None: it was not), and why it was not."""
-    found = {(c.group, c.sample): i for i, c in enumerate(learned.counted)} if learned else {}
+    found = {(c.group, c.sample): i for i, c in enumerate(learned.samples)} if learned else {}
     kept = len(collected.gathered.groups)
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             at = found.get((number, sample))
-            why = left_out(c, s, objective) or ("alone" if number < kept else "not mixed")
+            why = drop_reason(c, s, objective) or ("alone" if number < kept else "not mixed")
             yield group, c, s, at, why if at is None else ""
 
 
@@ -152,7 +153,7 @@ def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
         "entropy/mean": float(learned.entropy_M.mean()),
         "advantage/std": float(learned.advantage_B.std(correction=0)),
         "tokens/trained": len(learned.ratio_N),
-        "samples/trained": len(learned.counted),
+        "samples/trained": len(learned.samples),
         "padding/learner": learned.positions.empty / learned.positions.computed,
         "padding/saved": 1 - learned.positions.computed / learned.positions.padded,
     }
@@ -167,7 +168,7 @@ def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
 
 def _shaping(learned: LearnResult) -> dict[str, float]:
     """What the punishment of long replies takes off."""
-    taken = [float(r.score.reward or 0) - r.reward for r in learned.counted]
+    taken = [float(r.score.reward or 0) - r.reward for r in learned.samples]
     return {"reward/length_penalty": _mean(taken), "length/punished_fraction": _mean([t > 0 for t in taken])}
 
 

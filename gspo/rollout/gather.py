@@ -1,16 +1,16 @@
-"""Stage 2 and 3 together: prompts to groups of scored replies, refilled until there is enough to learn from.
+"""Gather enough groups to train on, refilling what the objective discards.
 
-In: a function that samples and scores some prompts. Out: the groups to learn from and those thrown away.
-Invariant: a group is kept or discarded on its rewards, never on the shaped ones; when the budget runs out, what was
-kept is used as it is, and nothing that was filtered comes back.
+In: scored groups, as they come. Out: a `CollectResult`. Invariant: a group is kept or discarded by its rewards before length
+shaping. When the budget runs out, the step trains on what was kept; nothing that was discarded comes back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gspo.rollout.engine import DecodeStats
 from gspo.types import Group, Prompt
 
 
@@ -23,27 +23,67 @@ class RolloutBatch:
 
     @property
     def sampled(self) -> tuple[Group, ...]:
-        """Everything that was drawn."""
+        """All groups, discarded ones included."""
         return self.groups + self.discarded
 
 
-def gather(
-    draw: Callable[[int], Sequence[Group]], *, want: int, keep: Callable[[Group], bool], budget: int
-) -> RolloutBatch:
-    """`want` groups; those that are not to be kept are replaced, drawing at most `budget` times `want` prompts."""
-    kept: list[Group] = []
-    discarded: list[Group] = []
-    drawn = 0
-    while len(kept) < want and drawn < budget * want:
-        count = min(want - len(kept), budget * want - drawn)
-        drawn += count
-        for group in draw(count):
-            (kept if keep(group) else discarded).append(group)
-    return RolloutBatch(groups=tuple(kept), discarded=tuple(discarded))
+@dataclass(frozen=True, kw_only=True)
+class CollectResult:
+    """The rollout half of a step."""
+
+    gathered: RolloutBatch
+    cursor: int
+    """Position in the data order after this step."""
+    decoded: DecodeStats | None = None
+    """What decoding cost; None if the engine does not know."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all completions, discarded ones included."""
+        return sum(len(c.token_ids) for group in self.gathered.sampled for c in group.completions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRequest:
+    """Prompts to sample next."""
+
+    cursor: int
+    count: int
+
+
+class Gatherer:
+    """Iterates over requests for prompts until `want` groups are kept, with at most `budget` times `want` prompts."""
+
+    def __init__(self, *, want: int, budget: int, cursor: int, keep: Callable[[Group], bool]) -> None:
+        self._want = want
+        self._limit = budget * want
+        self._cursor = cursor
+        self._keep = keep
+        self._kept: list[Group] = []
+        self._discarded: list[Group] = []
+
+    def __iter__(self) -> Iterator[PromptRequest]:
+        requested = 0
+        while len(self._kept) < self._want and requested < self._limit:
+            count = min(self._want - len(self._kept), self._limit - requested)
+            requested += count
+            yield PromptRequest(cursor=self._cursor, count=count)
+            self._cursor += count
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Keep or discard the groups of the last request."""
+        for group in groups:
+            (self._kept if self._keep(group) else self._discarded).append(group)
+
+    def result(self, before: DecodeStats | None, after: DecodeStats | None) -> CollectResult:
+        """What was gathered; `before` and `after` are the engine's counters around it."""
+        batch = RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded))
+        decoded = after - before if after and before else None
+        return CollectResult(gathered=batch, cursor=self._cursor, decoded=decoded)
 
 
 def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Give a prompt that was drawn twice at once (small data) an id of its own, hence its own random stream."""
+    """Give a prompt that occurs twice in one request (small data) its own id, and so its own random stream."""
     seen: dict[str, int] = {}
     named = []
     for prompt in prompts:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from ends import run_of, same_end
+from patched_forward import patch_forward
 
-import gspo.learner.update
 import gspo.loop
 from gspo.config import Config
 from gspo.errors import AlarmError, CheckpointError, ConfigError, DiskError, MemoryLimitError, NumericalError
@@ -403,39 +403,42 @@ def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
 # ------------------------------------------------------------------------------------------------- F22: memory
 
 
-def starve(monkeypatch: pytest.MonkeyPatch, most_rows: int, module: Any, error: type[Exception]) -> list[int]:
+def starve(
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, error: type[Exception], *, training: bool = True
+) -> list[int]:
     """Forwards of more rows than this run out of memory."""
-    original, shots = module.completion_logprobs, []
+    shots: list[int] = []
 
-    def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(batch.rows) > most_rows:
-            shots.append(len(batch.rows))
-            raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
-        return original(model, batch, *args, **kwargs)
+    def limited(plain: Any) -> Any:
+        def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(batch.rows) > most_rows:
+                shots.append(len(batch.rows))
+                raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+            return plain(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(module, "reply_logprobs", instead)
+        return instead
+
+    patch_forward(monkeypatch, limited, training=training)
     return shots
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-@pytest.mark.parametrize("where", ["gspo.learner.update", "gspo.learner.forward"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "old log-probs"])
 def test_f22_what_does_not_fit_is_halved_with_the_same_result(
-    where: str, error: type[Exception], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    training: bool, error: type[Exception], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib
-
     setting = ("steps=2", "eval.every=0", "model.build=tiny_moe", "routing.balance_loss=0.01")
     plenty, scarce = tiny(*setting, run_dir="plenty"), tiny(*setting, run_dir="scarce")
     train(plenty, display)
     with monkeypatch.context() as patch:
-        shots = starve(patch, 3, importlib.import_module(where), error)
+        shots = starve(patch, 3, error, training=training)
         train(scarce, display)
     assert shots
     for a, b in zip(*(read_jsonl(run_of(c) / "metrics.jsonl")[1:] for c in (plenty, scarce)), strict=True):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
         assert a["loss/balance"] == pytest.approx(b["loss/balance"], rel=1e-4)
         assert a["reward/mean"] == b["reward/mean"]
-    if where.endswith("update"):
+    if training:
         first = events(scarce, "out of memory")[0]
         assert first["step"] == 1
         assert first["micro_batch_tokens"] < 16384
@@ -446,7 +449,7 @@ def test_f22_memory_for_not_even_one_row_is_a_typed_stop_with_a_checkpoint(
 ) -> None:
     config = tiny("steps=2", "eval.every=0")
     with monkeypatch.context() as patch:
-        shots = starve(patch, 0, gspo.learner.update, torch.OutOfMemoryError)
+        shots = starve(patch, 0, torch.OutOfMemoryError)
         with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens.*--resume"):
             train(config, display)
     assert shots[-1] == 1

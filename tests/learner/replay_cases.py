@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo.clock import Clock
 from gspo.learner.optimizer import Update
-from gspo.learner.plan import Plan, Row, make_plan
+from gspo.learner.plan import Plan, TokenSequence, make_plan
 from gspo.learner.routing_replay import Routing, route
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
@@ -29,15 +29,17 @@ def ids_of(length: int, start: int) -> tuple[int, ...]:
     return tuple((start * 11 + 3 * j + j * j) % 46 + 2 for j in range(length))
 
 
-def row_of(prompt: int, reply: int, start: int) -> Row:
-    return Row(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
+def row_of(prompt: int, reply: int, start: int) -> TokenSequence:
+    return TokenSequence(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
 
 
 ROWS = [row_of(1, 1, 0), row_of(9, 12, 1), row_of(3, 2, 2), row_of(20, 5, 3), row_of(2, 7, 4), row_of(1, 9, 5)]
 """Very different lengths, so that most of a padded matrix is padding."""
 
 
-def planned(rows: Sequence[Row] = ROWS, *, budget: int = 10**9, steps: int = 1, pad: int = 0, seed: str = "") -> Plan:
+def planned(
+    rows: Sequence[TokenSequence] = ROWS, *, budget: int = 10**9, steps: int = 1, pad: int = 0, seed: str = ""
+) -> Plan:
     return make_plan(rows, list(range(len(rows))), mini_batches=steps, token_budget=budget, pad_id=pad, seed=seed)
 
 
@@ -72,12 +74,14 @@ def flips(a: Tensor, b: Tensor) -> list[int]:
     ]
 
 
-def reply_part(row: Row) -> slice:
+def reply_part(row: TokenSequence) -> slice:
     """The positions whose outputs predict the reply."""
     return slice(len(row.prompt_ids) - 1, row.length - 1)
 
 
-def forced_alone(model: Any, row: Row, chosen_TLK: Tensor, known_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forced_alone(
+    model: Any, row: TokenSequence, chosen_TLK: Tensor, known_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits and experts of one row by itself, with experts prescribed, by the mechanism alone."""
     routers = find_routers(model)
     assert routers is not None
@@ -87,7 +91,7 @@ def forced_alone(model: Any, row: Row, chosen_TLK: Tensor, known_T: Tensor | Non
     return logits, seen.used_ILK
 
 
-def reply_logp(row: Row, logits_TV: Tensor) -> Tensor:
+def reply_logp(row: TokenSequence, logits_TV: Tensor) -> Tensor:
     logp_TV = logits_TV.double().log_softmax(-1)[reply_part(row)]
     return logp_TV.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
 
@@ -105,7 +109,9 @@ def unpacked(routes: Routes) -> Tensor:
     return torch.tensor(numbers).view(-1, routes.layers, routes.top_k)
 
 
-def reported(rows: Sequence[Row], *, layers: int = 2, top_k: int = 2, less: int = 1, expert: int = 3) -> list[Routes]:
+def reported(
+    rows: Sequence[TokenSequence], *, layers: int = 2, top_k: int = 2, less: int = 1, expert: int = 3
+) -> list[Routes]:
     counts = [(row.length - less) * layers * top_k for row in rows]
     numbers = [bytes((expert + i) % 8 if expert < 8 else expert for i in range(n)) for n in counts]
     return [Routes(experts=b, layers=layers, top_k=top_k, width=1) for b in numbers]
@@ -144,8 +150,10 @@ def with_altered_routes(groups: Sequence[Group]) -> list[Group]:
     return [replace(g, completions=[replace(c, routes=altered(c.routes, 8)) for c in g.completions]) for g in groups]
 
 
-def rows_learned(learned: LearnResult) -> list[Row]:
-    return [Row(prompt_ids=c.prompt.token_ids, completion_ids=c.completion.token_ids) for c in learned.counted]
+def rows_learned(learned: LearnResult) -> list[TokenSequence]:
+    return [
+        TokenSequence(prompt_ids=c.prompt.token_ids, completion_ids=c.completion.token_ids) for c in learned.samples
+    ]
 
 
 REPLAYS = {"off": (), "old": ("routing.replay=old",), "sampler": ("routing.replay=sampler",)}

@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.config import Config
-from gspo.learner.plan import Row
+from gspo.learner.plan import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 
 
-def balance_by_hand(model: Any, rows: Sequence[Row], chosen: Sequence[Tensor | None], coefficient: float) -> Tensor:
+def balance_by_hand(
+    model: Any, rows: Sequence[TokenSequence], chosen: Sequence[Tensor | None], coefficient: float
+) -> Tensor:
     """coefficient x E sum_e f_e P_e, mean over layers, over all tokens of the rows; each row by itself.
 
     `chosen`: experts to compute with. f is what the routers would have chosen, P the mean of their probabilities."""
@@ -83,7 +85,7 @@ def test_the_balancing_loss_is_switch_on_native_routing(
     step_of = [int(u[0]) for u in learned.routed.update_N.split(lengths)]
     for step in (0, 1):
         mine = [i for i, s in enumerate(step_of) if s == step]
-        routes = [learned.counted[i].completion.routes for i in mine]
+        routes = [learned.samples[i].completion.routes for i in mine]
         forced = [unpacked(r) if replay == "sampler" and r else None for r in routes]
         loss = balance_by_hand(model, [rows[i] for i in mine], forced, 0.5)
         assert loss.item() > 0.5  # 0.5 would be even

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from patched_forward import patch_forward
 
 from gspo.clock import Clock
 from gspo.config import Config
-from gspo.learner import update
+from gspo.learner import old_logprobs
 from gspo.learner.routing_replay import NoRouting, Routing
 from gspo.step import collect, learn
 
@@ -58,32 +59,28 @@ def test_the_same_to_the_bit_with_one_forward_less(
 def test_what_has_more_to_do_gets_its_own_forward(
     tiny: Callable[..., Config], parts_of: Any, override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, seen = parts_of(tiny("model.build=tiny_moe", override)), []
-    plain = update.old_logprobs
-
-    def look(*given: Any, **options: Any) -> Any:
-        found = plain(*given, **options)
-        seen.append(found[2])
-        return found
-
-    monkeypatch.setattr("gspo.learner.old_logprobs.old_logprobs", look)
+    parts, made = parts_of(tiny("model.build=tiny_moe", override)), []
+    monkeypatch.setattr(old_logprobs, "CachedForward", lambda *given: made.append(given))
     learned(parts, [])
-    assert seen == [None]
+    assert made == []
 
 
 def test_a_forward_that_does_not_fit_with_its_graph_is_run_without(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = learned(parts_of(tiny()), [])[1]
-    parts, plain, failed = parts_of(tiny(run_dir="full")), update.completion_logprobs, []
+    parts, failed = parts_of(tiny(run_dir="full")), []
 
-    def full_once(*given: Any, **options: Any) -> Any:
-        if not failed:
-            failed.append(1)
-            raise torch.OutOfMemoryError("full")
-        return plain(*given, **options)
+    def full_once(plain: Any) -> Any:
+        def instead(*given: Any, **options: Any) -> Any:
+            if not failed:
+                failed.append(1)
+                raise torch.OutOfMemoryError("full")
+            return plain(*given, **options)
 
-    monkeypatch.setattr(update, "reply_logprobs", full_once)
+        return instead
+
+    patch_forward(monkeypatch, full_once, training=True)
     found = learned(parts, [])[1]
     assert failed
     assert all(torch.equal(found[k], expected[k]) for k in expected)

@@ -41,7 +41,7 @@ def test_the_engines_numbers_are_the_old_policys(tiny: Callable[..., Config], pa
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
     learned = learn(parts, groups, step=1)
     assert learned is not None
-    reported = [v for c in learned.counted for v in c.completion.logp_sampler]
+    reported = [v for c in learned.samples for v in c.completion.logp_sampler]
     assert torch.equal(learned.tokens.logp_old_N, torch.tensor(reported))
     assert 0 < len(learned.log_rho_M) < len(reported), "one mini-batch is compared"
     assert len(learned.log_rho_M) == len(learned.entropy_M)

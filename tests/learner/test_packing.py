@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from families import BASE, FAMILIES, SMOKE
+from patched_forward import patch_forward
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.packing import obstacle_to_packing, reads_packed
-from gspo.learner.plan import MicroBatch, Plan, Positions, Row, Span, make_plan
+from gspo.learner.plan import MicroBatch, Plan, Positions, Span, TokenSequence, make_plan
 from gspo.learner.routing_replay import Routing, route
 from gspo.model.kernels import packed_attention as attention
 from gspo.model.routing import find_routers
@@ -31,13 +32,16 @@ ROUND: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 """Norms and gates round to float32 inside a float64 model."""
 
 
-def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> tuple[list[Row], list[int]]:
+def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
     """Rows and their groups, from (length of the prompt, lengths of its replies)."""
     dice = random.Random(seed)
     rows, of = [], []
     for number, (prompt, replies) in enumerate(groups):
         ids = tuple(dice.randrange(2, 48) for _ in range(prompt))
-        rows += [Row(prompt_ids=ids, completion_ids=tuple(dice.randrange(2, 48) for _ in range(n))) for n in replies]
+        rows += [
+            TokenSequence(prompt_ids=ids, completion_ids=tuple(dice.randrange(2, 48) for _ in range(n)))
+            for n in replies
+        ]
         of += [number] * len(replies)
     return rows, of
 
@@ -46,7 +50,9 @@ GROUPS = [(6, (3, 1, 8, 5)), (1, (2, 9)), (11, (4, 4, 1)), (3, (7,))]
 ROWS, OF = rows_of(GROUPS)
 
 
-def planned(packed: bool, *, budget: int = 10**6, steps: int = 1, seed: str = "x", rows: Sequence[Row] = ROWS) -> Plan:
+def planned(
+    packed: bool, *, budget: int = 10**6, steps: int = 1, seed: str = "x", rows: Sequence[TokenSequence] = ROWS
+) -> Plan:
     return make_plan(rows, OF[: len(rows)], mini_batches=steps, token_budget=budget, pad_id=0, seed=seed, packed=packed)
 
 
@@ -70,7 +76,7 @@ def learned(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and the gradient of a loss in which every token counts differently."""
     weight_N = torch.linspace(-1, 1, plan.tokens)
     logp_N, entropy_N = torch.zeros(plan.tokens), torch.zeros(plan.tokens)
-    for micro in plan.steps[0]:
+    for micro in plan.updates[0]:
         logp, entropy = completion_logprobs(model, micro, 0.7, entropy_gradient=True)
         (weight_N[micro.at_N] * logp + 0.1 * entropy).sum().backward()
         logp_N[micro.at_N], entropy_N[micro.at_N] = logp.detach(), entropy.detach()
@@ -168,7 +174,7 @@ def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.Monk
 
 def test_every_row_stands_where_the_plan_says() -> None:
     for budget in (40, 10**6):
-        for micro in planned(True, budget=budget, steps=2).steps[0]:
+        for micro in planned(True, budget=budget, steps=2).updates[0]:
             assert micro.packing is not None
             assert micro.position_ids is not None
             ids, positions, at = micro.input_ids[0], micro.position_ids[0], micro.input_at[0]
@@ -191,18 +197,18 @@ def test_every_row_stands_where_the_plan_says() -> None:
 
 
 def test_a_prompt_is_computed_once_and_the_budget_is_kept() -> None:
-    whole = planned(True).steps[0]
+    whole = planned(True).updates[0]
     assert len(whole) == 1
     assert whole[0].input_ids.numel() == sum(p + sum(replies) for p, replies in GROUPS)
     for budget in (1, 15, 25, 40):
-        micro_batches = planned(True, budget=budget).steps[0]
+        micro_batches = planned(True, budget=budget).updates[0]
         assert all(m.input_ids.numel() <= budget or len(m.rows) == 1 for m in micro_batches)
         assert sorted(r for m in micro_batches for r in m.rows) == list(range(len(ROWS)))
 
 
 def test_positions_count_padding_and_what_packing_saves() -> None:
-    rows = [Row(prompt_ids=(1, 2, 3), completion_ids=(4,) * n) for n in (1, 5)] + [
-        Row(prompt_ids=(5,), completion_ids=(6, 7))
+    rows = [TokenSequence(prompt_ids=(1, 2, 3), completion_ids=(4,) * n) for n in (1, 5)] + [
+        TokenSequence(prompt_ids=(5,), completion_ids=(6, 7))
     ]
     for packed, computed, empty in ((True, 3 + 6 + 3, 0), (False, 2 * 4 + 8, 1)):
         plan = make_plan(rows, [0, 0, 1], mini_batches=1, token_budget=16, pad_id=0, seed="s", packed=packed)
@@ -216,16 +222,16 @@ def test_halves_keep_the_gradient_and_whose_prompt_it_is() -> None:
     reads_packed(model)
     plan = planned(True)
     expected = learned(model, plan)
-    owner = dict(zip(plan.steps[0][0].rows, plan.steps[0][0].owners, strict=True))
+    owner = dict(zip(plan.updates[0][0].rows, plan.updates[0][0].owners, strict=True))
     halved = 0
     while (smaller := plan.halved(0)) is not None:
         plan, halved = smaller, halved + 1
-        for micro in plan.steps[0]:
+        for micro in plan.updates[0]:
             assert [owner[r] for r in micro.rows] == list(micro.owners)
         for found, whole in zip(learned(model, plan), expected, strict=True):
             torch.testing.assert_close(found, whole, **ROUND)
     assert halved > 2
-    assert all(len(m.rows) == 1 for m in plan.steps[0])
+    assert all(len(m.rows) == 1 for m in plan.updates[0])
 
 
 # --- attention ---
@@ -236,7 +242,7 @@ def long_micro_batch(seed: int) -> MicroBatch:
     groups = [(dice.randrange(1, 90), [dice.randrange(1, 60) for _ in range(dice.randrange(1, 6))]) for _ in range(5)]
     rows, of = rows_of(groups, seed)
     plan = make_plan(rows, of, mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=True)
-    return plan.steps[0][0]
+    return plan.updates[0][0]
 
 
 def dense(span_q: Span, span_k: Span, i: int, causal: bool) -> tuple[slice, slice, Tensor]:
@@ -374,7 +380,7 @@ def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
         plan = planned(packed, budget=budget)
         routing = routing_of(model, plan, balance=0.1)
         plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
-        for micro in plan.steps[0]:
+        for micro in plan.updates[0]:
             with routing.learning(micro) as seen:
                 completion_logprobs(model, micro, 1.0)
                 loss = routing.balance_loss(micro, seen, 0)
@@ -398,19 +404,20 @@ def test_a_run_packs_and_its_checkpoint_does_not_say_so(
 ) -> None:
     seen = []
     original = make_plan
-    monkeypatch.setattr("gspo.step.make_plan", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+    monkeypatch.setattr("gspo.learner.batch.make_plan", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
     done = train(tiny(f"model.build={build}", "steps=1", "objective.name=grpo", "objective.kl=0.1"), display)
     assert [plan.packed for plan in seen] == [True]
     saved = Path(done.run) / "checkpoints" / "000001" / "config.json"
     assert attention.NAME not in saved.read_text()
-    assert any(owner != row for micro in seen[0].steps[0] for row, owner in zip(micro.rows, micro.owners, strict=True))
+    assert any(
+        owner != row for micro in seen[0].updates[0] for row, owner in zip(micro.rows, micro.owners, strict=True)
+    )
 
 
 def test_memory_that_runs_out_halves_packed_rows(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gspo.clock import Clock
-    from gspo.learner import update as module
     from gspo.step import collect, learn
 
     results = []
@@ -418,14 +425,18 @@ def test_memory_that_runs_out_halves_packed_rows(
         parts = parts_of(tiny("model.build=tiny_moe", "routing.replay=old", run_dir=f"run{most}"))
         parts.policy.model.double().set_experts_implementation("eager")
 
-        def limited(model: Any, batch: Any, *args: Any, most: int = most, **kwargs: Any) -> Any:
-            if batch.input_ids.numel() > most and len(batch.rows) > 1:
-                raise torch.OutOfMemoryError("too many tokens")
-            return completion_logprobs(model, batch, *args, **kwargs)
+        def limited(plain: Any, most: int = most) -> Any:
+            def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+                if batch.input_ids.numel() > most and len(batch.rows) > 1:
+                    raise torch.OutOfMemoryError("too many tokens")
+                return plain(model, batch, *args, **kwargs)
 
-        monkeypatch.setattr(module, "reply_logprobs", limited)
+            return instead
+
         groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
-        result = learn(parts, groups, step=1)
+        with monkeypatch.context() as patch:
+            patch_forward(patch, limited, training=True)
+            result = learn(parts, groups, step=1)
         assert result is not None
         results.append(result)
     assert results[0].halvings == 0

@@ -27,7 +27,7 @@ from replay_cases import (
 from torch import Tensor
 
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import MicroBatch, Plan, Row
+from gspo.learner.plan import MicroBatch, Plan, TokenSequence
 from gspo.model.routing import find_routers
 
 
@@ -90,7 +90,7 @@ def test_flips_are_counted_per_reply_token_against_the_old_choice(budget: int) -
     assert done.sampler_N.tolist() == [-1] * len(expected)
     assert done.choices == family.layers * family.top_k
     assert not done.replayed
-    first = {r for micro in plan.steps[0] for r in micro.rows}
+    first = {r for micro in plan.updates[0] for r in micro.rows}
     assert done.update_N.tolist() == [0 if int(s) in first else 1 for s in plan.sequence_N]
 
 
@@ -171,7 +171,7 @@ class Layout:
         return model(input_ids=self.micro.input_ids, use_cache=False, **self.arguments).logits[0]
 
 
-SHARED = [Row(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
+SHARED = [TokenSequence(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n)) for n in (3, 1, 8, 5)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, some layers dense", "deepseek-v3"])

@@ -140,7 +140,7 @@ def test_altered_routes_of_the_sampler_are_what_both_forwards_use(
     assert metrics["routing/flip_fraction_sampler"] == 0.0
     assert metrics["routing/flip_fraction_native"] > 0.3
     expected = []
-    for row, c in zip(rows_learned(learned), learned.counted, strict=True):
+    for row, c in zip(rows_learned(learned), learned.samples, strict=True):
         assert c.completion.routes is not None
         chosen = torch.cat([unpacked(c.completion.routes), torch.zeros(1, 2, 2, dtype=torch.long)])
         logits, _ = forced_alone(pristine, row, chosen, torch.arange(row.length) < row.length - 1)
@@ -164,7 +164,7 @@ def test_altered_routes_are_only_counted_when_they_are_not_replayed(
     assert torch.equal(learned.tokens.logp_N, plain.tokens.logp_N)
     # {a, b} against {a + 1, b + 1} modulo 8: one of two differs when a and b are neighbours, else both.
     expected = []
-    for c in learned.counted:
+    for c in learned.samples:
         assert c.completion.routes is not None
         shifted = unpacked(c.completion.routes)[len(c.prompt.token_ids) - 1 :]
         expected += flips((shifted - 1) % 8, shifted)
@@ -180,7 +180,7 @@ def test_altered_routes_are_only_counted_when_they_are_not_replayed(
 def test_tokens_are_singled_out_by_the_replayed_forward(
     objective: tuple[str, ...], replay: str, tiny: Callable[..., Config], parts_of: Any, monkeypatch: Any
 ) -> None:
-    from gspo.learner import update as update_file
+    from gspo.learner import batch as update_file
 
     asked: list[Tensor] = []
     inner = update_file.select

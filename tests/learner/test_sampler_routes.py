@@ -24,7 +24,7 @@ from replay_cases import (
 
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import Row
+from gspo.learner.plan import TokenSequence
 from gspo.learner.routing_replay import NoRouting, route
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.rollout.engine import EngineContext
@@ -124,7 +124,7 @@ def test_more_experts_than_a_byte_holds_reach_the_learner(monkeypatch: Any) -> N
     assert all(c.routes.width == 2 for _, c in replies)
     assert max(int(unpacked(c.routes).max()) for _, c in replies) > 255
     assert_routes(family, model, prompts, groups)
-    plan = planned([Row(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
+    plan = planned([TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
     routing = routing_of(model, plan, [c.routes for _, c in replies], replay="sampler")
     plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
     for found, (_, c) in zip(by_row(plan, routing.old_ILK), replies, strict=True):
@@ -158,7 +158,7 @@ def test_the_last_token_of_a_row_routes_itself_in_the_old_forward_and_is_replaye
         # What the last token would have chosen by itself, after the others were prescribed.
         assert torch.equal(in_order(found[-1]), in_order(spy.chosen_ILK(FAMILIES["qwen3-moe"])[-1]))
     disturb(model)
-    (micro,) = plan.steps[0]
+    (micro,) = plan.updates[0]
     with torch.no_grad(), routing.learning(micro) as seen:
         model(input_ids=micro.input_ids, use_cache=False)
     at, real = micro.input_at.flatten(), micro.input_at.flatten() >= 0
@@ -206,7 +206,7 @@ def test_a_dense_model_has_nothing_to_route() -> None:
     plan = planned()
     made = route(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
     assert type(made) is NoRouting
-    micro = plan.steps[0][0]
+    micro = plan.updates[0][0]
     with made.old(micro) as nothing, made.learning(micro) as seen:
         assert nothing is None
         assert seen is None

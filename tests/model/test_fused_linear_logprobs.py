@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import LearnerConfig
 from gspo.learner import forward as logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import Row, make_plan
+from gspo.learner.plan import TokenSequence, make_plan
 from gspo.model.kernels import fused_linear_logprobs as selected
 from gspo.model.kernels import fused_linear_logprobs_torch as selected_torch
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
@@ -125,7 +125,10 @@ def test_the_weights_gradient_adds_up_in_float32() -> None:
 # --- in a model ---
 
 
-ROWS = [Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)), Row(prompt_ids=(4,), completion_ids=(3, 2, 9, 7, 6))]
+ROWS = [
+    TokenSequence(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)),
+    TokenSequence(prompt_ids=(4,), completion_ids=(3, 2, 9, 7, 6)),
+]
 
 
 def built(kind: str, **fields: Any) -> Any:
@@ -138,7 +141,7 @@ def built(kind: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss", "mixtral"])
 def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
     model = FAMILIES[name].model(torch.float64, tie_word_embeddings=tied)
-    micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").steps[0][0]
+    micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").updates[0][0]
     assert lm_head(model) is not None
     found = []
     for function in (
@@ -164,7 +167,7 @@ def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
 )
 def test_families_that_do_more_than_a_product_keep_plain_logits(kind: str, fields: dict[str, Any], why: str) -> None:
     model = built(kind, **fields)
-    micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").steps[0][0]
+    micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").updates[0][0]
     with pytest.warns(RuntimeWarning, match=why):
         logp_N, entropy_N = logprobs.completion_logprobs(model, micro, 0.7)
     assert why in str(obstacle_to_head(model))
@@ -182,10 +185,10 @@ def test_bfloat16_gradients_are_kept_in_float32_and_used(tied: bool) -> None:
     exact = built("qwen3", head_dim=8, tie_word_embeddings=tied)
     exact.load_state_dict(model.state_dict())
     optimizer = Optimizer(model, LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9), 10)
-    rows = [Row(prompt_ids=r.prompt_ids, completion_ids=r.completion_ids) for r in ROWS * 4]
+    rows = [TokenSequence(prompt_ids=r.prompt_ids, completion_ids=r.completion_ids) for r in ROWS * 4]
     for net in (model, exact):
         plan = make_plan(rows, range(8), mini_batches=1, token_budget=1, pad_id=0, seed="")
-        for micro in plan.steps[0]:
+        for micro in plan.updates[0]:
             logprobs.completion_logprobs(net, micro, 0.7)[0].sum().backward()
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert p.grad is not None

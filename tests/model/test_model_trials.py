@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import Row, make_plan
+from gspo.learner.plan import TokenSequence, make_plan
 from gspo.model.lm_head import keeps_last
 from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
 from gspo.trainer import train
@@ -57,9 +57,12 @@ def loaded(config: ModelConfig, **fields: Any) -> Policy:
 
 
 def logprobs_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)), Row(prompt_ids=(5, 6), completion_ids=(11, 12, 13, 1))]
+    rows = [
+        TokenSequence(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1)),
+        TokenSequence(prompt_ids=(5, 6), completion_ids=(11, 12, 13, 1)),
+    ]
     plan = make_plan(rows, range(2), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
-    micro = plan.steps[0][0]
+    micro = plan.updates[0][0]
     logits = model(input_ids=micro.input_ids, use_cache=False).logits.flatten(0, 1)[micro.output_N]
     logp_N = logits.log_softmax(-1).gather(-1, micro.target_N[:, None])[:, 0]
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -151,7 +154,7 @@ def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_
     monkeypatch.setattr(Gemma2ForCausalLM, "forward", how(Gemma2ForCausalLM.forward))
     model = loaded(config).model
     assert not keeps_last(model)
-    row = Row(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
+    row = TokenSequence(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
     plan = make_plan([row], range(1), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
     logp_N, _ = plan_logprobs(model, plan, 1.0, torch.device("cpu"))
     ids = torch.tensor([row.prompt_ids + row.completion_ids])
@@ -163,7 +166,7 @@ def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
     """Its forward takes `logits_to_keep` with other keywords and ignores it."""
     config = saved(tmp_path, "xlstm", hidden_size=128, num_heads=4)
     model = loaded(config).model
-    row = Row(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
+    row = TokenSequence(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
     plan = make_plan([row], range(1), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
     logp_N, _ = plan_logprobs(model, plan, 1.0, torch.device("cpu"))
     ids = torch.tensor([row.prompt_ids + row.completion_ids])

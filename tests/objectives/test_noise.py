@@ -11,14 +11,15 @@ import torch
 
 from gspo.clock import Clock
 from gspo.config import Config
+from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
 from gspo.objectives.rounding import rounding_noise
-from gspo.objectives.samples import counted
+from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_jsonl
-from gspo.step import _plan, collect, learn
+from gspo.step import collect, learn
 from gspo.trainer import train
 
 TWO = Sequences(torch.tensor([0, 0, 1, 1]), 2)
@@ -100,8 +101,8 @@ def test_it_is_the_size_of_the_noise_in_real_ratios(tiny: Callable[..., Config],
     """Against what an update does in bfloat16 less what it does in float32, for weights moved by an update's size."""
     parts = parts_of(tiny(f"model.build={build_as}", "model.dtype=bfloat16", "rollout.max_tokens=24"))
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
-    replies = counted(groups, parts.objective, max_tokens=24)
-    plan, model = _plan(parts, replies, 1), parts.policy.model
+    replies = trainable(groups, parts.objective, max_tokens=24)
+    plan, model = plan_batch(parts, replies, 1), parts.policy.model
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in moved.parameters():

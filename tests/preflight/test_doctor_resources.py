@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs
-from gspo.learner.plan import Row, make_plan
+from gspo.learner.plan import TokenSequence, make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.preflight import disk, machine, memory, model, pace, ratio, sampling
-from gspo.preflight.case import Pace
+from gspo.preflight.case import Timings
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
 PLAN = ("tokenizer", "model files", "data", "objective")
@@ -70,8 +70,8 @@ def test_the_memory_of_learning_is_estimated_within_a_factor_of_two(
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         net.train()
     prompt, reply, rows = 16, 48, 8
-    made = [Row(prompt_ids=(1,) * prompt, completion_ids=(2,) * reply)] * rows
-    micro = make_plan(made, range(rows), mini_batches=1, token_budget=10**6, pad_id=0, seed="").steps[0][0]
+    made = [TokenSequence(prompt_ids=(1,) * prompt, completion_ids=(2,) * reply)] * rows
+    micro = make_plan(made, range(rows), mini_batches=1, token_budget=10**6, pad_id=0, seed="").updates[0][0]
 
     def learn() -> None:
         logp_N, _ = completion_logprobs(net, micro, 1.0)
@@ -298,7 +298,7 @@ def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examine
     config = tiny("rollout.prompts=40", "rollout.replies=10", "steps=100", "eval.every=50", "rollout.engine_options.slots=100")  # fmt: skip
     case = examined(config, *PLAN).case
     case.groups = [group([0.0, 1.0])]
-    case.pace = Pace(replies=40, rollout_s=2.0, reward_s=0.4, learned=20, learn_s=3.0)
+    case.pace = Timings(replies=40, rollout_s=2.0, reward_s=0.4, learned=20, learn_s=3.0)
     (finding,) = pace.check_time(case)
     low, high = finding.numbers["step_s"]
     assert finding.numbers["reward_s"] == pytest.approx(4.0)  # ten times as many replies
@@ -313,7 +313,7 @@ def test_refills_and_references_take_time(tiny: Callable[..., Config], examined:
     def step(*overrides: str) -> Any:
         case = examined(tiny(*overrides), *PLAN).case
         case.groups = [group([0.0, 1.0]), group([0.0, 0.0])]
-        case.pace = Pace(replies=16, rollout_s=1.0, reward_s=0.5, learned=16, learn_s=1.0)
+        case.pace = Timings(replies=16, rollout_s=1.0, reward_s=0.5, learned=16, learn_s=1.0)
         (finding,) = pace.check_time(case)
         return finding.numbers["step_s"][1]
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
-from gspo.step import CollectResult, LearnResult
+from gspo.rollout.gather import CollectResult
 from gspo.view.replay.records import StepRecord
 
 LOGP = 1e-7
@@ -82,7 +83,7 @@ def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tupl
         return 0.0, 0.0, 0, len(there)
     old_N, new_N = learned.tokens.logp_old_N.tolist(), learned.tokens.logp_N.tolist()
     worst, start, tokens, other = [0.0, 0.0], 0, 0, 0
-    for reply in learned.counted:
+    for reply in learned.samples:
         end = start + len(reply.completion.token_ids)
         record = there.pop((reply.group, reply.sample), None)
         if record is None or len(record.logp_old) != end - start:

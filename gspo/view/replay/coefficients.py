@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.objectives.credit import token_advantages
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import TrainSample, counted, keeps
+from gspo.objectives.samples import TrainSample, keeps_group, trainable
 from gspo.objectives.sequences import Sequences, Tokens
-from gspo.step import advantages
 from gspo.types import Group
 
 
@@ -111,8 +111,8 @@ def _counts(objective: Objective, view: View) -> list[tuple[int, TrainSample]]:
     for i, reply in enumerate(view.replies):
         members.setdefault(reply.group, []).append(i)
     groups = [(m, _group([view.replies[i] for i in m])) for m in members.values()]
-    kept = [(m, g) for m, g in groups if keeps(objective, g)]
-    found = counted([g for _, g in kept], objective, max_tokens=view.max_tokens)
+    kept = [(m, g) for m, g in groups if keeps_group(objective, g)]
+    found = trainable([g for _, g in kept], objective, max_tokens=view.max_tokens)
     return [(kept[reply.group][0][reply.sample], reply) for reply in found]
 
 
@@ -133,7 +133,7 @@ def _advantages(objective: Objective, view: View, mine: Sequence[tuple[int, Trai
     at_N = (number_N >= 0).nonzero().squeeze(-1)
     part = _part(replace(view.tokens, logp_N=view.tokens.logp_old_N), at_N)  # a KL in the reward is the old policy's
     part = replace(part, sequences=Sequences(number_N[at_N], len(mine)))
-    return advantage_N.index_put((at_N,), advantages(objective, part, [reply for _, reply in mine])[1])
+    return advantage_N.index_put((at_N,), token_advantages(objective, part, [reply for _, reply in mine])[1])
 
 
 def _part(tokens: Tokens, at_N: Tensor) -> Tokens:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo.learner.batch import TrainBatch
 from gspo.learner.forward import completion_logprobs
-from gspo.learner.update import Batch
 from gspo.model.load import Policy
 
 HELD_BYTES = 2 << 30
@@ -94,12 +94,12 @@ class _Store:
         return total
 
 
-def gram(policy: Policy, batch: Batch, index: int, directions: Sequence[Direction], *, held_bytes: int = HELD_BYTES) -> Gram:  # fmt: skip
+def gram(policy: Policy, batch: TrainBatch, index: int, directions: Sequence[Direction], *, held_bytes: int = HELD_BYTES) -> Gram:  # fmt: skip
     """Inner products of the directions' gradients in optimiser step `index`, at the weights as they are."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     store, balanced = _Store(weights, len(directions) + 1, held_bytes), False
     entropy = any(d.entropy_N is not None for d in directions)
-    for cpu_batch in batch.plan.steps[index]:
+    for cpu_batch in batch.plan.updates[index]:
         micro = cpu_batch.to(policy.device)
         with batch.routing.learning(micro) as seen:
             logp_N, entropy_N = completion_logprobs(policy.model, micro, batch.temperature, entropy_gradient=entropy)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.context import LearnContext
+from gspo.learner.batch import TrainBatch, selection_seed
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.update import Batch
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import counted
+from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
-from gspo.step import Learner, selection_seed
 from gspo.types import Group
 from gspo.view.replay.candidates import Candidate
 from gspo.view.replay.coefficients import Coefficients, RatioSides, View, coefficients
@@ -114,9 +114,9 @@ class ReplayNumbers:
 
 
 def look(
-    learner: Learner,
+    learner: LearnContext,
     groups: Sequence[Group],
-    batch: Batch,
+    batch: TrainBatch,
     index: int,
     *,
     step: int,
@@ -138,7 +138,7 @@ def look(
     order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(measured[i].cosine))]
     return ReplayNumbers(
         mini_batch=index + 1,
-        mini_batches=len(batch.plan.steps),
+        mini_batches=len(batch.plan.updates),
         rows=tuple(_row(found[i], measured[i], rows) for i in order),
         cosines=tuple(tuple(inner.cosine(at[i], at[j]) for j in order) for i in order),
         standard_error=inner.standard_error,
@@ -192,18 +192,18 @@ def _moved(view: View, rows: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _view(learner: Learner, groups: Sequence[Group], batch: Batch, index: int, step: int, reference: Any) -> View:  # fmt: skip
+def _view(learner: LearnContext, groups: Sequence[Group], batch: TrainBatch, index: int, step: int, reference: Any) -> View:  # fmt: skip
     config, policy, tokens = learner.config, learner.policy, batch.tokens
-    logp_N, entropy_N = plan_logprobs(policy.model, batch.plan, batch.temperature, policy.device, step=index, routed=batch.routing.learning)  # fmt: skip
+    logp_N, entropy_N = plan_logprobs(policy.model, batch.plan, batch.temperature, policy.device, update=index, routed=batch.routing.learning)  # fmt: skip
     logp_ref_N = tokens.logp_ref_N
     if reference is not None and logp_ref_N is None:
         logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
     return View(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
-        replies=counted(groups, learner.objective, max_tokens=config.rollout.max_tokens),
-        rows=frozenset(row for micro in batch.plan.steps[index] for row in micro.rows),
+        replies=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
+        rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.rows),
         max_tokens=config.rollout.max_tokens,
-        seed=selection_seed(config.seed, step, index),
+        seed=selection_seed(batch, index),
     )
 
 

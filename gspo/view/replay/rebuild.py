@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import ModelConfig
+from gspo.context import LearnContext
 from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from gspo.learner import checkpoint
+from gspo.learner.batch import TrainBatch
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.update import Batch
+from gspo.learner.result import LearnResult
 from gspo.model.load import load_policy, load_tokenizer
 from gspo.model.memory import out_of_memory
-from gspo.step import Learner, LearnResult, learn
+from gspo.step import learn
 from gspo.trainer import run_adaptive_clip, run_objective
 from gspo.view.replay.agreement import Agreement, agreement
 from gspo.view.replay.records import StepRecord, read_step
 from gspo.view.replay.source import Source
 
-RunFacts = Callable[[Learner, StepRecord, Batch, int], None]
+UpdateHook = Callable[[LearnContext, StepRecord, TrainBatch, int], None]
 """Called before every optimiser step of the replayed step."""
 
 NO_REFERENCE = "the run has kept no reference model (checkpoint.keep = 0 keeps the one it began with)"
@@ -44,7 +46,7 @@ class ReplayedStep:
     """Of the steps from the checkpoint on; the last is the replayed one."""
 
 
-def rebuild(source: Source, step: int, start: int, *, device: str | None, look: RunFacts, say: Callable[[str], None]) -> ReplayedStep:  # fmt: skip
+def rebuild(source: Source, step: int, start: int, *, device: str | None, look: UpdateHook, say: Callable[[str], None]) -> ReplayedStep:  # fmt: skip
     """Take a step again, from the checkpoint `start` on."""
     state, learner = _load(source, start, device)
     auto, row, scale = run_adaptive_clip(source.config)[0], learner.objective, state.clip_scale
@@ -66,9 +68,9 @@ def rebuild(source: Source, step: int, start: int, *, device: str | None, look: 
 
 
 def _learn(
-    source: Source, learner: Learner, recorded: StepRecord, step: int, look: RunFacts | None
+    source: Source, learner: LearnContext, recorded: StepRecord, step: int, look: UpdateHook | None
 ) -> LearnResult | None:
-    def before_update(batch: Batch, index: int) -> None:
+    def before_update(batch: TrainBatch, index: int) -> None:
         if look:
             look(learner, recorded, batch, index)
 
@@ -80,7 +82,7 @@ def _learn(
         raise MemoryLimitError(f"{source.path}: {str(error).splitlines()[0]}; name fewer --objectives, or use --device cpu") from error  # fmt: skip
 
 
-def _recorded(source: Source, step: int, learner: Learner) -> StepRecord:
+def _recorded(source: Source, step: int, learner: LearnContext) -> StepRecord:
     config, file = source.config, source.rollouts(step)
     recorded = read_step(
         file,
@@ -96,7 +98,7 @@ def _recorded(source: Source, step: int, learner: Learner) -> StepRecord:
     return recorded
 
 
-def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.TrainerState, Learner]:
+def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.TrainerState, LearnContext]:
     path, config, objective = source.checkpoints[start], source.config, run_objective(source.config)
     problem = checkpoint.damage(path)
     if problem:
@@ -112,7 +114,9 @@ def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.Tr
         reference, why_not = load_reference(source, device)
         if reference is None:
             raise ConfigError(f"{source.path}: the run's objective has a KL penalty, and {why_not}")
-    return state, Learner(config=config, objective=objective, policy=policy, reference=reference, optimizer=optimizer)
+    return state, LearnContext(
+        config=config, objective=objective, policy=policy, reference=reference, optimizer=optimizer
+    )
 
 
 def kept_model(config: ModelConfig, path: Path, device: str | None) -> ModelConfig:

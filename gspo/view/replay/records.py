@@ -18,7 +18,7 @@ from typing import Any
 from gspo.data.chat import Chat, token_ids_of
 from gspo.errors import DataError
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import keeps
+from gspo.objectives.samples import keeps_group
 from gspo.rollout.gather import RolloutBatch
 from gspo.types import Completion, Group, Prompt, Routes, Score, Status, StopReason
 from gspo.view.completions import grouped
@@ -50,8 +50,8 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, r
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         raise error if isinstance(error, DataError) else DataError(f"{file}: holds what no run writes ({type(error).__name__}: {error}); the file is damaged, replay another step") from None  # fmt: skip
     gathered = RolloutBatch(
-        groups=tuple(g for g in made if keeps(objective, g)),
-        discarded=tuple(g for g in made if not keeps(objective, g)),
+        groups=tuple(g for g in made if keeps_group(objective, g)),
+        discarded=tuple(g for g in made if not keeps_group(objective, g)),
     )
     learnt = {
         (number, place): LearnRecord(logp_old=line["logp_old"], logp_new=line["logp_new"])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo import trust
+from gspo.context import LearnContext
 from gspo.errors import ConfigError
-from gspo.learner.update import Batch
-from gspo.step import Learner
+from gspo.learner.batch import TrainBatch
 from gspo.trainer import run_objective
 from gspo.view.replay.agreement import Agreement
 from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, without_reference
@@ -102,7 +102,7 @@ def compute(request: Request) -> Replay:
         left_out=tuple(watcher.left_out),
         run_grad_norm=done.learned.updates[watcher.numbers.mini_batch - 1].grad_norm,
         max_grad_norm=source.config.learner.max_grad_norm,
-        not_learned=sampled - len(done.learned.counted),
+        not_learned=sampled - len(done.learned.samples),
     )
 
 
@@ -131,8 +131,8 @@ class _Watcher:
         self.numbers: ReplayNumbers | None = None
         self.left_out: list[SkippedObjective] = []
 
-    def __call__(self, learner: Learner, recorded: StepRecord, batch: Batch, index: int) -> None:
-        last = len(batch.plan.steps)
+    def __call__(self, learner: LearnContext, recorded: StepRecord, batch: TrainBatch, index: int) -> None:
+        last = len(batch.plan.updates)
         wanted = self.request.mini_batch or last
         if wanted > last:
             raise ConfigError(f"--mini-batch: step {self.step} has {last} mini-batches, not {wanted}")
@@ -145,7 +145,7 @@ class _Watcher:
             learner, recorded.gathered.groups, batch, index, step=self.step, found=found, sweeps=self.sweeps, reference=reference,
         )  # fmt: skip
 
-    def _with_reference(self, learner: Learner, found: list[Candidate]) -> tuple[list[Candidate], Any]:
+    def _with_reference(self, learner: LearnContext, found: list[Candidate]) -> tuple[list[Candidate], Any]:
         by_sweep = [o for sweep in self.sweeps for o in swept(found[0].objective, sweep)]
         if learner.reference is not None or not needs_reference([*(c.objective for c in found), *by_sweep]):
             return found, learner.reference

@@ -10,7 +10,7 @@ from typing import Any
 from gspo import config as settings
 from gspo.record.progress import PlainDisplay
 from gspo.trainer import train
-from gspo.view.replay.rebuild import ReplayedStep, RunFacts, rebuild
+from gspo.view.replay.rebuild import ReplayedStep, UpdateHook, rebuild
 from gspo.view.replay.source import open_run
 
 REWARD = """
@@ -63,7 +63,7 @@ def nothing(*args: Any) -> None:
     """A look that looks at nothing, or words that nobody hears."""
 
 
-def rebuilt(run: Path, step: int, look: RunFacts = nothing) -> ReplayedStep:
+def rebuilt(run: Path, step: int, look: UpdateHook = nothing) -> ReplayedStep:
     """Take a step again."""
     source = open_run(run)
     _, start = source.start_of(step)

@@ -15,16 +15,16 @@ from made_runs import rebuilt
 from torch import Tensor
 
 import gspo
-from gspo.learner.update import Batch
+from gspo.context import LearnContext
+from gspo.learner.batch import TrainBatch, selection_seed
 from gspo.objectives.advantage import batch_whitened
 from gspo.objectives.objective import Objective, ObjectiveWarning
-from gspo.step import Learner, selection_seed
 from gspo.types import Group
 from gspo.view.replay import gradients
 from gspo.view.replay.candidates import Candidate, candidates
 from gspo.view.replay.coefficients import View, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
-from gspo.view.replay.measure import Numbers, _view, effective, look
+from gspo.view.replay.measure import ReplayNumbers, _view, effective, look
 from gspo.view.replay.rebuild import load_reference
 from gspo.view.replay.source import open_run
 from gspo.view.replay.sweep import parse_sweep
@@ -37,13 +37,13 @@ SWEEPS = ["clip_high=1e-6..1:9", "clip_low=1e-6..1:9", "kl=1e-4..100:5", "entrop
 class At:
     """The run of the session, at the weights of the last mini-batch of step 2."""
 
-    learner: Learner
+    learner: LearnContext
     groups: Any
-    batch: Batch
+    batch: TrainBatch
     reference: Any
     view: View
     found: list[Candidate]
-    numbers: Numbers
+    numbers: ReplayNumbers
     inner: Gram
     """Of the candidates, in their order."""
     sketch: Gram
@@ -56,7 +56,7 @@ def at(run: Path) -> At:
     """Everything is computed at once, because the weights move on afterwards; the last mini-batch's are kept."""
     kept: list[At] = []
 
-    def see(learner: Learner, recorded: Any, batch: Batch, index: int) -> None:
+    def see(learner: LearnContext, recorded: Any, batch: TrainBatch, index: int) -> None:
         if index != INDEX:
             return
         reference, _ = load_reference(open_run(run), None)
@@ -79,7 +79,7 @@ def at(run: Path) -> At:
     return kept[0]
 
 
-def folded(learner: Learner, batch: Batch, directions: list[Direction]) -> Gram:
+def folded(learner: LearnContext, batch: TrainBatch, directions: list[Direction]) -> Gram:
     before, gradients.BUCKETS = gradients.BUCKETS, 1 << 14
     try:
         return gram(learner.policy, batch, INDEX, directions, held_bytes=0)
@@ -96,7 +96,7 @@ def mixed_group(group: Group) -> bool:
 
 def independent(at: At, objective: Objective) -> tuple[Tensor, float, dict[str, float]]:
     """(gradient, loss, statistics) by padded tensors, the public functions and one backward through the whole model."""
-    model, rows = at.learner.policy.model, sorted(r for micro in at.batch.plan.steps[INDEX] for r in micro.rows)
+    model, rows = at.learner.policy.model, sorted(r for micro in at.batch.plan.updates[INDEX] for r in micro.rows)
     replies, mixed = at.view.replies, {r.group for r in at.view.replies if mixed_group(at.groups[r.group])}
     counts = [i for i, r in enumerate(replies) if objective.keep == "all" or r.group in mixed]
     mine = [i for i in counts if i in rows]
@@ -126,7 +126,7 @@ def independent(at: At, objective: Objective) -> tuple[Tensor, float, dict[str, 
     part = {k: v[mine] for k, v in part.items()}
     extra: dict[str, Any] = {"entropy": entropy[mine]}
     if objective.name in ("clip_cov", "kl_cov"):
-        extra["selected"] = gspo.select_tokens(objective, **part, seed=selection_seed(at.learner.config.seed, STEP, INDEX))  # fmt: skip
+        extra["selected"] = gspo.select_tokens(objective, **part, seed=selection_seed(at.batch, INDEX))  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ObjectiveWarning)
         out = gspo.policy_loss(objective, **part, logp_sampler=sampler[mine], logp_ref=ref[mine], **extra)

@@ -1,0 +1,40 @@
+"""What a step works with, built once per run by `build.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.config import Config
+from gspo.data.problems import Problems, PromptOrder
+from gspo.learner.optimizer import Optimizer
+from gspo.model.load import Policy
+from gspo.objectives.adaptive_clip import AdaptiveClip
+from gspo.objectives.objective import Objective
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnContext:
+    """What `learn` works with."""
+
+    config: Config
+    objective: Objective
+    policy: Policy
+    reference: Any
+    """The frozen reference model. With LoRA it is the policy's own model, used with its adapters disabled. None without a
+    KL penalty."""
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(LearnContext):
+    """What a whole step works with."""
+
+    problems: Problems
+    order: PromptOrder
+    engine: Engine
+    rewards: RewardPool
+    adaptive_clip: AdaptiveClip | None = None
+    """Adapts the clip range from step to step. None if the range is fixed."""

@@ -1,0 +1,142 @@
+"""What training on a batch found: per update while it runs, and for the whole batch at the end.
+
+In: each micro-batch's log-probs and loss. Out: an `UpdateResult` per optimizer step and a `LearnResult` per batch, both frozen.
+Invariant: token i of every tensor here is token i of the batch's packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gspo.learner.optimizer import Update
+from gspo.learner.plan import MicroBatch, Positions
+from gspo.learner.routing_replay import RoutingStats
+from gspo.objectives.loss import Loss
+from gspo.objectives.samples import TrainSample
+from gspo.objectives.sequences import Tokens
+
+if TYPE_CHECKING:
+    from gspo.learner.batch import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """What the forwards of one optimizer step found."""
+
+    loss: Loss
+    """Sums over its micro-batches."""
+    at_N: Tensor
+    """Its tokens, among those of the batch."""
+    logp_N: Tensor
+    ratio_N: Tensor
+    clipped_N: Tensor
+    halvings: int = 0
+    """How often its micro-batches were halved because memory ran out."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss is a finite number."""
+        return math.isfinite(float(self.loss.total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnResult:
+    """The learning half of a step: packed tokens of all optimizer steps, and what each of them did."""
+
+    samples: tuple[TrainSample, ...]
+    """The completions that were trained on; sequence i of `tokens`."""
+    reward_B: Tensor
+    """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
+    advantage_B: Tensor
+    """Per completion; the mean where tokens differ."""
+    tokens: Tokens
+    """`logp_N` is the policy's at the moment each token was trained on."""
+    entropy_M: Tensor
+    """Entropy of the old policy at the tokens that the learner computed before training: all, or one mini-batch."""
+    log_rho_M: Tensor
+    """log pi_old - log mu at these tokens: how far the sampling engine is from the learner."""
+    ratio_N: Tensor
+    clipped_N: Tensor
+    losses: tuple[Loss, ...]
+    updates: tuple[Update, ...]
+    positions: Positions
+    """What one pass over the batch computes."""
+    routed: RoutingStats | None = None
+    """What the routers did; None for a dense model."""
+    halvings: int = 0
+    """How often micro-batches had to be halved to fit into memory, at most."""
+    rounding_N: Tensor | None = None
+    """log pi_old - log mu where the engine sampled with the learner's own weights, so that only rounding makes them differ."""
+
+
+class UpdateStats:
+    """Collects the micro-batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, Tensor, Loss]] = []
+
+    def add(self, micro: MicroBatch, logp_N: Tensor, loss: Loss) -> None:
+        """Add a micro-batch after its backward pass."""
+        self._found.append((micro.at_N, logp_N.detach(), loss.detached()))
+
+    def result(self) -> UpdateResult:
+        """The whole optimizer step."""
+        at, logp, losses = zip(*self._found, strict=True)
+        return UpdateResult(
+            loss=_sum(losses),
+            at_N=torch.cat(at),
+            logp_N=torch.cat(logp),
+            ratio_N=torch.cat([loss.surrogate.ratio_N for loss in losses]),
+            clipped_N=torch.cat([loss.surrogate.clipped_N for loss in losses]),
+        )
+
+
+class LearnStats:
+    """Collects the optimizer steps of a batch."""
+
+    def __init__(self, batch: TrainBatch) -> None:
+        self._positions = batch.plan.positions  # of the plan as made, before any halving
+        self._results: list[UpdateResult] = []
+        self._updates: list[Update] = []
+
+    def add(self, result: UpdateResult, update: Update) -> None:
+        """Add an optimizer step and what the optimizer did with it."""
+        self._results.append(result)
+        self._updates.append(update)
+
+    def result(self, batch: TrainBatch, model: Any) -> LearnResult:
+        """The whole batch."""
+        tokens = batch.tokens
+        logp_N = tokens.logp_old_N.clone()
+        ratio_N = torch.ones_like(logp_N)
+        clipped_N = torch.zeros_like(logp_N, dtype=torch.bool)
+        for r in self._results:
+            logp_N[r.at_N], ratio_N[r.at_N], clipped_N[r.at_N] = r.logp_N, r.ratio_N, r.clipped_N
+        return LearnResult(
+            samples=batch.samples,
+            reward_B=batch.reward_B,
+            advantage_B=tokens.sequences.mean(tokens.advantage_N).cpu(),
+            tokens=replace(tokens, logp_N=logp_N),
+            entropy_M=batch.old.entropy_M,
+            log_rho_M=batch.old.log_rho_M,
+            ratio_N=ratio_N,
+            clipped_N=clipped_N,
+            losses=tuple(r.loss for r in self._results),
+            updates=tuple(self._updates),
+            routed=batch.routing.outcome(model),
+            positions=self._positions,
+            halvings=max(r.halvings for r in self._results),
+            rounding_N=batch.rounding_N,
+        )
+
+
+def _sum(losses: tuple[Loss, ...]) -> Loss:
+    """The parts of a loss add up over micro-batches, because they share the weights of their optimizer step."""
+    names = ("total", "policy", "kl", "entropy")
+    sums = {name: torch.stack([getattr(loss, name) for loss in losses]).sum() for name in names}
+    return Loss(**sums, surrogate=losses[-1].surrogate)
