@@ -125,7 +125,7 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
 def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
     """Sampled and greedy accuracy on a problem set, by `gspo eval`, with the first replies. A trained run is measured on its
     own held-out problems, the model as it comes on those of seed 0."""
-    from gspo.evaluation import evaluate_model
+    from gspo.commands.eval import evaluate_model
     from gspo.record.run_dir import read_jsonl
 
     numbers, replies = out / f".{run.name}.numbers", out / f".{run.name}.replies"

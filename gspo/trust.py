@@ -4,6 +4,7 @@ In: a run directory, its settings, and the folders its models would be loaded fr
 says what would run. Invariant: code that a run directory names runs only after it was asked for on the command line, by
 starting the run here or by `--trust-run`. What was asked for is remembered outside the run directory, in the user's state
 directory, under the path of the run and the content of each file, so that it is asked for again when either changes.
+Of what a reward file imports, this covers what `reward/local_imports.py` finds; installed packages are not covered.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError, RewardError, TrustError
 from gspo.model.adapter import base_of
 from gspo.reward.function import Source, find_sources
+from gspo.reward.local_imports import local_imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ def reward_code(config: Config) -> list[Code]:
         if source.file:
             what = f"reward.functions imports {source.file} and calls {source.function}()"
             found.append(Code(what=what, key=f"{source.file}:{source.function}", digest=_digest(Path(source.file))))
+            found += _imported_code(Path(source.file))
         elif source.spec == "code_tests" and source.options.get("python"):
             program = str(source.options["python"])
             what = f"reward.options.code_tests.python starts {program}"
@@ -60,6 +63,12 @@ def reward_code(config: Config) -> list[Code]:
             what = "reward.options.code_tests.allow_unsafe lets programs that the model writes run without a sandbox"
             found.append(Code(what=what, key="no sandbox"))
     return found
+
+
+def _imported_code(file: Path) -> Iterator[Code]:
+    """The modules next to a reward file, and in the working directory, that it imports, directly or through others."""
+    for module in local_imports(file, list(dict.fromkeys([file.parent, Path.cwd()]))):
+        yield Code(what=f"{file} imports {module}", key=f"module {module}", digest=_digest(module))
 
 
 def engine_code(config: Config) -> list[Code]:

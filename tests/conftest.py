@@ -17,10 +17,10 @@ from misaligned import misalign_loading
 
 import gspo.model.load
 from gspo import config as settings
+from gspo.build import build_run, run_objective
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.record.run_dir import RunDir
-from gspo.trainer import _build_parts, run_objective
 
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(THREADS)
@@ -103,7 +103,7 @@ def parts_of() -> Any:
         def build(config: Config) -> RunContext:
             run = RunDir.create(config)
             stack.callback(run.close)
-            return _build_parts(run, config, run_objective(config), None, stack)
+            return build_run(config, run_objective(config), run=run.path, checkpoint=None, stack=stack)
 
         yield build
 

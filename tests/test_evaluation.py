@@ -68,6 +68,17 @@ def test_a_run_with_a_model_of_other_sizes_is_evaluated(
     assert "8 problems" in capsys.readouterr().out
 
 
+def test_a_missing_file_is_named_before_the_reward_that_its_problems_would_need(
+    tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("reward.functions=[]", "steps=1", "eval.every=0")  # the task's own verifier, which no file has
+    train(config, display)
+    assert main(["eval", config.run_dir, "--data", "missing.jsonl"]) == 1
+    told = capsys.readouterr().err
+    assert "missing.jsonl" in told
+    assert "reward.functions" not in told
+
+
 def test_an_evaluation_reads_every_prompt_once(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

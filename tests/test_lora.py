@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gspo.build import run_objective
 from gspo.cli import main
 from gspo.config import Config, LoraConfig, ModelConfig, to_toml
 from gspo.errors import ConfigError
@@ -22,7 +23,7 @@ from gspo.model import adapter
 from gspo.model.load import build_model, char_tokenizer, load_policy, load_tokenizer
 from gspo.model.quantization import linear_layers, numbers_in, plain
 from gspo.record.run_dir import read_jsonl
-from gspo.trainer import resume, run_objective, train
+from gspo.trainer import resume, train
 
 IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
 

@@ -624,7 +624,7 @@ def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], disp
 
 
 def test_dr_grpo_divides_by_the_runs_own_limit(tiny: Callable[..., Config]) -> None:
-    from gspo.trainer import run_objective
+    from gspo.build import run_objective
 
     assert run_objective(tiny("objective.name=dr_grpo")).aggregate.max_length == 10  # type: ignore[attr-defined]
     assert run_objective(tiny("objective.name=dr_grpo", "objective.max_length=7")).aggregate.max_length == 7  # type: ignore[attr-defined]

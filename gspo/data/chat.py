@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateSyntaxError
+
 from gspo.errors import ConfigError, DataError, panics_as_errors
 from gspo.types import Messages
 
@@ -31,6 +33,7 @@ MOST_MEMORY = 1 << 30
 """Bytes that rendering may take beyond what the process has."""
 LONGEST = 1 << 24
 """Characters of a rendered prompt."""
+_BROKEN = "the chat template cannot be read"
 
 
 def render(content: str | Messages, tokenizer: Any, *, chat: Chat) -> Rendered:
@@ -47,6 +50,12 @@ def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat
     return _render(contents, tokenizer, chat, _templated_apart)
 
 
+def check_template(tokenizer: Any, *, chat: Chat) -> None:
+    """Refuse a template with a syntax error, once and before there are rows. What else is wrong with it depends on the row."""
+    if uses_template(tokenizer, chat=chat):
+        render_all([""], tokenizer, chat=chat)
+
+
 def _render(
     contents: Sequence[str | Messages],
     tokenizer: Any,
@@ -60,6 +69,8 @@ def _render(
     results: dict[int, Rendered | DataError] = {}
     texts = dict(zip(chats, templated(list(chats.values()), tokenizer), strict=True))
     results.update({i: text for i, text in texts.items() if isinstance(text, DataError)})
+    if broken := next((text for text in map(str, results.values()) if text.startswith(_BROKEN)), ""):
+        raise ConfigError(_unreadable(tokenizer, broken))
     good = {i: text for i, text in texts.items() if isinstance(text, str)}
     results.update(_tokenized(good, tokenizer, special=False))
     raw = {i: c for i, c in enumerate(contents) if i not in chats and isinstance(c, str)}
@@ -104,6 +115,8 @@ def _one(chat: Messages, tokenizer: Any) -> str | DataError:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     except MemoryError:
         return DataError(f"the chat template takes more than {MOST_MEMORY >> 20} MB of memory for it")
+    except TemplateSyntaxError as error:
+        return DataError(f"{_BROKEN}: line {error.lineno}: {_first_line(error)}")
     except Exception as error:  # a template is a program that may raise anything
         return DataError(f"the chat template refuses it: {_first_line(error)}")
     return text if len(text) <= LONGEST else DataError(f"the chat template makes {len(text)} characters of it")
@@ -166,6 +179,13 @@ def _endless(tokenizer: Any, number: int, code: int) -> str:
         f"{source}the chat template {what} for prompt {number}; fix chat_template.jinja (or chat_template in "
         "tokenizer_config.json), use another model, or set data.chat=no"
     )
+
+
+def _unreadable(tokenizer: Any, why: str) -> str:
+    folder = Path(getattr(tokenizer, "name_or_path", ""))
+    file = folder / "chat_template.jinja"
+    named = file if file.is_file() else f"{folder / 'tokenizer_config.json'} (chat_template)"
+    return f"{named}: {why}; fix it, use another model, or set data.chat=no"
 
 
 def _tokenized(texts: dict[int, str], tokenizer: Any, *, special: bool) -> dict[int, Rendered]:

@@ -111,7 +111,9 @@ _POWER = (
     r"\s?(?:\\times|\\cdot|\*|x)\s?10\s?(?:\^|\*\*)\s?"
     r"(?:\{\s?(?P<p1>[+-]?[0-9]{1,3})\s?\}|(?P<p2>[+-]?[0-9]{1,3})(?![0-9]))"
 )
-_CURRENCY = r"[$€£¥₹]|(?:USD|EUR|GBP)\b"
+_CURRENCY = r"(?:(?<![A-Za-z])(?:US|[ACR]))?\$|[€£¥₹¢₩₽₺₫]|(?:USD|EUR|GBP)\b"
+_MONEY = rf"{_CURRENCY}|(?:dollars?|euros?|cents?)\b"
+_SAME_MONEY = {**{"US$": "$", "USD": "$", "dollar": "$"}, **{"EUR": "€", "euro": "€", "GBP": "£", "cent": "¢"}}
 _TWO_DIGITS = r"[0-9]\s?[0-9](?![0-9])"
 _LARGE = (
     r"(?:(?:ten|hundred|thousand|million|billion)th"
@@ -126,7 +128,7 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})"
     rf"(?:[eE](?P<e>[+-]?[0-9]{{1,3}})(?![0-9A-Za-z])|{_POWER}|(?P<over>\s?/\s?{_INT}(?!\.?[0-9])))?)"
     r"(?P<half>\sand\s(?:a|one)\s(?:half|quarter|third)\b)?(?:\s?(?P<percent>%|per\s?cent\b|pct\b|percentage\b))?"
-    rf"(?P<scale>(?:[ -]?{_LARGE}|[kK]\b(?!\s?[/^]))*)(?:\s?(?P<after>{_CURRENCY}))?"
+    rf"(?P<scale>(?:[ -]?{_LARGE}|[kK]\b(?!\s?[/^]))*)(?:\s?(?P<after>{_MONEY}))?"
 )
 
 
@@ -176,7 +178,8 @@ def _read(match: re.Match[str]) -> Number | None:
         value *= SCALES[word.lower().removesuffix("s") if word.lower() not in SCALES else word.lower()]
     if (match["sign"] or "").lower().startswith(("-", "minus", "negative")) != bool(match["inner"]):
         value = -value
-    currency = (match["before"] or match["after"] or "").replace("USD", "$").replace("EUR", "€").replace("GBP", "£")
+    currency = (match["before"] or match["after"] or "").removesuffix("s")
+    currency = _SAME_MONEY.get(currency, currency)
     return replace(
         number, value=value, percent=bool(match["percent"]), currency=currency, start=match.start(), end=match.end()
     )

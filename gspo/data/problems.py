@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.config import DataConfig
-from gspo.data.chat import render_all, uses_template
+from gspo.data.chat import check_template, render_all, uses_template
 from gspo.data.sources import Row, read_file, read_hub
 from gspo.data.task import Problem, Task, build_task, same_text
 from gspo.errors import ConfigError, DataError
@@ -157,6 +157,7 @@ def _check_settings(config: DataConfig, tokenizer: Any) -> None:
     if config.system and not uses_template(tokenizer, chat=config.chat):
         cause = "data.chat=no turns it off" if config.chat == "no" else "the tokenizer has none"
         raise ConfigError(f"data.system: needs a chat template, but {cause}; leave data.system empty")
+    check_template(tokenizer, chat=config.chat)
 
 
 def _check_template(config: DataConfig) -> None:

@@ -78,7 +78,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
     if os.path.lexists(target) and not _ours(target):
         raise FileExistsError(f"{target} is there, and is not a checkpoint; move it away")
-    shutil.rmtree(partial, ignore_errors=True)
+    _clear(partial)
     try:
         _write(partial, policy, optimizer, state)
     except BaseException:
@@ -102,6 +102,13 @@ def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerSt
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)
+
+
+def _clear(partial: Path) -> None:
+    """Delete what an earlier save has left. What stays would be written in place, and may have a second name elsewhere."""
+    shutil.rmtree(partial, ignore_errors=True)
+    if os.path.lexists(partial):
+        raise FileExistsError(f"{partial} is in the way and cannot be deleted; make it writable, or delete it yourself")
 
 
 @contextmanager
@@ -148,7 +155,7 @@ def _put(partial: Path, target: Path) -> None:
     """Rename into place. A checkpoint that is there already is exchanged with the new one before it is deleted."""
     if target.exists() and not _exchange(partial, target):
         aside = partial.with_name(f".tmp-old-{target.name}")
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear(aside)
         target.rename(aside)
     if not target.exists():
         partial.rename(target)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gspo.build import engine_for
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError, GspoError
 from gspo.model import adapter
@@ -22,7 +23,6 @@ from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import weight_bytes
-from gspo.rollout.engine import EngineContext, build_engine
 
 
 def check_files(case: Case) -> Iterator[Finding]:
@@ -76,11 +76,7 @@ def check_model(case: Case) -> Iterator[Finding]:
     config, started = case.config, time.monotonic()
     case.policy = policy = load_policy(config.model, case.tokenizer, seed=config.seed, routing=config.routing)
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
-    case.engine = build_engine(
-        config.rollout.engine,
-        EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers),
-        config.rollout.engine_options,
-    )
+    case.engine = engine_for(config, policy)
     case.stack.callback(case.engine.close)
     if config.routing.replay == "sampler" and not case.engine.reports_routes:
         raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip

@@ -76,7 +76,7 @@ def _judged(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> I
     if failed:
         share = len(failed) / sum(len(k.texts) for k in known)
         level = fail if share > case.config.reward.max_unscored_fraction else warning
-        yield level(f"{name} could not score {share:.0%} of the replies that state the data's own answers; the first reason: {failed[0]}", "Mend the reward function, or the data that it fails on.", **numbers)  # fmt: skip
+        yield level(f"{name} could not score {share:.0%} of the replies that state the data's own answers; the first reason: {failed[0]}", "Fix the reward function, or the data that it fails on.", **numbers)  # fmt: skip
     elif right == len(known):
         yield ok(f"{name} gives full marks to the data's own answers ({right} of {len(known)}), {duration(each)} per reply.", **numbers)  # fmt: skip
     else:
@@ -269,8 +269,8 @@ def _failures(case: Case, failed: Sequence[str], count: int) -> Finding:
     share, most = len(failed) / count, case.config.reward.max_unscored_fraction
     what = f"{len(failed)} of {count} sampled replies could not be scored; the first reason: {failed[0]}"
     if share > most:
-        return fail(what, f"The run would stop at its first step (reward.max_unscored_fraction = {most:g}); mend the reward.", unscored=len(failed))  # fmt: skip
-    return warning(what, "Such replies are left out of learning; mend the reward if it is not the reply's fault.", unscored=len(failed))  # fmt: skip
+        return fail(what, f"The run would stop at its first step (reward.max_unscored_fraction = {most:g}); fix the reward.", unscored=len(failed))  # fmt: skip
+    return warning(what, "Such replies are left out of learning; fix the reward if it is not the reply's fault.", unscored=len(failed))  # fmt: skip
 
 
 def _spread(case: Case, scores: Sequence[Score], rewards: Sequence[float]) -> Finding:

@@ -20,7 +20,7 @@ def check_settings(case: Case) -> Iterator[Finding]:
 
 
 def check_objective(case: Case) -> Iterator[Finding]:
-    from gspo.trainer import run_objective
+    from gspo.build import run_objective
 
     case.objective = objective = run_objective(case.config)
     steps = case.config.learner.mini_batches

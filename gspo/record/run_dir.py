@@ -364,6 +364,12 @@ def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str]
                     raise ConfigError(_leads_out(entry))
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a link, or anything else that is not a directory, where there is something at all."""
+    if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
+        raise ConfigError(_leads_out(path))
+
+
 def _plain(mode: int) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 

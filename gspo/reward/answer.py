@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from gspo.data.numbers import Number, last_match, numbers_in, numbers_spelled, plain, whole_number
 from gspo.reward.final_answer import FinalAnswer, final_answer
+from gspo.reward.markup import without_asides, without_style
+from gspo.reward.qualifiers import FUNCTION, altered, applied, compound, denied, spelled_otherwise
 
 LONGEST = 2000
 """Characters of an answer."""
@@ -30,14 +32,14 @@ class Answer:
     """Of a list: `()`, `[)`, ...; `{}` for a set and for a list without brackets, whose order does not count."""
     name: str = ""
     """What it is said to be the value of: the x of `x = 5`."""
+    base: int = 0
+    """The base that a number is written in, if it says so: `72_8`. Its digits are the text."""
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
 _EMPHASIS = re.compile(r"(?<![0-9A-Za-z)*])\*\*([^*\n]+)\*\*(?![0-9A-Za-z(*])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|°|\\degree(?![A-Za-z])")
-_FUNCTION = r"arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|exp|ln|pi|infty|sqrt|cup|cap|mod|gcd|lcm|max|min"
-_NAMES = re.compile(rf"(?<![A-Za-z\\])({_FUNCTION})(?![A-Za-z])")
+_NAMES = re.compile(rf"(?<![A-Za-z\\])({FUNCTION})(?![A-Za-z])")
 _ROOT = re.compile(r"\\sqrt ?(?:\(([^()]*)\)|([0-9]+))")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end) ?\{[a-z]+\*?\}")
 _WORD = re.compile(
@@ -52,21 +54,11 @@ _UNIT = re.compile(
     rf"{_SQUARED}(?:(?:[ /]|\(s\))+{_LONG}{_SQUARED}|\(s\))*\s*"
 )
 _BEFORE = re.compile(r"(?:[A-Za-z]{2,}(?:['-][A-Za-z]+)*[,:]? ?)*")
+_BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)? ?_ ?(?:\{ ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}|([0-9]{1,2}))")
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
 _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(]))")
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
-_DENIED = re.compile(
-    r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below|up to"
-    r"|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over|(?:more|less|greater|fewer|other) than)"
-    r"|\\pm|\\mp)\s*"
-    r"(?:(?:equal to|exactly|about|be|the|option)(?:\s+|$))*[$€£(*\\]*\s*$"
-)
-_CHANGED = re.compile(
-    r"(?i)\s*(?:or (?:more|less|fewer|higher|lower)|squared|cubed|factorial|per mille|basis points?"
-    r"|is (?:wrong|incorrect|not))\b"
-)
-"""What takes back, after a number, that it is the answer."""
 _EXCLAIMED = re.compile(r"(?<=[0-9])!+(?=[\s*_\"')]*$)")
 """The end of a sentence, not a factorial."""
 _RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
@@ -122,6 +114,8 @@ def read_formula(text: str) -> Answer | None:
     sides = _sides(text)
     name = sides[0] if len(sides) > 1 and _IDENTIFIER.fullmatch(sides[0]) else ""
     value = _trimmed(sides[-1])
+    if based := _BASED.fullmatch(value):
+        return _in_base(based, name)
     if number := _quantity(value):
         return Answer(text=value, number=number, name=name)
     if match := _CHOICE.fullmatch(text):
@@ -133,6 +127,16 @@ def read_formula(text: str) -> Answer | None:
         numeric = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[-1]))
         value = value if numeric and not re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", sides[0]) else text
     return Answer(text=_latex(_without_unit(value)), name=name)
+
+
+def _in_base(found: re.Match[str], name: str = "") -> Answer | None:
+    """A number with its base, `72_8`."""
+    said = found[2] or found[3]
+    spelled = numbers_spelled(said)
+    base = int(said) if said.isdigit() else int(spelled[0].value) if spelled else 0
+    if base == 10:
+        return Answer(text=found[1], number=whole_number(found[1]), base=10, name=name)
+    return Answer(text=found[1], base=base, name=name) if 2 <= base <= 36 else None
 
 
 def _listed(text: str, brackets: str, parts: list[str], name: str = "") -> Answer | None:
@@ -149,12 +153,17 @@ def _in_prose(text: str, said: str, stated: FinalAnswer) -> Answer | None:
     if span is not None:
         return read_formula(span)
     numbers = numbers_in(said)
+    based = last_match(_BASED, said)
+    if based and numbers and numbers[-1].start < based.end():
+        return _in_base(based)
     if not numbers:
         spelled = numbers_spelled(said) if stated.marked else []
         return Answer(text=said, number=spelled[0]) if len(spelled) == 1 else None
     run = next((m[0] for m in _RUN.finditer(said) if m.end() >= numbers[-1].start + 1), "").strip(" ,+*/^.")
     if len(numbers_in(run)) > 1 and re.search(r"[0-9)%] ?[-+*/^(] ?[$€£]?[0-9(.]", run):
         return read_formula(re.sub("[$€£,]", "", run))
+    if applied(said[: numbers[-1].start]):
+        return None  # sin 72
     if re.match(r"[A-Za-z\\^_(]", said[numbers[-1].end :]) and not _UNIT.match(said, numbers[-1].end):
         return None  # a part of a formula without dollars around it
     return Answer(text=run, number=numbers[-1])
@@ -165,11 +174,14 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
     numbers = numbers_in(said)
     if not numbers:
         return False
-    if _DENIED.search(said[: numbers[-1].start]) or _CHANGED.match(said, numbers[-1].end):
+    last = numbers[-1]
+    if altered(said[: last.start], said[last.end :]) or spelled_otherwise(said[last.end :], last.value):
         return True
     if len(numbers) < 2 or numbers[-1].value == numbers[-2].value:
         return False
     before, between = said[: numbers[-2].start], said[numbers[-2].end : numbers[-1].start]
+    if compound(numbers[-2], between, last, said[last.end :]):
+        return True
     ranged = bool(_RANGE.search(before)) and bool(re.search(r"(?i)\b(?:and|to)\b", between))
     beside = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())  # no 1 234
     hedged = not several and (beside or (bool(_UNSURE.search(between)) and "=" not in between))
@@ -190,7 +202,7 @@ def _last_span(text: str) -> str | None:
 
 def _chosen(said: str, stated: FinalAnswer) -> Answer | None:
     match = _CHOICE.fullmatch(_trimmed(said))
-    found = [m for m in _CHOSEN.finditer(said) if not _DENIED.search(said[: m.start()])] if stated.marked else []
+    found = [m for m in _CHOSEN.finditer(said) if not denied(said[: m.start()])] if stated.marked else []
     letters = {m[1] or m[2] for m in found}
     if not match and len(letters) != 1:
         return None
@@ -201,15 +213,15 @@ def _chosen(said: str, stated: FinalAnswer) -> Answer | None:
 
 
 def _plain(text: str) -> str:
-    """Without boxes in boxes and emphasis, and with the words of `\\text{...}` as words."""
-    return plain(_EMPHASIS.sub(r"\1", _TEXT.sub(r" \1 ", _BOX.sub("", text)))).replace("\n", " ")
+    """Without boxes in boxes, emphasis and all that only changes how it looks."""
+    return without_asides(plain(_EMPHASIS.sub(r"\1", without_style(_BOX.sub("", text)))).replace("\n", " "))
 
 
 def _trimmed(text: str) -> str:
     """Without dollars, emphasis, quotes and braces around it, and a full stop at its end."""
     before = None
     while text != before:
-        before, text = text, text.strip(" *_`\"'").rstrip(".,;:?")
+        before, text = text, text.strip(" *_`\"'«»•∎").lstrip(":").rstrip(".,;:?")
         for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}")):
             inside = text[len(left) : len(text) - len(right)]
             whole = left != "{" or _closed_at(text) == len(text) - 1
@@ -238,6 +250,8 @@ def _quantity(text: str) -> Number | None:
     if len(numbers) != 1 or _INEQUALITY.search(text):
         return None
     before, after = text[: numbers[0].start].rstrip(), text[numbers[0].end :].rstrip()
+    if applied(before):
+        return None
     return numbers[0] if _BEFORE.fullmatch(before) and (not after or _unit_at(text, numbers[0].end)) else None
 
 
@@ -300,7 +314,7 @@ def _latex(text: str) -> str:
 
 def _worded(answer: Answer) -> bool:
     """Whether words are left in what should be a formula: as LaTeX they would be products of variables."""
-    if answer.number or answer.choice:
+    if answer.number or answer.choice or answer.base:
         return False
     if answer.items:
         return any(map(_worded, answer.items))

@@ -2,9 +2,10 @@
 enough.
 
 In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated, and the batch is over soon after `timeout_s`, beyond the
-time that answered calls and the loading of a spare worker took: replies that have no answer then are unscored, each
-with what became of it.
+exactly once, wherever and however often calls are repeated. For functions of the user the batch is over soon after
+`timeout_s`, beyond the time that answered calls and the loading of a spare worker took: replies that have no answer
+then are unscored, each with what became of it. Calls of built-in rewards are all made, each with its own deadline,
+because a hang is a score there; only after `LONGEST` times `timeout_s` the rest is unscored.
 
 A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
 guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
@@ -15,7 +16,9 @@ one of a whole group is answered.
 
 Whose fault a failure is, is decided here, in `Batch.parts`: where a built-in reward hangs, dies or takes too much
 memory on one completion alone, and its reference can be scored (another completion of the prompt was, or an empty one
-is), the completion has caused it and scores 0. Everything else stays unscored.
+is), the completion has caused it and scores 0. A hang that used little processor time is tried once more first, next
+to a process that only runs (`second_try.py`): if the machine kept it waiting, the completion is unscored. Everything
+else stays unscored, too.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ SUSPECT = 0.5
 """Share of `timeout_s` after which a call is likely to hang."""
 IDLE = 0.5
 """Share of the time of a call below which the processor time that it used says that it did not get to work."""
-RETRIES, RETRY_S = 4, 10.0
-"""Calls of a batch that are made once more because they did not get the processor; time for each beyond `timeout_s`."""
+LONGEST = 30
+"""Times `timeout_s` that a batch may take in which completions make built-in rewards hang."""
 SLOW, QUICK_S = 4.0, 0.1
 """A single reply is likely to hang when it takes this many times as long as any answered before it, and this long at least."""
 
@@ -71,7 +74,7 @@ class Job:
     replies: tuple[int, ...] = ()
     again: bool = False
     last: bool = False
-    """It is not tried again, however little processor time it gets."""
+    """Its second try, after the first got little processor time."""
     probe: bool = False
     """With an empty completion instead: can the reference be scored at all?"""
 
@@ -126,7 +129,8 @@ class Batch:
         self._built_in = frozenset(built_in)
         self._reference: dict[tuple[int, int], bool | None] = {}
         """Whether the empty completion of a prompt could be scored; None while that is asked."""
-        self._retried = 0
+        self._slow = False
+        """Whether the machine was too slow for a second try."""
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._meanwhile: dict[tuple[int, int, int], Part] = {}
         """Words on replies that were tried alone while the call of their group goes on."""
@@ -268,19 +272,23 @@ class Batch:
         """What came of it."""
         with self._lock:
             self._reference[job.call] = scored
+            if scored:  # the function works, and completions are why its calls were lost
+                self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
             self._left -= 1
             if not self._left:
                 self.done.set()
 
-    def idle(self, job: Job, processor_s: float) -> list[Job]:
-        """The call once more, if it hung without getting the processor; the batch may take longer for it."""
+    def hung(self, job: Job, processor_s: float, *, kept_waiting: bool) -> tuple[list[Job], str]:
+        """The call once more, if it hung without getting the processor; otherwise the cause, empty if it is the machine."""
         with self._lock:
-            worked = processor_s >= IDLE * self._timeout_s
-            if worked or job.last or job.function not in self._built_in or self._retried == RETRIES:
-                return []
-            self._retried += 1
+            self._slow |= kept_waiting
+            worked = processor_s >= IDLE * self._timeout_s or (job.last and not kept_waiting)
+            if worked or len(job.replies) > 1 or job.function not in self._built_in:
+                return [], "timeout"
+            if self._slow:  # one slow second try is enough: each may take many times `timeout_s`
+                return [], ""
             self._whole.discard(job.call)
-            return [replace(job, again=True, last=True)]
+            return [replace(job, again=True, last=True)], ""
 
     # ---- functions that keep failing
 
@@ -326,24 +334,30 @@ class Batch:
         with self._lock:
             if any(job.function in self._bounded_s for job in self._out):
                 return
-            now = time.monotonic()
-            loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
-            limit_s = (
-                self._timeout_s + SPARE_S + self._answered_s + loading_s + self._retried * (self._timeout_s + RETRY_S)
-            )
-            if self._began is None or now < self._began + limit_s:
-                return
-            for job in [job for job in self._out if not job.again]:
+            late = self._late_functions()
+            for job in [job for job in self._out if not job.again and job.function in late]:
                 self.failed(job)
             trying = {
                 job.key(reply): since for job, since in self._out.items() for reply in job.replies if not job.probe
             }
-            for alone in [alone for job in self.jobs() for alone in job.alone()]:
+            for alone in [alone for job in self.jobs() if job.function in late for alone in job.alone()]:
                 since = trying.get(alone.key(*alone.replies))
-                hung = since is not None and now - since >= SUSPECT * self._timeout_s
-                part = Part(failure=_late(name(alone.function), since), cause="timeout" if hung else "")
-                self.record(alone, [part])
-            self.done.set()  # whatever the probes say, if they are still out
+                self.record(alone, [Part(failure=_late(name(alone.function), since))])
+            if len(late) == self.functions:
+                self.done.set()  # whatever the probes say, if they are still out
+
+    def _late_functions(self) -> set[int]:
+        """Those whose time is up."""
+        if self._began is None:
+            return set()
+        now = time.monotonic()
+        loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
+        late_s = now - self._began - SPARE_S - self._answered_s - loading_s
+        return {
+            function
+            for function in range(self.functions)
+            if late_s >= self._timeout_s * (LONGEST if function in self._built_in else 1)
+        }
 
 
 def _late(name: str, since: float | None) -> str:

@@ -1,7 +1,7 @@
 """Which part of a completion is its final answer.
 
-In: the text of a completion. Out: the statements of its answer, or None if it gives none. Invariant: nothing that
-stands in the thinking is ever read, and no text makes this slow or raise.
+In: the text of a completion. Out: the statements of its answer, or None if it gives none or takes it back ("72? No.").
+Invariant: nothing that stands in the thinking is ever read, and no text makes this slow or raise.
 
 The first of these that the completion has, after its thinking, is its final answer:
 
@@ -9,8 +9,9 @@ The first of these that the completion has, after its thinking, is its final ans
 2. the contents of `<answer>...</answer>`;
 3. the contents of `\\boxed{...}`;
 4. what follows the last `####`, to the end of the line;
-5. what follows the last "answer is", "answer:" or "answer =", to the end of the sentence;
-6. the last sentence that holds a number or a formula.
+5. what follows the last "answer is", "answer:", "answer =" or "answer -", to the end of the sentence;
+6. what follows the last "A:", unless there are other letters to choose from ("B:");
+7. the last sentence that holds a number or a formula.
 
 Thinking ends at the last `</think>`. Thinking that never ends (a completion that was cut) leaves no final answer.
 """
@@ -18,24 +19,30 @@ Thinking ends at the last `</think>`. Thinking that never ends (a completion tha
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo.data.numbers import last_match
+from gspo.reward.markup import without_markup
+from gspo.reward.qualifiers import ASIDE, SENTENCE, taken_back
 
 _CLOSED = re.compile(r"(?i)</(?:think|thinking|thought|reasoning)>")
 _OPENED = re.compile(r"(?i)<(?:think|thinking|thought|reasoning)>")
 _TAG = re.compile(r"(?i)<(/?)answer>")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
 _SAID = re.compile(
-    r"(?i)\banswers?\b(?:[^.\n:=]{0,80}?\b(?:is|are|equals)\b|[*_\s]*[:=])[:*_\s]*(?:(?:approximately|about)\s+)?"
+    r"(?i)\b(?:answers?\b(?:[^.\n:=]{0,80}?\b(?:is|are|equals)\b|[*_\s]*(?:[:=]>?|->|[→⇒]))|ans\b[*_\s]*[:=]"
+    r"|(?:answers?|ans|results?|solution|total)\b[*_]*\s[-\u2013\u2014]{1,2}(?=\s))"
+    r"[:*_\s]*(?:(?:approximately|about)\s+)?"
     r"|\bfinal answer\b[*_:#\s]*\n\s*"
 )
+_REPLIED = re.compile(r"(?:^|(?<=[\n.?!]))\s{0,3}[*_]{0,3}A[*_]{0,3}:[*_]{0,3}\s")
+_OPTION = re.compile(r"(?<![A-Za-z0-9])[B-E][*_]{0,3}[:.)]")
 _REASON = re.compile(
     r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s\(?(?:because|since)\b"
-    r"|\s\((?!(?:or|maybe|perhaps|possibly|alternatively)\b)(?=[^()$\\]*[a-z]{2}[^()$\\]*\))"
+    rf"|\s\((?!(?:{ASIDE})\))"
+    r"(?!(?:or|maybe|perhaps|possibly|alternatively)\b)(?=[^()$\\]*[a-z]{2}[^()$\\]*\))"
 )
 """What follows the answer in the same sentence."""
-_SENTENCE = re.compile(r"(?<=[.!?])(?=[\s*_\"')]|$)|\n")
 _FORMULA = re.compile(r"[^\W_a-zA-Z]|\$[^$]|\\[(\[a-zA-Z]")
 _WHOLE = 200_000
 """Characters of a completion that are looked at, from its end."""
@@ -51,6 +58,8 @@ class FinalAnswer:
     """Whether it is a formula as a whole, not a sentence that holds one."""
     marked: bool = True
     """Whether the completion says that this is its answer."""
+    after: str = ""
+    """What the completion says next."""
 
 
 def after_thinking(text: str) -> str | None:
@@ -83,37 +92,42 @@ def final_answer(text: str, marker: str = "") -> FinalAnswer | None:
     said = after_marker(text, marker)
     if said is None or not said.strip():
         return None
-    said = said[-_WHOLE:]
-    if found := _boxes_in_tags(said) or _boxed(said):
-        return found
-    if marker:
-        return FinalAnswer(texts=(said.strip().split("\n")[0],))
-    return _hashed(said) or _phrase(said) or _last_sentence(said)
+    said = without_markup(said[-_WHOLE:])
+    found = _boxes_in_tags(said) or _boxed(said)
+    if found is None and marker:
+        found = _first_line(said)
+    found = found or _hashed(said) or _phrase(said) or _replied(said) or _last_sentence(said)
+    return None if found is None or taken_back(found.after) else found
+
+
+def _first_line(text: str) -> FinalAnswer:
+    line, _, after = text.strip().partition("\n")
+    return FinalAnswer(texts=(line,), after=after)
 
 
 def _tagged(text: str) -> FinalAnswer | None:
-    contents, start = [], None
+    contents, start, after = [], None, ""
     for tag in _TAG.finditer(text):
         if not tag[1]:
             start = tag.end()
         elif start is not None:
             contents.append(text[start : tag.start()])
-            start = None
+            start, after = None, text[tag.end() :]
     contents += [text[start:]] if start is not None else []
-    return FinalAnswer(texts=_distinct(contents)) if contents else None
+    return FinalAnswer(texts=_distinct(contents), after=after) if contents else None
 
 
 def _boxes_in_tags(text: str) -> FinalAnswer | None:
     """The contents of `<answer>`; if they hold boxes, those of the boxes."""
     found = _tagged(text)
     boxes = [box for content in found.texts if (inner := _boxed(content)) for box in inner.texts] if found else []
-    return FinalAnswer(texts=_distinct(boxes), formula=True) if boxes else found
+    return replace(found, texts=_distinct(boxes), formula=True) if found and boxes else found
 
 
 def _boxed(text: str) -> FinalAnswer | None:
     """The outermost boxes that are closed."""
     found: list[str] = []
-    depth, open_at = 0, None
+    depth, open_at, end = 0, None, 0
     for token in _BOX.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
             depth += 1
@@ -123,28 +137,39 @@ def _boxed(text: str) -> FinalAnswer | None:
             depth -= 1
             if open_at is not None and depth == 0:
                 found.append(text[open_at : token.start()])
-                open_at = None
-    return FinalAnswer(texts=_distinct(found), formula=True) if found else None
+                open_at, end = None, token.end()
+    return FinalAnswer(texts=_distinct(found), formula=True, after=text[end:]) if found else None
 
 
 def _hashed(text: str) -> FinalAnswer | None:
     _, mark, after = text.rpartition("####")
-    return FinalAnswer(texts=(after.strip().split("\n")[0],)) if mark and after.strip() else None
+    return _first_line(after) if mark and after.strip() else None
 
 
 def _phrase(text: str) -> FinalAnswer | None:
     said = last_match(_SAID, text)
-    if said is None:
+    return _next_sentence(text[said.end() :]) if said else None
+
+
+def _replied(text: str) -> FinalAnswer | None:
+    """What follows "A:", the reply to a "Q:"."""
+    said = None if _OPTION.search(text) else last_match(_REPLIED, text)
+    return _next_sentence(text[said.end() :]) if said else None
+
+
+def _next_sentence(text: str) -> FinalAnswer | None:
+    sentences = [s for s in SENTENCE.split(text) if s.strip()]
+    at = next((n for n, s in enumerate(sentences) if not s.rstrip().endswith(":")), None)  # "as follows:" announces it
+    if at is None:
         return None
-    sentences = [s for s in _SENTENCE.split(text[said.end() :]) if s.strip()]
-    stated = next((s for s in sentences if not s.rstrip().endswith(":")), None)  # "as follows:" announces it
-    return FinalAnswer(texts=(_REASON.split(stated)[0],)) if stated else None
+    stated = _REASON.split(sentences[at])[0]
+    return FinalAnswer(texts=(stated,), after="\n".join([sentences[at][len(stated) :], *sentences[at + 1 :]]))
 
 
 def _last_sentence(text: str) -> FinalAnswer | None:
-    found = [s for s in _SENTENCE.split(text) if s.strip()]
-    stated = next((s for s in reversed(found) if _FORMULA.search(s)), found[-1] if len(found) == 1 else None)
-    return FinalAnswer(texts=(stated,), marked=False) if stated else None
+    found = [s for s in SENTENCE.split(text) if s.strip()]
+    at = next((n for n in reversed(range(len(found))) if _FORMULA.search(found[n])), 0 if len(found) == 1 else None)
+    return None if at is None else FinalAnswer(texts=(found[at],), marked=False, after="\n".join(found[at + 1 :]))
 
 
 def _distinct(texts: list[str]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class NotedScore(float):
         return noted
 
 
-Noted = NotedScore  # the name in reward files of earlier runs, which must still resume
+NotedScore = NotedScore  # the name in reward files of earlier runs, which must still resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ def _import(source: Source) -> ModuleType:
         raise RewardError(
             f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: "
             f"{describe(error, source.file)}; "
-            "mend it so that Python can import it on its own"
+            "fix it so that Python can import it on its own"
         ) from None
 
 

@@ -45,7 +45,7 @@ class WorkerHung(Exception):
     """The deadline passed."""
 
     processor_s = 0.0
-    """What the process and all it started used of the processor during the call."""
+    """What the process and all it started used of the processor during the call; infinite if that is unknown."""
 
 
 class WorkerDied(Exception):
@@ -109,7 +109,7 @@ class WorkerProcess:
         except WorkerDied as error:
             self.kill()
             raise RewardError(
-                f"reward.functions: the process that imports {self._names()} ended: {error}; mend the file"
+                f"reward.functions: the process that imports {self._names()} ended: {error}; fix the file"
             ) from None
         if "error" in answer:
             self.kill()
@@ -135,23 +135,31 @@ class WorkerProcess:
         return answer
 
     def call(
-        self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
+        self,
+        request: Mapping[str, Any],
+        timeout_s: float,
+        unwanted: Callable[[], bool] = lambda: False,
+        more_s: Callable[[float], float] = lambda used_s: 0.0,
     ) -> dict[str, Any]:
-        """The answer to one call. After `WorkerDied` or `ScoringCancelled` the process is gone; `printed` is not. After `WorkerHung` it
-        still has to be killed, which takes a while where it does not run."""
+        """The answer to one call. `more_s` says how much longer it may take when the deadline passes, given the processor
+        time that it has used. After `WorkerDied` or `ScoringCancelled` the process is gone; `printed` is not. After `WorkerHung`
+        it still has to be killed, which takes a while where it does not run."""
         self._tail = b""
-        used = processor_seconds(self._process.pid) if self._process else 0.0
+        before_s = self._processor_s()
         try:
-            answer = self._exchange(request, timeout_s, unwanted)
+            answer = self._exchange(request, timeout_s, unwanted, lambda: more_s(self._processor_s() - before_s))
             if not _is_result(answer, len(request["completions"])):
                 raise WorkerDied("its answer was not one value for each completion")
             return answer
         except WorkerHung as hung:
-            hung.processor_s = processor_seconds(self._process.pid) - used if self._process else 0.0
+            hung.processor_s = self._processor_s() - before_s if sys.platform == "linux" else math.inf
             raise
         except (WorkerDied, ScoringCancelled):
             self.kill()
             raise
+
+    def _processor_s(self) -> float:
+        return processor_seconds(self._process.pid) if self._process else 0.0
 
     def printed(self) -> str:
         """The end of what the functions have printed since the last call began."""
@@ -173,7 +181,11 @@ class WorkerProcess:
             process.wait(timeout=10)
 
     def _exchange(
-        self, request: Mapping[str, Any], timeout_s: float, unwanted: Callable[[], bool] = lambda: False
+        self,
+        request: Mapping[str, Any],
+        timeout_s: float,
+        unwanted: Callable[[], bool] = lambda: False,
+        more_s: Callable[[], float] = lambda: 0.0,
     ) -> dict[str, Any]:
         """Write a line and read the line that bears its token, draining what the functions print meanwhile."""
         process = self._process
@@ -189,6 +201,9 @@ class WorkerProcess:
             left = deadline - time.monotonic()
             if self._closing() or unwanted():
                 raise ScoringCancelled
+            if left <= 0:
+                left = more_s()
+                deadline = time.monotonic() + left
             if left <= 0:
                 raise WorkerHung
             self._weigh(process.pid)

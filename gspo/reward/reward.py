@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 from collections import deque
@@ -25,6 +26,7 @@ from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.batch import Batch, Groups, Job, Part
 from gspo.reward.function import Source, find_sources, lacking, one_line
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
+from gspo.reward.second_try import SecondTry
 from gspo.types import Score, Status
 
 ANSWER_S = 1.0
@@ -70,6 +72,8 @@ class RewardPool:
         _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._alone = threading.Lock()
+        """Held by the call that has its second try."""
         self._closing = False
         self._faults: dict[str, Fault] = {}
         self._new_faults: list[Fault] = []
@@ -186,12 +190,17 @@ class RewardPool:
         with self._changed:
             mine = [spare for spare, its in self._spares.items() if its is batch]
             waiting = sum(job.batch is batch for job in self._jobs)
-            wanted = min(MOST_SPARES, 2 * len(hanging)) - len(mine)
+            wanted = min(self._most_spares(hanging), 2 * len(hanging)) - len(mine)
             spares = [self._worker() for _ in range(min(wanted, waiting))]
             self._spares |= dict.fromkeys(spares, batch)
         for spare in spares:
             threading.Thread(target=self._lend, args=(batch, spare), name="reward-spare", daemon=True).start()
         batch.close_if_late(lambda function: self._sources[function].name)
+
+    def _most_spares(self, hanging: Sequence[Job]) -> int:
+        """Built-in rewards compute and do not wait: with more processes than processors each would only be slower."""
+        users = any(self._sources[job.function].file for job in hanging)
+        return MOST_SPARES if users else min(MOST_SPARES, os.cpu_count() or 1)
 
     def _make_whole(self, batch: Batch) -> None:
         """Wait until hanging workers have been replaced and spare ones are gone; that is quick."""
@@ -282,10 +291,17 @@ class RewardPool:
             self._settle(worker, job)
 
     def _settle(self, worker: WorkerProcess, job: Job) -> None:
+        if not job.last:
+            return self._attempt(worker, job, None)
+        with self._alone, SecondTry(job.batch.timeout_s(job)) as second:
+            self._attempt(worker, job, second)
+
+    def _attempt(self, worker: WorkerProcess, job: Job, second: SecondTry | None) -> None:
         request, timeout_s, hung = _request(job), job.batch.timeout_s(job), False
+        more_s = second.more_s if second else lambda used_s: 0.0
         job.batch.begin(job)
         try:
-            answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job))
+            answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job), more_s)
         except ScoringCancelled:
             hung = True
             worker.start()  # a fresh process, so that the pool is whole when the batch is done
@@ -293,12 +309,13 @@ class RewardPool:
                 raise
         except WorkerHung as error:
             hung, reason = True, f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
-            # First of all: to end a process and to start one takes time, which the batch must not run out of meanwhile.
-            again = job.batch.idle(job, error.processor_s) if len(job.replies) == 1 else []
+            kept_waiting = second is not None and second.kept_waiting
+            again, cause = job.batch.hung(job, error.processor_s, kept_waiting=kept_waiting)
+            reason += "" if cause else "; the machine was too slow: use fewer reward.workers"
             worker.kill()
             printed = worker.printed()
             worker.start()
-            self._lost(job, reason, printed, "timeout", again, guilty=len(job.replies) == 1)
+            self._lost(job, reason, printed, cause, again, guilty=len(job.replies) == 1)
         except WorkerDied as error:
             # Killed from outside, perhaps: even a single reply gets a second try.
             kind, printed = "memory" if isinstance(error, WorkerOverMemory) else "died", worker.printed()
@@ -333,7 +350,7 @@ class RewardPool:
             return
         job.batch.lost(job)
         if again:
-            self._add(again, first=True)
+            self._add(again)  # after all others: second tries are made one after the other
         elif guilty:
             self._fail(job, Part(failure=reason, cause=cause), printed)
         else:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, EngineError, panics_as_errors
 from gspo.model.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
@@ -82,6 +82,19 @@ class EngineContext:
     """Token ids that end a reply."""
     routers: Routers | None = None
     """The model's routers; None: a dense model, or nobody asks for its experts."""
+
+    def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
+        """Completions as text. A damaged tokenizer may load and encode, and fail only here: it raises anything, and panics."""
+        try:
+            with panics_as_errors():
+                return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
+        except Exception as error:
+            name = getattr(self.tokenizer, "name_or_path", "") or "the model"
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise EngineError(
+                f"{name}: its tokenizer cannot decode a completion: {reason:.200}; tokenizer.json is damaged, or of another "
+                "version: fetch the tokenizer's files again"
+            ) from error
 
 
 def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:

@@ -94,12 +94,13 @@ def _curves(shown: WatchedRun, width: int, most: int | None) -> Table:
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(no_wrap=True)
-    found = shown.run.curves(width)["curves"]
+    found = dict(shown.run.curves(width)["curves"])
     for panel in PANELS:
         for curve in panel.curves:
             values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
             if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
-                bars = sparkline(found[curve.key]["y"], min(values), max(values))
+                points = found.pop(curve.key)["y"]  # a metric may be in several panels, and is listed once
+                bars = sparkline(points, min(values), max(values))
                 table.add_row(Text(curve.key, style="dim"), bars, _shown(_latest(shown, curve.key), panel.form))
     return table
 

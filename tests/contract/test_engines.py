@@ -12,6 +12,7 @@ from needs import needs_vllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo.errors import EngineError
 from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_names
 from gspo.rollout.engines.scripted import ScriptedEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -93,6 +94,21 @@ def test_every_prompt_gets_its_replies_in_sample_order(engine: Engine, prompts: 
     assert [[reply.prompt_id for reply in group] for group in groups] == [[p.id] * 5 for p in prompts]
     assert all([reply.sample for reply in group] == [0, 1, 2, 3, 4] for group in groups)
     assert {reply.version for group in groups for reply in group} == {7}
+
+
+def test_a_tokenizer_that_panics_over_a_completion_is_an_error(
+    engine: Engine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def batch_decode(*values: Any, **options: Any) -> list[str]:
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr(engine.context.tokenizer, "batch_decode", batch_decode, raising=False)  # type: ignore[attr-defined]
+    with pytest.raises(
+        EngineError, match=r"its tokenizer cannot decode a completion: index out of bounds; tokenizer.json"
+    ):
+        drawn(engine, prompts, samples=1)
 
 
 def test_no_prompts_no_replies(engine: Engine) -> None:

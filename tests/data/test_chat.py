@@ -6,8 +6,13 @@ import json
 import re
 
 import pytest
+from tokenizers import Regex
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import Split
 
+from gspo.config import DataConfig
 from gspo.data.chat import render, render_all
+from gspo.data.problems import load_problems
 from gspo.errors import ConfigError, DataError
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
@@ -92,6 +97,31 @@ def test_a_template_that_takes_all_memory_is_refused(make_tokenizer, template):
     done = render_all(["a", "b"], make_tokenizer(template=template), chat="auto")
     assert all(isinstance(row, DataError) for row in done)
     assert re.search(r"memory|characters|refuses", str(done[0]))
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_with_a_syntax_error_is_one_error_that_names_its_file(make_tokenizer, tmp_path, file):
+    tokenizer = make_tokenizer(template="{% for m in messages %}\n{{ m.content }")
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / file).touch()
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}/{file}.*: the chat template cannot be read: line 2: .*data.chat=no"
+    ):
+        render_all(["a", "b"], tokenizer, chat="auto")
+    with pytest.raises(
+        ConfigError, match="the chat template cannot be read"
+    ):  # before the file, which is not there, is read
+        load_problems(DataConfig(path=str(tmp_path / "missing.jsonl")), tokenizer, 0)
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_of_a_tokenizer_that_backtracks_without_end_is_an_error(make_tokenizer, place):
+    pattern = Regex("(a+)+b|(a|a)*c")
+    tokenizer = make_tokenizer()
+    made = Split(pattern, "isolated") if place == "pre_tokenizer" else Replace(pattern, "x")
+    setattr(tokenizer.backend_tokenizer, place, made)
+    with pytest.raises(ConfigError, match=r"its tokenizer cannot read a prompt: .*retry-limit"):
+        render_all(["a" * 200], tokenizer, chat="auto")
 
 
 def test_a_range_without_end_is_refused(make_tokenizer):

@@ -219,7 +219,7 @@ ALLOWED = {
     "reward/sandbox/inside/candidate.py": {"exec", "compile", "__import__"},
     "reward/sandbox/inside/judge.py": {"exec", "compile", "__import__"},
     # stands for the tests' own `eval`: of a program's text it evaluates arithmetic only
-    "reward/sandbox/inside/evaluate.py": {"eval", "exec", "compile"},
+    "reward/sandbox/inside/evaluate.py": {"eval", "exec", "compile", "__import__"},
 }
 NAMES = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {

@@ -224,6 +224,31 @@ def test_a_forged_record_in_the_run_directory_is_not_read(
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("changed", ["beside.py", "package/__init__.py", "package/inner.py", "package/deep.py"])
+def test_a_changed_module_that_a_reward_file_imports_is_asked_for_again(
+    changed: str, tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "rewards"
+    (folder / "package").mkdir(parents=True)
+    (folder / "mine.py").write_text(
+        "import json, beside\ndef score(completions, **_):\n    return beside.all(completions)"
+    )
+    (folder / "beside.py").write_text("def all(completions):\n    from package import inner\n    return inner.all()")
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "inner.py").write_text("from .deep import *")
+    (folder / "package" / "deep.py").write_text("import beside, missing, package.inner")
+    (folder / "json.py").write_text("hidden by the standard library, and no Python")
+    (folder / "unused.py").touch()
+    config, run = tiny(f"reward.functions={folder / 'mine.py'}:score"), tmp_path / "run"
+    trust.check(run, trust.reward_code(config), trust=True)
+    (folder / "unused.py").write_text("changed = 1")
+    (folder / "json.py").write_text("changed = 1")
+    trust.check(run, trust.reward_code(config), trust=False)
+    (folder / changed).write_text((folder / changed).read_text() + "\nchanged = 1\n")
+    with pytest.raises(TrustError, match=f"mine.py imports {folder / changed} .changed since it last ran here."):
+        trust.check(run, trust.reward_code(config), trust=False)
+
+
 def test_everything_that_settings_can_run_is_named(tiny: Callable[..., Config], tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -329,6 +354,26 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_not_replaced(own: Path, display:
     with pytest.raises(CheckpointError, match="000003 is there, and is not a checkpoint"):
         resume(own, display, steps=3)
     assert (own / "checkpoints/000003/data").read_text() == "mine"
+
+
+def test_what_cannot_be_deleted_is_not_written_to(
+    own: Path, display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a directory that may not be written, whose files may."""
+    partial, unlink = own / "checkpoints/.tmp-000003", os.unlink
+    partial.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    os.link(tmp_path / "precious", partial / "trainer.json")
+
+    def refuse(path: Any, **options: Any) -> None:
+        if os.path.lexists(partial / "trainer.json") and os.path.basename(path) == "trainer.json":
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(CheckpointError, match=f"{partial} is in the way and cannot be deleted"):
+        resume(own, display, steps=3)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 # ------------------------------------------------------------------------------------------------- what is stated

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import gspo
+from gspo.build import run_objective
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.objectives.adaptive_clip import LIMITS, AdaptiveClip, at_limit, take_adaptive
@@ -22,7 +23,7 @@ from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.objectives.table import TABLE
 from gspo.record.run_dir import read_jsonl
-from gspo.trainer import run_objective, train
+from gspo.trainer import train
 
 RANGED = [name for name, row in TABLE.items() if hasattr(row.trust_region, "clip_low")]
 SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")

@@ -143,7 +143,7 @@ def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
 def test_a_row_that_needs_what_is_not_there(prompt: str, row: dict[str, Any]) -> None:
     (value,) = scored(["def f(x): return x"], prompt, **row)
     assert isinstance(value, RewardError)
-    assert "the row's tests do not work: ModuleNotFoundError: No module named 'no_such_module'; mend" in str(value)
+    assert "the row's tests do not work: ModuleNotFoundError: No module named 'no_such_module'; fix" in str(value)
 
 
 def test_a_program_that_needs_what_is_not_there() -> None:

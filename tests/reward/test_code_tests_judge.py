@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import numpy
 import pytest
 from code_tests_corpus import CASES, Case
 
-from gspo.errors import RewardError
+from gspo.errors import ConfigError, RewardError
 from gspo.reward.sandbox.grade import Grade, Limits, MachineBusy, grade_all
-from gspo.reward.sandbox.inside.judge import INSTANCE, RESULT, Remote
+from gspo.reward.sandbox.inside.remote import INSTANCE, RESULT, Remote
+from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import read_suite
 
@@ -383,6 +385,24 @@ def test_all_tests_are_asked_whatever_came_before() -> None:
     assert (grade.passed, grade.total) == (1, 6)
 
 
+def test_all_parts_of_an_assert_are_asked_whatever_came_before() -> None:
+    program = """
+asked = []
+def f(x):
+    asked.append(x)
+    return 0
+def g():
+    return asked
+"""
+    tests = ("assert f(1) == 1 and (f(2) == 2 and f(3).real == 3) and f(4).x == 4", "assert g() == [1, 2, 3, 4]")
+    assert shares([program], *tests) == [0.5]
+    guard = "assert (r := f(1)) is not None and r == 1"
+    assert values(["def f(x): return x", "def f(x): return None"], guard) == [1.0, 0.0]
+    half = "assert f(1) == 1 and f(-1) == -1"
+    gone = "import os\ndef f(x): return x if x > 0 else os._exit(0)"
+    assert shares([gone], half, "assert f(1) == 1") == [0.0]
+
+
 def test_all_inputs_are_asked_whatever_came_before() -> None:
     tests = [{"input": f"{x}", "output": f"{2 * x}"} for x in range(4)]
     suite = read_suite({"tests": tests}, "")
@@ -463,6 +483,35 @@ def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
             use(remote)  # type: ignore[operator]
 
 
+def with_numpy() -> Level:
+    suite = read_suite({"tests": ["assert f() == 1"]}, "")
+    with contextlib.suppress(ConfigError):  # a Python in a closed home directory
+        level = sandbox_level(sys.executable, True)
+        (grade,) = grade_all(["import numpy\ndef f(): return 1"], suite, level, ARRAYS)
+        if isinstance(grade, Grade) and grade.value(all_or_nothing=True) == 1.0:
+            return level
+    pytest.skip(f"{sys.executable} has no numpy that a sandbox can read")
+
+
+ARRAYS = Limits(limit_s=30.0, memory_mb=4096)
+
+
+def test_arrays_travel_as_arrays() -> None:
+    tests = [
+        "import numpy as np\nassert f(np.array([1, 2])).tolist() == [2, 4]",
+        "assert np.array_equal(f(np.array([1, 2])), np.array([2, 4]))",
+        "assert np.allclose(f(np.ones((2, 2))), 2) and f(np.ones((2, 3))).shape == (2, 3)",
+        "assert (f(np.array([1, 2])) == np.array([2, 4])).all()",
+        "x = np.array([3, 1, 2])\nf(x)\nassert x.tolist() == [1, 2, 3]",
+    ]
+    right = "def f(x):\n    found = 2 * x\n    x.sort()\n    return found"
+    wrong = "def f(x):\n    return 3 * x"
+    empty = "import numpy\ndef f(x): return numpy.zeros((0, *x.shape))"
+    suite = read_suite({"tests": tests}, "")
+    grades = grade_all([right, wrong, empty], suite, with_numpy(), ARRAYS)
+    assert [g.value(all_or_nothing=True) for g in grades if isinstance(g, Grade)] == [1.0, 0.0, 0.0]
+
+
 # ------------------------------------------------------------------------------------------- what the tests make of answers
 
 
@@ -476,7 +525,15 @@ def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
         "__import__('os')",
     ],
 )
-@pytest.mark.parametrize("how", ["eval(solve(1))", "eval(solve(1), globals())", "[*map(eval, [solve(1)])][0]"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "eval(solve(1))",
+        "eval(solve(1), globals())",
+        "[*map(eval, [solve(1)])][0]",
+        "__import__('builtins').eval(solve(1))",
+    ],
+)
 def test_an_answer_that_the_tests_evaluate_is_no_code(answer: str, how: str) -> None:
     assert values([f"def solve(x): return {answer!r}"], f"want = 24\nassert {how} == want") == [0.0]
 
@@ -485,6 +542,16 @@ def test_an_answer_that_the_tests_execute_is_not() -> None:
     program = "def solve(x): return 'want = 1'"
     assert values([program], "want = 24\nexec(solve(1))\nassert want == 1") == [0.0]
     assert values([program], "exec('want = 1')\nassert want == 1 and solve(1) != 5") == [1.0]
+
+
+def test_importing_the_built_ins_is_no_way_around_that() -> None:
+    program = 'def solve(x): return \'[setattr(__import__("sys"), "lie", 24)] and 24\''
+    for start in ("import builtins", "import builtins as b; builtins = b", "from builtins import eval"):
+        call = "eval" if start.startswith("from") else "builtins.eval"
+        assert values([program], f"{start}\nassert {call}(solve(1)) == 24") == [0.0]
+        assert values(["def solve(x): return '4 * 6'"], f"{start}\nassert {call}(solve(1)) == 24") == [1.0]
+    ordinary = "import builtins\nassert builtins.len(solve(1)) == 5 and isinstance(solve(1), builtins.str)"
+    assert values(["def solve(x): return '4 * 6'"], ordinary) == [1.0]
 
 
 def test_an_expression_that_the_tests_evaluate_has_its_value() -> None:

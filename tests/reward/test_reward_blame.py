@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gspo.reward import batch, process, reward, second_try
 from gspo.types import Status
 
 BOMB = r"\boxed{((((9!)!)!)!)}"
@@ -57,3 +58,31 @@ def test_a_verifier_that_does_not_get_the_processor_is_asked_once_more(make_pool
     (score,) = pool.score([group(["72"], answer="72")])[0]
     assert score.reward == 1.0
     assert pool.pids() != [stopped]
+
+
+@pytest.mark.parametrize("machine", ["waits", "runs"])
+def test_a_second_try_blames_the_machine_only_if_it_keeps_other_processes_waiting(
+    machine: str, make_pool: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_try, "PATIENCE_ALONE", 3.0 if machine == "waits" else 1000.0)
+    monkeypatch.setattr(process, "processor_seconds", lambda pid: 0.0)
+    if machine == "waits":
+        monkeypatch.setattr(second_try, "processor_seconds", lambda pid: 0.0)
+    pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
+    (score,) = pool.score([group(["a" * 60])])[0]
+    if machine == "runs":
+        assert (score.reward, score.notes) == (0.0, {"reply_format": ("timeout",)})
+    else:
+        assert (score.status, score.notes) == (Status.UNSCORED, {})
+        assert "the machine was too slow" in score.failure
+
+
+def test_more_completions_that_hang_than_workers_are_all_wrong(
+    make_pool: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward, "MOST_SPARES", 1)
+    monkeypatch.setattr(batch, "LONGEST", 1000)  # a busy machine may take long
+    pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
+    texts = ["a" * 60] * 6 + ["aab"]
+    scores = pool.score([group([text], id=f"train/{i}") for i, text in enumerate(texts)])
+    assert [s.reward for (s,) in scores] == [float(text == "aab") for text in texts]

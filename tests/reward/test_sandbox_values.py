@@ -8,8 +8,10 @@ import decimal
 import enum
 import fractions
 import math
+import sys
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -227,3 +229,53 @@ def test_deep_enough() -> None:
 def test_hostile_text_is_refused(text: str) -> None:
     with pytest.raises(ValueRefused):
         decode(text, no_reference)
+
+
+# ------------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize("kind", ["bool", "int64", "uint8", "float32", "float64", "complex128", ">i4"])
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (1, 2, 3)])
+def test_an_array_of_numbers_arrives_with_its_type_and_shape(kind: str, shape: tuple[int, ...]) -> None:
+    value = numpy.arange(math.prod(shape)).reshape(shape).astype(kind)
+    found = decode(encode([value], no_reference), no_reference)[0]
+    assert type(found) is numpy.ndarray
+    assert (found.dtype, found.shape) == (value.dtype, shape)
+    assert (found == value).all()
+
+
+def test_without_numpy_an_array_is_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = encode(numpy.array([[1, 2], [3, 4]]), no_reference)
+    monkeypatch.delitem(sys.modules, "numpy")
+    assert decode(text, no_reference) == [[1, 2], [3, 4]]
+
+
+def test_scalars_and_empty_arrays_are_plain_data() -> None:
+    for value, expected in (
+        (numpy.float64(2.5), 2.5),
+        (numpy.int8(3), 3),
+        (numpy.zeros((0, 2)), []),
+        (numpy.zeros(0), []),
+    ):
+        found = decode(encode(value, no_reference), no_reference)
+        assert type(found) is type(expected)
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"N":["<f8",[]]}',
+        '{"N":["<f8",[[],[]]]}',
+        '{"N":["|O",[1]]}',
+        '{"N":["<f8",["1"]]}',
+        '{"N":["<f8",[{"r":1}]]}',
+        '{"N":["<f8",[[1],[1,2]]]}',
+        '{"N":["|i1",[1000]]}',
+        '{"N":[["<f8"],[1]]}',
+        '{"N":["<f8"]}',
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused(text: str) -> None:
+    with pytest.raises(ValueRefused):
+        decode(text, lambda number: object())

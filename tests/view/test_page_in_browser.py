@@ -230,6 +230,25 @@ def test_several_runs_lie_over_each_other_and_can_be_hidden(
     assert "first:" not in legend.inner_text()
 
 
+def test_no_chip_is_cut_when_there_are_many_runs(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    for i in range(16):
+        make_run(tmp_path / "runs" / f"a-run-with-a-longer-name-{i}")
+    opened(page, serve(tmp_path / "runs"))
+    page.locator(".chip").nth(15).wait_for(state="attached")
+    cut = """() => {
+        const box = document.getElementById("runs").getBoundingClientRect();
+        const chips = [...document.querySelectorAll(".chip")].map((chip) => chip.getBoundingClientRect());
+        const inside = (chip) => chip.top >= box.top - 1 && chip.bottom <= box.bottom + 1;
+        return chips.filter((chip) => !inside(chip) && chip.bottom > box.top + 1 && chip.top < box.bottom - 1).length;
+    }"""
+    assert page.evaluate(cut) == 0
+    assert page.evaluate("(box => box.scrollHeight > box.clientHeight)(document.getElementById('runs'))")
+    page.locator(".chip").last.focus()
+    page.wait_for_timeout(300)
+    assert page.evaluate(cut) == 0
+    page.locator(".chip").last.click()
+
+
 def test_zoom_smoothing_and_logarithm_change_what_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
     opened(page, serve(make_run(tmp_path / "made", steps=40)))
     line = page.locator(".chart svg path.line:not(.faint)").first

@@ -98,6 +98,15 @@ def test_the_terminal_shows_curves_times_and_findings(tmp_path: Path) -> None:
     assert "samples/unscored" not in text
 
 
+def test_the_terminal_lists_each_metric_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    more = {"length/truncated_fraction": 0.2, "length/punished_fraction": 0.1}
+    write_lines(run / "metrics.jsonl", [row | more for row in read_jsonl(run / "metrics.jsonl")])
+    names = [line.split()[0] for line in text_of(run).splitlines() if "/" in line.split(" ")[0]]
+    assert "length/truncated_fraction" in names
+    assert len(names) == len(set(names))
+
+
 def test_the_terminal_repeats_no_clip_fraction_of_an_earlier_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     rows = [*read_jsonl(run / "metrics.jsonl"), {"step": 13, "reward/mean": 0.5, "samples/trained": 0}]

@@ -30,5 +30,5 @@ def check(pattern: Any) -> None:
         re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"reward.options.reply_format.pattern: {pattern!r} is not a regular expression: {error}; mend it"
+            f"reward.options.reply_format.pattern: {pattern!r} is not a regular expression: {error}; fix it"
         ) from None

@@ -44,7 +44,8 @@ package = sys.modules["{INSIDE}"] = type(sys)("{INSIDE}")
 for name, body in marshal.loads(code):
     module = sys.modules[name] = type(sys)(name)
     setattr(package, name.rpartition(".")[2], module)
-    if not name.endswith("judge") or role == "judge": exec(body, module.__dict__)
+    exec(body, module.__dict__)
+    if name.endswith("." + role): break
 sys.modules["{INSIDE}." + role].main(settings)
 """
 

@@ -38,7 +38,7 @@ JUDGE_S = 3600.0
 SPIN, SPIN_S = b'"while True: pass"', 0.1
 """A program that never waits, and the time to hand it over."""
 LOADED = b"vnull"
-_MEND = "mend the row, or set reward.options.code_tests.packages = true if a package is missing"
+_FIX = "fix the row, or set reward.options.code_tests.packages = true if a package is missing"
 _SIGXFSZ = 25
 
 
@@ -334,7 +334,7 @@ class _Judge:
             raise SandboxError(f"sandbox: the tests' process does not answer: {error or 'too slow'}") from None
         if answer != b"v":
             why = one_line(decode(answer[1:].decode(), no_references))
-            raise RewardError(f"the row's tests do not work: {why}; {_MEND}")
+            raise RewardError(f"the row's tests do not work: {why}; {_FIX}")
 
     def verdict(self, program: _Program) -> dict[str, Any]:
         """What the tests say. Raises `DeadlinePassed` or `JudgeExited` when the program's answers are too much for them."""

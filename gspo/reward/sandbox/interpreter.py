@@ -20,7 +20,8 @@ from typing import Any
 from gspo.reward.function import one_line
 
 INSIDE = "gspo.reward.sandbox.inside"
-MODULES = ("values", "seccomp", "landlock", "confine", "candidate", "evaluate", "judge")
+MODULES = ("values", "seccomp", "landlock", "confine", "candidate", "evaluate", "remote", "link", "tally", "judge")
+"""In the order in which they import each other. A process runs those up to its role's."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache")
 """Where shared libraries lie."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}

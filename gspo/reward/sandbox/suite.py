@@ -146,7 +146,7 @@ class _Rewriter(ast.NodeTransformer):
     def __init__(self) -> None:
         self.asserts = self._constants = 0
 
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt | list[ast.stmt]:
         self.generic_visit(node)
         test = node.test
         if isinstance(test, ast.Constant) and test.value:
@@ -156,15 +156,8 @@ class _Rewriter(ast.NodeTransformer):
         else:
             self.asserts += 1
         number = -self._constants if isinstance(test, ast.Constant) else self.asserts
-        (block,) = ast.parse(
-            f"try:\n    __gspo__.holds({number}, 0)\n"
-            f"except Exception as __gspo_error__:\n    __gspo__.failure({number}, __gspo_error__)"
-        ).body
-        assert isinstance(block, ast.Try)
-        assert isinstance(block.body[0], ast.Expr)
-        assert isinstance(block.body[0].value, ast.Call)
-        block.body[0].value.args[1] = _dropping(test)
-        return block
+        *parts, last = _conjuncts(test)
+        return [*(_report("needs", number, part) for part in parts), _report("holds", number, last)]
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
         """An object of the program may catch what ends the block; then the asserts after that did not hold."""
@@ -208,6 +201,25 @@ class _Rewriter(ast.NodeTransformer):
         if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
             return ast.Call(_reporter("type_of"), [node.value], [])
         return node
+
+
+def _conjuncts(test: ast.expr) -> list[ast.expr]:
+    """The parts of `a and b`. All are asked: a question that never comes would tell a program that it was wrong."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return [part for value in test.values for part in _conjuncts(value)]
+    return [test]
+
+
+def _report(name: str, number: int, test: ast.expr) -> ast.stmt:
+    (block,) = ast.parse(
+        f"try:\n    __gspo__.{name}({number}, 0)\n"
+        f"except Exception as __gspo_error__:\n    __gspo__.failure({number}, __gspo_error__)"
+    ).body
+    assert isinstance(block, ast.Try)
+    assert isinstance(block.body[0], ast.Expr)
+    assert isinstance(block.body[0].value, ast.Call)
+    block.body[0].value.args[1] = _dropping(test)
+    return block
 
 
 def _reporter(name: str) -> ast.expr:
@@ -300,7 +312,7 @@ def _parse(text: str, where: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"{where}: not Python: {one_line(error, 100)}; mend the row") from None
+        raise RewardError(f"{where}: not Python: {one_line(error, 100)}; fix the row") from None
 
 
 # ------------------------------------------------------------------------------------------- values

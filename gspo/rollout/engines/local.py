@@ -94,7 +94,7 @@ class LocalEngine:
         with evaluating(model), torch.no_grad():
             replies = self._fitting(model, queue, sampling, self.context.routers if routes else None)
         self.decoded += replies.decoded
-        text_B = self.context.tokenizer.batch_decode(replies.token_ids, skip_special_tokens=True)
+        text_B = self.context.texts(replies.token_ids)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
         for b, (p, sample) in enumerate(queue.place_B):
             groups[p][sample] = Completion(

@@ -64,6 +64,7 @@ class ScriptedEngine:
         texts = self.replies.get(prompt.id) or self.replies.get(_content(prompt)) or [self.default]
         ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
         cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
+        text_G = self.context.texts(cut_G)
         logp_G = self._logp(prompt, cut_G, sampling.temperature)
         if sampling.greedy_last and cut_G:
             logp_G[-1] = (0.0,) * len(cut_G[-1])
@@ -72,7 +73,7 @@ class ScriptedEngine:
                 prompt_id=prompt.id,
                 sample=sample,
                 token_ids=cut_G[sample],
-                text=self.context.tokenizer.decode(cut_G[sample], skip_special_tokens=True),
+                text=text_G[sample],
                 logp_sampler=logp_G[sample],
                 stop=StopReason.EOS if cut_G[sample] == ids_G[sample] else StopReason.LENGTH,
                 version=version,

@@ -148,7 +148,7 @@ class VllmEngine:
         ]
         wanted = routes and self.reports_routes
         replies = self.host.generate(requests, routes=wanted)
-        text_B = self.context.tokenizer.batch_decode([r.token_ids for r in replies], skip_special_tokens=True)
+        text_B = self.context.texts([r.token_ids for r in replies])
         groups: list[list[Completion]] = [[] for _ in prompts]
         for (p, sample), text, request, reply in zip(places, text_B, requests, replies, strict=True):
             spans = self._versions(reply, version)

@@ -88,10 +88,10 @@ def arm_configs(recipe: Path, overrides: Sequence[str], arms: Sequence[Arm]) -> 
 
 
 def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Config:
+    from gspo.build import run_objective
     from gspo.data.sources import check_file
     from gspo.reward.function import find_sources
     from gspo.rollout.engine import engine_names
-    from gspo.trainer import run_objective
 
     try:
         config = settings.override(tree, [*overrides, *arm.overrides], where="recipe")
@@ -110,8 +110,8 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
 
 def _meaning(config: Config) -> tuple[Any, ...]:
     """Equal for arms that would do the same: `gspo` and `gspo+kl=0`."""
+    from gspo.build import run_objective
     from gspo.objectives.objective import settings_of
-    from gspo.trainer import run_objective
 
     objective = dataclasses.replace(run_objective(config), given=frozenset())
     values = settings_of(objective)

@@ -23,11 +23,13 @@ from typing import Any
 
 from gspo.config import read_toml
 from gspo.errors import ConfigError
-from gspo.record.run_dir import check_plain, replace_text
+from gspo.record.run_dir import check_folder, check_plain, replace_text
 from gspo.view.compare.arms import slug
 
 WRITTEN = ("configs", "figures", "logs")
-"""Folders whose files are written in place. The runs' own directories are looked over by the runs."""
+"""Folders whose files are written in place."""
+RUNS = ("start", "runs")
+"""Folders of run directories. What is inside of each run directory is checked by its run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +65,18 @@ def read(out: Path) -> Record | None:
     file = out / "compare.toml"
     if file.is_file():
         check_plain(out, files=(), folders=WRITTEN)
+        _check_runs(out)
         return _from_tree(read_toml(file), file)
     if out.exists() and (not out.is_dir() or any(p.name != ".lock" for p in out.iterdir())):
         raise ConfigError(f"{out}: is not empty and holds no comparison (no compare.toml); choose another --out")
     return None
+
+
+def _check_runs(out: Path) -> None:
+    for folder in (out / name for name in RUNS):
+        check_folder(folder)
+        for run in sorted(folder.iterdir()) if folder.is_dir() else ():
+            check_folder(run)
 
 
 def _from_tree(tree: dict[str, Any], file: Path) -> Record:

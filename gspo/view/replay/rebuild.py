@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gspo.build import run_adaptive_clip, run_objective
 from gspo.config import ModelConfig
 from gspo.context import LearnContext
 from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
@@ -23,7 +24,6 @@ from gspo.learner.result import LearnResult
 from gspo.model.load import load_policy, load_tokenizer
 from gspo.model.memory import out_of_memory
 from gspo.step import learn
-from gspo.trainer import run_adaptive_clip, run_objective
 from gspo.view.replay.agreement import Agreement, agreement
 from gspo.view.replay.records import StepRecord, read_step
 from gspo.view.replay.source import Source

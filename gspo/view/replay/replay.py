@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo import trust
+from gspo.build import run_objective
 from gspo.context import LearnContext
 from gspo.errors import ConfigError
 from gspo.learner.batch import TrainBatch
-from gspo.trainer import run_objective
 from gspo.view.replay.agreement import Agreement
 from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, without_reference
 from gspo.view.replay.measure import ReplayNumbers, look

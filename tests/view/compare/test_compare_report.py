@@ -204,6 +204,22 @@ def test_nothing_is_written_through_links_in_a_comparison_of_somebody_else(
     assert [p.read_text() for p in outside.iterdir()] == ["precious"]
 
 
+@pytest.mark.parametrize("link", ["runs", "start", "runs/gspo-seed-7", "start/seed-7"])
+def test_run_directories_of_a_comparison_are_no_links(
+    link: str, comparison: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, outside = comparison(two_seeds("grpo")), tmp_path / "outside"
+    outside.mkdir()
+    if link == "runs":
+        (out / "runs").rename(out / "moved")
+    (out / link).parent.mkdir(exist_ok=True)
+    (out / link).symlink_to(outside)
+    for command in (["compare", "--report", str(out)], ["compare", "demo", "--objectives=grpo", f"--out={out}"]):
+        assert main(command) == 1
+        assert f"{out / link}: is a link" in capsys.readouterr().err
+    assert not list(outside.iterdir())
+
+
 def test_reports_do_not_need_torch() -> None:
     code = "import sys, gspo.view.compare.report, gspo.view.compare.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -3,6 +3,7 @@
 In: a text. Out: its value. Invariant: no code of the program runs in the judge. A text that stands in the tests is theirs
 and is run as always. Any other text is an answer: it is read as an expression of numbers, texts, containers, operators and
 calls of the functions below or of names that the test hands to `eval`, and nothing of it reaches the tests' own names.
+`import builtins` in the tests gives a module with these functions: `builtins.eval` is no way around them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import sys
 
 TYPE_CHECKING = False  # `typing` is slow to import
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import CodeType
     from typing import Any
 
@@ -24,8 +24,10 @@ Not And Or Eq NotEq Lt LtE Gt GtE Is IsNot In NotIn"""
 _FUNCTIONS, _NODES = frozenset(_FUNCTION_NAMES.split()), frozenset(_NODE_NAMES.split())
 
 
-def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """What takes the place of the built-ins in the tests' namespace."""
+def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Any]:
+    """The built-ins of the tests' namespace."""
+    module = type(sys)("builtins")
+    module.__dict__.update(builtins.__dict__)
     own = {text for code in codes for text in _texts(code)}
 
     def is_own(source: Any) -> bool:
@@ -50,7 +52,12 @@ def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Callable[
             raise TypeError("a text that the tests did not write is not compiled")
         return compile(source, *args, **kwargs)
 
-    return {"eval": evaluate, "exec": execute, "compile": compiled}
+    def imported(name: str, *args: Any, **kwargs: Any) -> Any:
+        found = __import__(name, *args, **kwargs)
+        return module if found is builtins else found
+
+    module.__dict__.update({"eval": evaluate, "exec": execute, "compile": compiled, "__import__": imported})
+    return module.__dict__
 
 
 def _callers() -> tuple[dict[str, Any], Any]:

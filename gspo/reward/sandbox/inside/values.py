@@ -8,7 +8,9 @@ JSON's own types stand for themselves. The rest: `{"t": [...]}` tuple, `s` set, 
 `i` large int in hexadecimal, `f` nan and infinities, `c` complex, `b` bytes, `a` bytearray, `g` range, `L` slice,
 `V` keys, values or items of a dict, `n` a built-in type by its name, `r` reference, `l` any other reference (a list whose first member says which kind). Types of the standard
 library that hold plain data: `F` Fraction, `D` Decimal, `T` date, time, datetime, timedelta, `Q` deque, `C` Counter,
-`O` OrderedDict, `U` defaultdict, `P` namedtuple; they are built anew from their parts.
+`O` OrderedDict, `U` defaultdict, `P` namedtuple; they are built anew from their parts. `N` is a numpy array of numbers,
+as its type and nested lists; where numpy was never imported it arrives as the lists. Empty arrays always do: they
+broadcast to any shape, and all of nothing is true.
 Uses `_json` directly: importing `json` costs a third of the start of an interpreter.
 """
 
@@ -45,6 +47,8 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 _FIELDS = 64
 """Of a namedtuple."""
+_ARRAYS = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"])
+"""Types of numbers that an array may have."""
 
 
 class ValueRefused(Exception):
@@ -147,7 +151,10 @@ def _write_tagged(value: Any, refer: Callable[[Any], Any], parts: list[str], dep
     elif isinstance(value, type) and value in _NAMES:
         parts.append(f'{{"n":"{_NAMES[value]}"}}')
     elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        array = _is(value, "numpy", "ndarray") and value.size and value.dtype.str[1:] in _ARRAYS
+        parts.append(f'{{"N":["{value.dtype.str}",' if array else "")
         _write(value.tolist(), refer, parts, depth + 1)
+        parts.append("]}" if array else "")
     else:
         _write_library(value, refer, parts, depth)
 
@@ -327,6 +334,20 @@ def _when(parts: list[Any]) -> Any:
     return {"date": datetime.date, "time": datetime.time, "timedelta": datetime.timedelta}[kind](*numbers)
 
 
+def _array(parts: list[Any]) -> Any:
+    kind, items = parts
+    if type(kind) is not str or kind[1:] not in _ARRAYS or not _all_numbers(items):
+        raise ValueRefused("no array of numbers")
+    numpy = sys.modules.get("numpy")
+    return items if numpy is None else numpy.array(items, dtype=kind)
+
+
+def _all_numbers(items: Any) -> bool:
+    if type(items) is list:
+        return bool(items) and all(map(_all_numbers, items))
+    return type(items) in (bool, int, float, complex)
+
+
 def _deque(parts: list[Any]) -> Any:
     from collections import deque
 
@@ -379,5 +400,6 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
         "O": _ordered,
         "U": _defaultdict,
         "P": _named,
+        "N": _array,
     },
 }

@@ -7,22 +7,37 @@ checkpoint of a run with 4-bit weights is merged into just those, written out.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
+from gspo.commands.common import Command, no_overrides, quiet_libraries
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
-from gspo.learner import checkpoint
-from gspo.model import adapter
-from gspo.model.load import load_policy, load_tokenizer
 
 _PRECISIONS = {"F32": "float32", "BF16": "bfloat16"}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or the folder of an adapter"
+    )
+    parser.add_argument("out", metavar="OUT", help="the directory to write")
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    no_overrides(overrides)
+    quiet_libraries()
+    source, out = merge(options.source, options.out)
+    print(f"Merged model:  {out}  (from {source})")
+    return 0
+
+
 def merge(source: str, out: str) -> tuple[Path, Path]:
     """Write the merged model to `out`, in the precision of the adapter; the adapter's folder, and `out`."""
+    from gspo.learner import checkpoint
+    from gspo.model.load import load_policy, load_tokenizer
+
     folder, target = _adapter_folder(Path(source)), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out}: is there already; name a directory that is not")
@@ -41,6 +56,9 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
 
 
 def _adapter_folder(source: Path) -> Path:
+    from gspo.learner import checkpoint
+    from gspo.model import adapter
+
     newest = checkpoint.newest_of(source)
     folder = newest or source
     if not folder.is_dir():
@@ -54,9 +72,22 @@ def _adapter_folder(source: Path) -> Path:
 
 
 def _precision(folder: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    from gspo.model import adapter
+
     try:
         with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
             kind = file.get_slice(next(iter(file.keys()))).get_dtype()
     except (OSError, StopIteration, SafetensorError) as error:
         raise ConfigError(f"{folder / adapter.WEIGHTS}: cannot be read ({error}); the adapter is not whole") from None
     return _PRECISIONS.get(kind, "float32")
+
+
+COMMAND = Command(
+    name="merge",
+    help="Merge a LoRA adapter into its model: a directory that transformers and vLLM load.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="See docs/lora.md.",
+)

@@ -1,0 +1,89 @@
+"""What several commands share: arguments, overrides, quiet libraries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gspo.config import help_texts
+from gspo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A sub-command."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, list[str]], int]
+    """Gets the parsed options and the `--section.key=value` overrides, and returns the exit code."""
+    epilog: str = ""
+    single_process: bool = False
+    """Whether it refuses to be one of several processes of a launcher."""
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Settings that have an option of their own."""
+    parser.add_argument("--run-dir", help="directory of the run (default: runs/NAME-DATE-TIME)")
+    parser.add_argument("--seed", type=int, help="seed of everything random")
+    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument(
+        "--model", dest="model_path", metavar="MODEL", help="model directory, hub name or .gguf file (model.path)"
+    )
+
+
+def given_settings(options: argparse.Namespace) -> list[str]:
+    """The options of `add_run_options` as overrides."""
+    common = {
+        "run_dir": options.run_dir,
+        "seed": options.seed,
+        "steps": options.steps,
+        "model.path": options.model_path,
+    }
+    return [f"{key}={value}" for key, value in common.items() if value is not None]
+
+
+def add_trust_run(parser: argparse.ArgumentParser) -> None:
+    """`--trust-run`."""
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="run the reward file and the model code that the run directory names; not needed for runs started here",
+    )
+
+
+def positive(text: str) -> int:
+    """An argument type: a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def no_overrides(overrides: list[str]) -> None:
+    """Refuse overrides in a command that has no settings."""
+    if overrides:
+        raise ConfigError(f"unknown option {overrides[0]}")
+
+
+def settings_help() -> str:
+    """Every setting with its type, default and help, for an epilog."""
+    lines = []
+    for key, kind, default, text in help_texts():
+        shown = json.dumps(default) if isinstance(default, str | bool | int | float) else str(default or "none")
+        lines.append(f"  {key} ({kind}, default {shown})\n      {text}")
+    return "\n".join(lines).replace("%", "%%")
+
+
+def quiet_libraries() -> None:
+    """Errors and warnings of transformers still show. Its progress bars and notes do not."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()

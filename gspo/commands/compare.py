@@ -1,0 +1,65 @@
+"""`gspo compare`: several objectives on one recipe, at equal sampled tokens, with a report."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo.commands.common import Command, add_trust_run, no_overrides
+from gspo.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
+    add(
+        "--objectives",
+        metavar="ARMS",
+        help="comma-separated: NAME[+replay][+KEY=VALUE][+SECTION.KEY=VALUE], for example grpo,grpo+replay,gspo",
+    )
+    add("--seeds", default="0,1,2", help="for example 0,1,2 or 0-4 (default: 0,1,2)")
+    add(
+        "--tokens",
+        type=int,
+        help="completion tokens that each run samples (default: what the recipe's steps take at the completion length "
+        "after the cold start)",
+    )
+    add("--steps", type=int, help="training steps that set the schedule and, without --tokens, the budget")
+    add("--out", metavar="DIR", help="directory of the comparison (default: runs/compare-NAME)")
+    add("--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)")
+    add_trust_run(parser)
+    add("--report", metavar="DIR", help="only write the report of this comparison again")
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gspo.view.compare.comparison import Request, compare, report
+
+    if options.report:
+        no_overrides([*overrides, *filter(None, (options.recipe, options.objectives))])
+        return report(options.report)
+    if not options.recipe or not options.objectives:
+        raise ConfigError(
+            "compare: name a recipe and --objectives, for example gspo compare demo --objectives grpo,gspo"
+        )
+    steps = [f"--steps={options.steps}"] if options.steps is not None else []
+    request = Request(
+        recipe=options.recipe,
+        objectives=options.objectives,
+        seeds=options.seeds,
+        tokens=options.tokens,
+        out=options.out,
+        jobs=options.jobs,
+        overrides=steps + overrides,
+        trust_run=options.trust_run,
+    )
+    return compare(request)
+
+
+COMMAND = Command(
+    name="compare",
+    help="Compare objectives: equal sampled tokens, the same cold start, one report.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="Repeating a command resumes what is unfinished. Settings of 'gspo train --help' apply to all arms; "
+    "see docs/compare.md.",
+    single_process=True,
+)

@@ -1,0 +1,23 @@
+"""`gspo demo`: the built-in example."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo.commands.common import Command, add_run_options
+from gspo.commands.train import train_recipe
+from gspo.config import recipe_dir
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    return train_recipe(str(recipe_dir() / "demo.toml"), options, overrides)
+
+
+COMMAND = Command(
+    name="demo",
+    help="A small mixture-of-experts model learns addition on this machine, offline.",
+    add_arguments=add_run_options,
+    run=run,
+    epilog="Any setting of 'gspo train --help' can be overridden.",
+    single_process=True,
+)

@@ -1,0 +1,276 @@
+"""`gspo eval`: pass@k and avg@k of a model, a checkpoint or a run.
+
+In: a model and what to evaluate it on. Out: numbers with intervals, and files if asked for. Invariant: a model is never evaluated
+on problems that it was trained on, nor on any that ask the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gspo import config as settings
+from gspo import trust
+from gspo.commands.common import Command, add_trust_run, quiet_libraries
+from gspo.config import Config
+from gspo.data.sources import check_file
+from gspo.errors import ConfigError, GspoError
+from gspo.evaluation import Estimate, Evaluation, evaluate
+from gspo.record.run_dir import replace_text, writing
+from gspo.redact import known_secrets, redacted
+from gspo.reward.reward import RewardPool
+from gspo.rollout.engine import Engine
+from gspo.types import Prompt
+
+FRESH = 1000
+"""Problems of a generated task that `gspo eval` makes unless `--limit` says otherwise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="model directory, hub name, .gguf file, or a run directory (its newest checkpoint)")
+    add("--data", help="problems: a data file, or a generated task by name")
+    add(
+        "--recipe",
+        help="take data, reward and sampling settings from this recipe (a run: its own), and its held-out problems",
+    )
+    add_trust_run(parser)
+    add("--k", default="1", help="comma-separated, for example 1,8")
+    add("--samples", type=int, help="completions per problem (default: the largest k)")
+    add("--limit", type=int, help="use at most this many problems")
+    add("--greedy", action="store_true", help="also measure greedy accuracy")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write the numbers to this file")
+    add("--replies", metavar="FILE", help="write every completion to this file (JSONL)")
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    quiet_libraries()
+    ks = _ks(options.k)
+    return evaluate_model(
+        options.model,
+        data=options.data,
+        recipe=options.recipe,
+        ks=ks,
+        samples=options.samples or max(ks),
+        limit=options.limit,
+        greedy=options.greedy,
+        json_path=options.json,
+        replies_path=options.replies,
+        seed=options.seed,
+        overrides=overrides,
+        trust_run=options.trust_run,
+    )
+
+
+def _ks(text: str) -> list[int]:
+    try:
+        ks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        ks = []
+    if not ks or ks[0] < 1:
+        raise ConfigError(f"--k: {text!r} is not a list of positive numbers; write for example --k 1,8")
+    return ks
+
+
+def evaluate_model(
+    model: str,
+    *,
+    data: str | None,
+    recipe: str | None,
+    ks: Sequence[int],
+    samples: int,
+    limit: int | None,
+    greedy: bool,
+    json_path: str | None,
+    replies_path: str | None,
+    seed: int,
+    overrides: Sequence[str],
+    trust_run: bool = False,
+) -> int:
+    """Evaluate a model: print the numbers, and write the files that were asked for."""
+    if samples < max(ks):
+        raise ConfigError(
+            f"--samples: {samples} replies per problem cannot tell pass@{max(ks)}; give at least {max(ks)}"
+        )
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit: must be at least 1, not {limit}")
+    for option, path in (("--json", json_path), ("--replies", replies_path)):
+        if path and not Path(path).parent.is_dir():
+            raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
+    config = _eval_config(model, data, recipe, seed, overrides)
+    _check_trust(model, config, recipe, trust_run)
+    with ExitStack() as stack:
+        prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
+        sampling = config.rollout.sampling
+        done = evaluate(
+            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream="eval"
+        )
+        numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks}
+        if done.greedy is not None:
+            numbers["greedy"] = done.greedy
+    _print_numbers(config, done, numbers, samples)
+    if json_path:
+        _write_numbers(Path(json_path), config, done, numbers, samples)
+    if replies_path:
+        _write_replies(Path(replies_path), done)
+    return 0
+
+
+def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
+    """Settings of the recipe (or of the run that the model comes from), with model and data put in."""
+    from gspo.learner.checkpoint import newest_of
+    from gspo.model.adapter import base_of
+
+    run = Path(model)
+    if (newest := newest_of(run)) is not None:
+        recipe, model = recipe or str(run / "config.toml"), str(newest)
+    if not recipe and not data and not run.exists():
+        raise ConfigError(
+            f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"
+        )
+    if not recipe and not data:
+        raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
+    tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
+    whole = ("lora", "quantize") if base_of(model) is None else ()  # whatever the run was that the recipe is of
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "build_options", "path", *whole)} | {"path": model}  # fmt: skip
+    tree["cold_start"] = {}
+    if data:
+        _put_data(tree, data)
+    tree["seed"] = seed if data else tree.get("seed", seed)
+    config = settings.override(tree, overrides, where=recipe or "eval")
+    settings.check(config)
+    return config
+
+
+def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool) -> None:
+    """Code that only the run directory names must be asked for; a recipe and overrides of the command line ask for theirs."""
+    own = Path(model) / "config.toml"
+    if recipe or config.model.path == model:
+        if trust_run:
+            raise ConfigError(
+                "--trust-run: has no effect here: no settings are taken from a run directory; leave it out"
+            )
+        return
+    named = set(trust.all_code(settings.from_tree(settings.read_toml(own), where=str(own)), [config.model.path]))
+    code = [c for c in trust.all_code(config, [config.model.path]) if c in named]
+    trust.check(Path(model), code, trust=trust_run)
+
+
+def _put_data(tree: dict[str, Any], data: str) -> None:
+    """Replace the recipe's problems by others, keeping the settings that say how problems are read and put."""
+    old = tree.get("data", {})
+    presentation = {"instruction", "system", "chat", "max_prompt_tokens", "on_bad_row"}
+    if Path(data).suffix:
+        check_file(data)  # before the settings: which reward its problems need is asked once they are there
+        kept = presentation | {"prompt_field", "prompt_template", "answer_field", "answer_after"}
+        tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
+    else:
+        kept = presentation | ({"task_options"} if old.get("task") == data else set())
+        tree["data"] = {k: v for k, v in old.items() if k in kept} | {"task": data, "held_out": 0}
+        if not old.get("task"):
+            tree["reward"] = {}  # a task has its own verifier
+
+
+def _eval_parts(
+    config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
+) -> tuple[Sequence[Prompt], Engine, RewardPool]:
+    from gspo.build import engine_for, reward_pool
+    from gspo.model.load import load_policy, load_tokenizer
+
+    rewards = reward_pool(config)
+    stack.callback(rewards.close)
+    tokenizer = load_tokenizer(config.model)
+    prompts = _unseen_problems(config, tokenizer, held_out=held_out, limit=limit)
+    policy = load_policy(config.model, tokenizer, seed=config.seed)
+    engine = engine_for(config, policy)
+    stack.callback(engine.close)
+    return prompts, engine, rewards
+
+
+def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: int | None) -> Sequence[Prompt]:
+    """The problems to evaluate on, without those that the model was trained on and those that ask the same."""
+    from gspo.contamination import trained_on
+    from gspo.data.problems import fresh_problems, load_problems
+
+    try:
+        seen = trained_on(config.model.path, tokenizer)
+    except GspoError as error:
+        told = "the problems it was trained on cannot be read, so they are not kept out of this evaluation"
+        warnings.warn(f"{config.model.path}: {told}: {error}", stacklevel=2)
+        seen = frozenset()
+    if config.data.task and not held_out:
+        return fresh_problems(config.data, tokenizer, config.seed, count=limit or FRESH, exclude=seen)
+    problems = load_problems(config.data, tokenizer, config.seed)
+    found = problems.held_out if held_out else problems.train
+    if not found:
+        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
+    unseen = [p for p in found if p.key not in seen]
+    if not unseen:
+        raise ConfigError(
+            f"eval: {config.model.path} was trained on every one of these {len(found)} problems, or on others that ask "
+            "the same; name problems that it has not seen with --data"
+        )
+    if len(unseen) < len(found):
+        less = len(found) - len(unseen)
+        print(
+            f"left out {less} of {len(found)} problems: the model was trained on them, or on others that ask the same"
+        )
+    return unseen[:limit]
+
+
+def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+    print(
+        f"{config.model.path}: {len(done.prompts)} problems, {samples} replies each at temperature {config.rollout.temperature:g}"
+    )
+    for name, estimate in numbers.items():
+        print(f"  {name:<8} {estimate}")
+    if samples > 1:
+        print(f"  avg@k: of the first k replies of a problem; pass@k: estimated from all {samples}")
+    if done.unscored:
+        why = next((f"; the first: {s.failure}" for scores in done.scores for s in scores if s.failure), "")
+        print(f"  {done.unscored} replies have no verdict (unscored) and are left out{why}")
+
+
+def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+    values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
+    record = {
+        "model": config.model.path,
+        "problems": len(done.prompts),
+        "samples": samples,
+        "unscored": done.unscored,
+        **values,
+    }
+    replace_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def _write_replies(path: Path, done: Evaluation) -> None:
+    with writing(path, "make room there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
+        for prompt, completions, scores in zip(done.prompts, done.completions, done.scores, strict=True):
+            for c, s in zip(completions, scores, strict=True):
+                record = {
+                    "prompt_id": prompt.id,
+                    "sample": c.sample,
+                    "prompt": prompt.text,
+                    "text": c.text,
+                    "stop": c.stop,
+                }
+                failure = s.failure and redacted(s.failure, known_secrets())
+                record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": failure}
+                out.write(json.dumps(record) + "\n")
+
+
+COMMAND = Command(
+    name="eval",
+    help="Evaluate a model: pass@k and avg@k with intervals.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer",
+    single_process=True,
+)

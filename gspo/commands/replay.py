@@ -1,0 +1,63 @@
+"""`gspo replay`: what every objective would have done with a step that a run has taken."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo.commands.common import Command, add_trust_run, no_overrides, positive, quiet_libraries
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="the directory of the run")
+    add("--step", type=positive, help="which step (default: the last that can be replayed)")
+    add(
+        "--objectives",
+        default="all",
+        metavar="ROWS",
+        help="comma-separated: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 (default: all)",
+    )
+    add(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="SETTING=LOW..HIGH[:COUNT]",
+        help="sweep a setting of the run's objective, for example clip_high=1e-4..1e-1; may be repeated",
+    )
+    add(
+        "--mini-batch",
+        type=positive,
+        metavar="K",
+        help="use the weights before optimizer step K of the step, from 1 (default: the last)",
+    )
+    add("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
+    add("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
+    add_trust_run(parser)
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    no_overrides(overrides)
+    quiet_libraries()
+    from gspo.view.replay.replay import Request, replay
+
+    request = Request(
+        run=options.run_dir,
+        step=options.step,
+        objectives=options.objectives,
+        sweeps=options.sweep,
+        mini_batch=options.mini_batch,
+        out=options.out,
+        device=options.device,
+        trust_run=options.trust_run,
+    )
+    return replay(request)
+
+
+COMMAND = Command(
+    name="replay",
+    help="Show what every objective would have done with a step that a run has taken.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="The run directory is only read, even while the run continues; see docs/replay.md.",
+    single_process=True,
+)

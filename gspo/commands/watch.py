@@ -1,0 +1,39 @@
+"""`gspo watch`: a local page, or a terminal view, of runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo.commands.common import Command, no_overrides
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        default=["runs"],
+        metavar="RUN",
+        help="run directories, or directories of runs (default: runs)",
+    )
+    parser.add_argument("--text", action="store_true", help="sparklines in this terminal instead of a page")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    no_overrides(overrides)
+    if options.text:
+        from gspo.view.terminal import watch_text
+
+        return watch_text(options.runs)
+    from gspo.view.dashboard.server import watch
+
+    return watch(options.runs, port=options.port, ready=lambda text: print(text, flush=True))
+
+
+COMMAND = Command(
+    name="watch",
+    help="Serve a page on this machine that shows runs while they train, down to the token.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="docs/watch.md says what it shows.",
+)
