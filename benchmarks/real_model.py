@@ -385,7 +385,7 @@ def main() -> int:
     sub.add_argument("plan", help="a TOML file of runs, such as benchmarks/real_model.toml")
     sub.add_argument("--out", required=True, help="directory of the results")
     sub.add_argument("--models", default="models", help="what {models} stands for in the plan")
-    sub.add_argument("--data", default="../shared/data", help="what {data} stands for in the plan")
+    sub.add_argument("--data", default="data", help="what {data} stands for in the plan")
     sub.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     sub.add_argument("--seconds", type=float, default=0, help="stop all runs after so long, to be gone on with later")
     sub.add_argument("--only", default="", help="comma-separated parts of run names")

@@ -67,7 +67,7 @@ def best(score_IE: Tensor, k: int) -> Tensor:
 
 
 def chosen_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """algorithms.md 7.1: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
+    """Softmax over the chosen experts only: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
     mask = torch.zeros_like(logits).scatter(1, chosen, 1.0)
     weight = mask * logits.exp()
     return (weight / weight.sum(-1, keepdim=True)).gather(1, chosen)

@@ -3,7 +3,7 @@
 In: any Hugging Face model, unmodified. Out: the experts of every token and MoE layer, as the model itself computed them.
 Invariant: only the choice is ever replaced. A router picks its experts by a top-k over the scores of all of them; while it
 is watched, that one call is noted, and under replay it answers with the experts given and *their current scores*. Gate
-weights, normalisation and gradient are then the model's own code on current router logits (algorithms.md section 7):
+weights, normalisation and gradient are then the model's own code on current router logits:
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j),   I the replayed choice, s the logits of this forward.
 

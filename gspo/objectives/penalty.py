@@ -15,7 +15,7 @@ from gspo.errors import ConfigError
 from gspo.objectives.ratio import MAX_LOG_RATIO, token
 from gspo.objectives.sequences import Tokens
 
-# ---------------------------------------------------------------------------- KL(pi || pi_ref), section 9 of the notes
+# ---------------------------------------------------------------------------- KL(pi || pi_ref)
 
 
 def k1(tokens: Tokens) -> Tensor:

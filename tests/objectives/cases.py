@@ -24,6 +24,10 @@ MIXED_CLIP = {
     "luspo": {"clip_low": 8e-3, "clip_high": 9e-3},
 }
 """Clip ranges for the sequence rows that clip some but not all sequences of `random_case(scale=0.05)`."""
+ROWS = gspo.objective_names()
+ADVANTAGE_ROWS = [row for row in ROWS if row != "ppo_clip"]
+GSPO_LIKE = ("gspo", "gspo_token", "luspo")
+TOKEN_CLIP_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +114,44 @@ def evaluate(objective, case, *, row=None, sampler=False, ref=False, entropy=Fal
 def bare(row, **settings):
     """The row with its KL term off, so that no reference is needed."""
     return gspo.objective(row, **({"kl": 0.0} if row in ("grpo", "reinforce_pp") else {}), **settings)
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def one_token(log_ratios, advantage, *, logp_old=-1.0):
+    """One sequence of one token per log-ratio: its ratio is both the token's and the sequence's."""
+    log_ratios = f64(*log_ratios)[:, None]
+    old = torch.full_like(log_ratios, logp_old)
+    advantage = torch.as_tensor(advantage, dtype=torch.float64).expand(len(log_ratios))
+    return Case(
+        logp=old + log_ratios,
+        logp_old=old,
+        advantage=advantage,
+        mask=torch.ones_like(old, dtype=torch.bool),
+        selected=torch.zeros_like(old, dtype=torch.bool),
+    )
+
+
+def ratios(case):
+    return (case.logp - case.logp_old).exp().squeeze(1)
+
+
+def all_options(row):
+    kw = {"kl": 0.2, "kl_estimator": "k3", "entropy": 0.05, "off_policy_mask": 0.02}
+    if row == "reinforce_pp":
+        kw |= {"kl_in": "loss"}
+    if row not in OWN_SAMPLER_ROWS:
+        kw |= {"mismatch": "token_tis", "mismatch_high": 1.05}
+    if row in HARD_CLIP_ROWS:
+        kw |= {"dual_clip": 2.05 if row == "clip_cov" else 1.3}
+    if row == "kl_cov":
+        kw |= {"select_fraction": 0.2}
+    if row == "clip_cov":
+        kw |= {"select_fraction": 0.2, "cov_low": 0.0, "cov_high": 10.0}
+    return gspo.objective(row, **kw, **MIXED_CLIP.get(row, {}))
+
+
+def kl_in_loss(row, **settings):
+    return gspo.objective(row, **({"kl_in": "loss"} if row == "reinforce_pp" else {}), **settings)

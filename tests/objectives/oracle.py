@@ -1,4 +1,4 @@
-"""Every objective a second time, as plain formulas over a ragged list of sequences, written from algorithms.md only.
+"""Every objective a second time, as plain formulas over a ragged list of sequences, written from the papers only.
 
 In: padded [B, T] tensors (a `cases.Case`). Out: the scalar loss (-J), differentiable in `logp`. Nothing is shared with
 `gspo.objective`: masked positions are cut away by indexing first, so a padded position cannot take part by construction,
@@ -150,7 +150,7 @@ def sequence_ppo(q, clip_low, clip_high, dual_clip):
 
 
 def gspo(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None):
-    """Equation 5."""
+    """Equation 5 of arXiv:2507.18071."""
     return sum(sequence_ppo(q, clip_low, clip_high, dual_clip) for q in seqs) / len(seqs)
 
 
@@ -159,7 +159,7 @@ def luspo(seqs, clip_low=2e-3, clip_high=2.5e-3, dual_clip=None):
 
 
 def gspo_token(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None):
-    """Equations 13 and 14."""
+    """Equations 13 and 14 of arXiv:2507.18071."""
     per_sequence = []
     for q in seqs:
         s = (q.logp - q.old).mean().exp().detach() * (q.logp - q.logp.detach()).exp()
@@ -307,7 +307,7 @@ KL_DEFAULT = {"grpo": 0.04}
 
 
 def mismatch_factor(q, mode, low, high):
-    """[tokens of q]: the correction pi_old/mu of section 8."""
+    """[tokens of q]: the mismatch correction, a function of pi_old/mu."""
     rho = (q.old - q.sampler).exp()
     if mode == "token_tis":
         return rho.clamp(max=2.0 if high is None else high)
@@ -381,7 +381,7 @@ def token_weights(row, mask, **settings):
 
 
 def covariance(case):
-    """[B, T] of Cov_j over all valid tokens, 0 at masked positions (section 3.5)."""
+    """[B, T] of Cov_j over all valid tokens, 0 at masked positions (arXiv:2505.22617)."""
     m = case.mask
     A = case.advantage if case.advantage.ndim == 2 else case.advantage[:, None].expand(m.shape)
     logp, adv = case.logp[m], A[m]

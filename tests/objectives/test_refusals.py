@@ -1,0 +1,202 @@
+"""Settings that make no sense are refused by name, and suspicious ones warn."""
+
+import warnings
+
+import pytest
+from cases import (
+    COV_ROWS,
+    GSPO_LIKE,
+    HARD_CLIP_ROWS,
+    OWN_SAMPLER_ROWS,
+    ROWS,
+    SEQUENCE_ROWS,
+    TOKEN_CLIP_ROWS,
+    bare,
+    evaluate,
+    kl_in_loss,
+    random_case,
+)
+
+import gspo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.mark.parametrize("row", GSPO_LIKE)
+@pytest.mark.parametrize("kw", [{"clip_low": 0.2, "clip_high": 0.2}, {"clip_low": 0.01}, {"clip_high": 0.01}], ids=str)
+def test_warns_of_a_token_clip_range_on_a_sequence_ratio(row, kw):
+    with pytest.warns(UserWarning, match="clip"):
+        gspo.objective(row, **kw)
+
+
+@pytest.mark.parametrize("row", [*TOKEN_CLIP_ROWS, "clip_cov", "minirl"])
+def test_warns_of_a_sequence_clip_range_on_a_token_ratio(row):
+    with pytest.warns(UserWarning, match="clip"):
+        gspo.objective(row, clip_low=3e-4, clip_high=4e-4)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_defaults_do_not_warn(row):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gspo.objective(row)
+
+
+@pytest.mark.parametrize("row", GSPO_LIKE)
+def test_warns_when_the_denominator_is_the_inference_engine(row):
+    case = random_case(0, scale=1e-3)
+    same = case.replace(logp_sampler=case.logp_old.clone())
+    with pytest.warns(UserWarning, match=r"sampler|mismatch"):
+        evaluate(row, same, sampler=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(row, case, sampler=True)
+        evaluate(row, case)
+        evaluate(gspo.objective(row, mismatch="token_tis"), same, row=row, sampler=True)
+        evaluate("dapo", same, sampler=True)
+
+
+def test_warns_when_grpo_has_no_reference_for_its_default_kl():
+    case = random_case(0)
+    with pytest.warns(UserWarning, match="ref"):
+        evaluate("grpo", case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate("grpo", case, ref=True)
+        evaluate(gspo.objective("grpo", kl=0.0), case, row="grpo")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refuses_an_explicit_kl_without_a_reference(row):
+    objective = kl_in_loss(row, kl=0.1)
+    with pytest.raises(ValueError, match="logp_ref"):
+        evaluate(objective, random_case(0), row=row)
+
+
+def test_refuses_an_unknown_row_and_lists_the_rows():
+    with pytest.raises(ValueError, match="gspo_token") as caught:
+        gspo.objective("gspoo")
+    assert all(row in str(caught.value) for row in ROWS)
+    case = random_case(0)
+    with pytest.raises(ValueError, match="gspo_token"):
+        gspo.policy_loss("gspoo", case.logp, case.logp_old, case.advantage, case.mask)
+    with pytest.raises(ValueError, match="gspo_token"):
+        gspo.group_advantage("gspoo", [1.0], [0])
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refuses_an_unknown_setting_and_names_the_valid_ones(row):
+    with pytest.raises(ValueError, match="clip_lo_") as caught:
+        gspo.objective(row, clip_lo_=0.1)
+    assert "kl_estimator" in str(caught.value)
+    for name in {"gspo": ["clip_low", "clip_high"], "sapo": ["tau_pos", "tau_neg"], "cispo": ["weight_cap"]}.get(
+        row, []
+    ):
+        assert name in str(caught.value)
+
+
+OWN_SETTINGS = {
+    "clip_low": (*HARD_CLIP_ROWS, "minirl", "gmpo"),
+    "clip_high": (*HARD_CLIP_ROWS, "minirl", "gmpo"),
+    "dual_clip": HARD_CLIP_ROWS,
+    "weight_cap": ("cispo", "minirl"),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+    "k_pos": ("vespo",),
+    "lambda_neg": ("vespo",),
+    "max_length": ("dr_grpo",),
+    "sigma_base": ("maspo",),
+    "mass_power": ("maspo",),
+    "select_fraction": COV_ROWS,
+    "cov_low": ("clip_cov",),
+    "cov_high": ("clip_cov",),
+    "cov_kl": ("kl_cov",),
+}
+
+
+VALUE = {"dual_clip": 3.0, "weight_cap": 4.0, "max_length": 100, "select_fraction": 0.1, "cov_high": 6.0}
+
+
+@pytest.mark.parametrize("setting", OWN_SETTINGS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_setting_is_taken_by_its_rows_and_refused_by_name_elsewhere(row, setting):
+    value = VALUE.get(setting, 0.5)
+    if row in OWN_SETTINGS[setting]:
+        gspo.objective(row, **{setting: value})
+    else:
+        with pytest.raises(ValueError, match=setting):
+            gspo.objective(row, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "valid"),
+    [
+        ("kl_estimator", "k4", "k3_ratio"),
+        ("kl_in", "advantage", "reward"),
+        ("mismatch", "tis", "token_tis"),
+        ("keep", "some", "mixed"),
+        ("shape", "hard", "soft_overlong"),
+    ],
+)
+def test_refuses_an_unknown_choice_and_names_the_valid_ones(setting, value, valid):
+    extra = {"kl": 0.1} if setting.startswith("kl") else {}
+    with pytest.raises(ValueError, match=setting) as caught:
+        gspo.objective("dapo", **extra, **{setting: value})
+    assert valid in str(caught.value)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_may_have_its_kl_in_the_loss(row):
+    gspo.objective(row, kl=0.1, kl_in="loss")
+
+
+def test_rewards_that_are_not_seen_cannot_carry_the_kl():
+    with pytest.raises(ValueError, match="kl_in"):
+        gspo.objective("ppo_clip", kl=0.1, kl_in="reward")
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mismatch", ["token_tis", "icepop", "sequence_mask", "sequence_tis"])
+def test_mismatch_needs_the_sampler_or_is_refused(row, mismatch):
+    if row in OWN_SAMPLER_ROWS:
+        with pytest.raises(ValueError, match="mismatch"):
+            gspo.objective(row, mismatch=mismatch)
+        return
+    objective = bare(row, mismatch=mismatch)
+    with pytest.raises(ValueError, match="logp_sampler"):
+        evaluate(objective, random_case(0), row=row)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_entropy_bonus_needs_the_entropy(row):
+    objective = bare(row, entropy=0.01)
+    with pytest.raises(ValueError, match="entropy"):
+        evaluate(objective, random_case(0), row=row)
+
+
+@pytest.mark.parametrize("row", SEQUENCE_ROWS)
+def test_a_sequence_row_refuses_an_advantage_per_token(row):
+    with pytest.raises(ValueError, match="gspo_token"):
+        evaluate(row, random_case(0, per_token=True))
+
+
+@pytest.mark.parametrize("bad", [0.0, 0.5, 1.0, -3.0])
+def test_dual_clip_must_exceed_one(bad):
+    with pytest.raises(ValueError, match="dual_clip"):
+        gspo.objective("grpo", dual_clip=bad)
+
+
+@pytest.mark.parametrize(
+    ("row", "kw", "named"),
+    [
+        ("gspo", {"mismatch_high": 3.0}, "mismatch_high"),
+        ("gspo", {"mismatch_low": 0.3}, "mismatch_low"),
+        ("gspo", {"mismatch": "token_tis", "mismatch_low": 0.3}, "mismatch_low"),
+        ("gspo", {"mismatch": "sequence_tis", "mismatch_low": 0.3}, "mismatch_low"),
+        ("gspo", {"kl_estimator": "k2"}, "kl_estimator"),
+    ],
+)
+def test_refuses_a_setting_without_effect(row, kw, named):
+    """An option that is set but has no effect is an error that says so."""
+    with pytest.raises(ValueError, match=named):
+        gspo.objective(row, **kw)
