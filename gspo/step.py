@@ -265,7 +265,7 @@ def advantages(objective: Objective, tokens: Tokens, replies: Sequence[TrainSamp
     if objective.advantage is batch_whitened:
         return reward_B, whitened_returns(shaped_B, penalty_N, sequences).float()
     advantage_B = apply_rule(objective.advantage, reward_B, [r.group for r in replies]).float()
-    return reward_B, sequences.spread(advantage_B.to(penalty_N.device))
+    return reward_B, sequences.expand(advantage_B.to(penalty_N.device))
 
 
 def selection_seed(run_seed: int, step: int, index: int) -> int:

@@ -66,8 +66,8 @@ def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) 
     first_B = torch.zeros(sequences.count, dtype=torch.long, device=penalty_N.device)
     first_B[1:] = sequences.length_B.cumsum(0)[:-1].long()
     start_B = before_N[first_B.clamp(max=len(before_N) - 1)]
-    to_go_N = sequences.spread(sequences.sum(penalty_N)) - (before_N - sequences.spread(start_B))
-    return_N = sequences.spread(reward_B.to(penalty_N)) - to_go_N
+    to_go_N = sequences.expand(sequences.sum(penalty_N)) - (before_N - sequences.expand(start_B))
+    return_N = sequences.expand(reward_B.to(penalty_N)) - to_go_N
     return z_score(return_N, torch.zeros_like(sequences.index_N), 1)
 
 

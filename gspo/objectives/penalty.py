@@ -86,19 +86,19 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
         return rho_N.clamp(max=high)
     if kind == "sequence_tis":
         product_B = sequences.sum(log_rho_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        return sequences.spread(product_B.clamp(max=high))
+        return sequences.expand(product_B.clamp(max=high))
     assert low is not None
     if kind == "icepop":
         return torch.where((rho_N >= low) & (rho_N <= high), rho_N, 0.0)
     assert kind == "sequence_mask"
     geometric_B = sequences.mean(log_rho_N).exp()
-    return sequences.spread(((geometric_B >= low) & (geometric_B <= high)).to(rho_N.dtype))
+    return sequences.expand(((geometric_B >= low) & (geometric_B <= high)).to(rho_N.dtype))
 
 
 def off_policy_keep(delta: float, tokens: Tokens) -> Tensor:
     """0 where A < 0 and mean_t log(mu/pi) of the reply is above delta, else 1 (DeepSeek-V3.2)."""
     drift_B = tokens.sequences.mean(tokens.logp_behavior_N - tokens.logp_N.detach())
-    dropped_N = (tokens.advantage_N < 0) & (tokens.sequences.spread(drift_B) > delta)
+    dropped_N = (tokens.advantage_N < 0) & (tokens.sequences.expand(drift_B) > delta)
     return (~dropped_N).to(tokens.logp_N.dtype)
 
 

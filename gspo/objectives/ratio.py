@@ -26,13 +26,13 @@ def sequence(tokens: Tokens) -> Tensor:
     """s = exp(mean_t log pi/pi_old): the length-normalised ratio of the whole reply."""
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
     log_s_B = tokens.sequences.mean(log_ratio_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return with_gradient_of(tokens.sequences.spread(log_s_B), tokens.logp_N)
+    return with_gradient_of(tokens.sequences.expand(log_s_B), tokens.logp_N)
 
 
 def product(tokens: Tokens) -> Tensor:
     """W = prod_t pi/mu: the true ratio of the whole reply against the policy that sampled it."""
     log_ratio_N = (tokens.logp_N - tokens.logp_behavior_N).detach()
-    return with_gradient_of(tokens.sequences.spread(tokens.sequences.sum(log_ratio_N)), tokens.logp_N)
+    return with_gradient_of(tokens.sequences.expand(tokens.sequences.sum(log_ratio_N)), tokens.logp_N)
 
 
 def none(tokens: Tokens) -> Tensor:

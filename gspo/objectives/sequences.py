@@ -33,7 +33,7 @@ class Sequences:
         """Per-sequence means `[B]`; 0 for a sequence without tokens."""
         return self.sum(x_N) / self.length_B.clamp(min=1).to(x_N.dtype)
 
-    def spread(self, x_B: Tensor) -> Tensor:
+    def expand(self, x_B: Tensor) -> Tensor:
         """Give every token its sequence's value `[N]`."""
         return x_B[self.index_N]
 

@@ -80,7 +80,7 @@ class LogClipThenMean(TrustRegion):
         a_N, sequences = tokens.advantage_N, tokens.sequences
         upper_N = torch.where(a_N > 0, log_ratio_N.clamp(max=self.clip_high), log_ratio_N)
         bounded_N = torch.where(a_N < 0, upper_N.clamp(min=-self.clip_low), upper_N)
-        mean_N = sequences.spread(sequences.mean(bounded_N.detach()))
+        mean_N = sequences.expand(sequences.mean(bounded_N.detach()))
         ratio_N = with_gradient_of(mean_N, bounded_N).exp()
         clipped_N = ((a_N > 0) & (log_ratio_N > self.clip_high)) | ((a_N < 0) & (log_ratio_N < -self.clip_low))
         return Surrogate(ratio_N * a_N, ratio_N.detach(), clipped_N)
