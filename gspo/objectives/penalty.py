@@ -1,7 +1,7 @@
-"""Options beside the main line: KL penalty, sampler-mismatch weights, off-policy sequence masks, length shaping.
+"""Options of any objective: KL penalty, sampler-mismatch weights, off-policy sequence masks, length shaping.
 
-In: packed tokens or lengths. Out: a value per token. Invariant: KL and entropy terms use the row's own token weights and
-are never multiplied by a mismatch weight; masks zero a term and leave every denominator as it was.
+In: packed tokens or lengths. Out: a value per token. Invariant: KL and entropy terms use the objective's own token
+weights and are never multiplied by a mismatch weight. Masks zero a term and leave every denominator unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo.errors import ConfigError
 from gspo.objectives.ratio import MAX_LOG_RATIO, token
 from gspo.objectives.sequences import Tokens
 
-# ---------------------------------------------------------------------------- KL(pi || pi_ref), section 9 of the notes
+# ---------------------------------------------------------------------------- KL(pi || pi_ref)
 
 
 def k1(tokens: Tokens) -> Tensor:
@@ -59,7 +59,7 @@ def _ref(tokens: Tokens) -> Tensor:
     return tokens.logp_ref_N
 
 
-# ---------------------------------------------------------------------------- pi_old / mu: what the sampler really drew
+# ---------------------------------------------------------------------------- pi_old / mu: numerics of the sampler
 
 MISMATCH_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "none": (None, None),
@@ -68,14 +68,14 @@ MISMATCH_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "sequence_mask": (0.999, 1.001),
     "sequence_tis": (None, 2.0),
 }
-"""Correction -> default (mismatch_low, mismatch_high); None: it has no such bound."""
+"""Correction -> default (mismatch_low, mismatch_high); `None` if it has no such bound."""
 
 
 def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: Tokens) -> Tensor:
     """A detached weight per token, from rho = pi_old / mu (not its inverse).
 
     token_tis: min(rho_t, high). icepop: rho_t inside [low, high], else 0. sequence_mask: 1 if the geometric mean of rho
-    over the reply is inside [low, high], else 0. sequence_tis: min(prod_t rho_t, high).
+    over the completion is inside [low, high], else 0. sequence_tis: min(prod_t rho_t, high).
     """
     sampler_N = tokens.logp_sampler_N
     assert sampler_N is not None
@@ -96,7 +96,7 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
 
 
 def off_policy_keep(delta: float, tokens: Tokens) -> Tensor:
-    """0 where A < 0 and mean_t log(mu/pi) of the reply is above delta, else 1 (DeepSeek-V3.2)."""
+    """0 where A < 0 and mean_t log(mu/pi) of the completion is above delta, else 1 (DeepSeek-V3.2)."""
     drift_B = tokens.sequences.mean(tokens.logp_behavior_N - tokens.logp_N.detach())
     dropped_N = (tokens.advantage_N < 0) & (tokens.sequences.expand(drift_B) > delta)
     return (~dropped_N).to(tokens.logp_N.dtype)
