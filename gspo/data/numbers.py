@@ -122,12 +122,14 @@ _NUMBER = re.compile(
     # A sign counts only if nothing precedes it that it could subtract from: "9 - 4" ends with 4, "= -4" with -4.
     rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )(?:[+-]|(?i:minus|negative)\s)\s?)?"
     rf"(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
+    # Mixed numbers and fractions come before decimals: "1 1/2" must not be read as 1.
     rf"(?:(?P<whole>{_INT})(?:\s?|\s(?:and\s)?)"
     rf"(?P<f1>\\frac\s?(?:\{{\s?[0-9]+\s?\}}\s?\{{\s?[0-9]+\s?\}}|{_TWO_DIGITS}))"
     rf"|(?P<whole2>{_INT})\s(?:and\s)?(?P<f2>[0-9]+\s?/\s?[0-9]+(?!\.?[0-9]))"
     rf"|(?P<f3>\\frac\s?(?:\{{\s?[+-]?{_DECIMAL}\s?\}}\s?\{{\s?{_DECIMAL}\s?\}}|{_TWO_DIGITS}))"
     rf"|(?P<decimal>{_DECIMAL})"
     rf"(?:[eE](?P<e>[+-]?[0-9]{{1,3}})(?![0-9A-Za-z])|{_POWER}|(?P<over>\s?/\s?{_INT}(?!\.?[0-9])))?)"
+    # "2 and a half", "50 percent", "72 million", "3k", "5 €".
     r"(?P<half>\sand\s(?:a|one)\s(?:half|quarter|third)\b)?(?:\s?(?P<percent>%|per\s?cent\b|pct\b|percentage\b))?"
     rf"(?P<scale>(?:[ -]?{_LARGE}|[kK]\b(?!\s?[/^]))*)(?:\s?(?P<after>{_CURRENCY}))?"
 )
@@ -166,6 +168,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def _read(match: re.Match[str]) -> Number | None:
+    # Exact arithmetic on a number of a million digits would be slow.
     if match.end() - match.start() > _LONGEST:
         return None
     try:

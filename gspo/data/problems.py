@@ -222,6 +222,7 @@ def _candidate(
     except DataError as error:
         raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
     length = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
+    # Tokenizing a text of many megabytes takes minutes, only to find that it does not fit.
     if length > _LONGEST_TOKEN * config.max_prompt_tokens:
         raise _BadRow(
             f"field {config.prompt_field!r}: {length} characters, which cannot be data.max_prompt_tokens="

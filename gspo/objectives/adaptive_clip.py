@@ -71,6 +71,7 @@ class AdaptiveClip:
             if side not in self.sides:  # a fixed side clips a token at every scale or at none
                 own_N = torch.where(own_N > 1, math.inf, -math.inf)
             ranges_N = torch.where(pushed_N, own_N, ranges_N)
+        # NaN sorts before every number, so the quantile of a diverged step is NaN.
         allowed = int(self.target * len(ranges_N))
         return float(ranges_N.sort(descending=True).values[min(allowed, len(ranges_N) - 1)])
 

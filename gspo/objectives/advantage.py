@@ -56,6 +56,7 @@ def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     centered_B = centered(reward_B, group_B, groups)
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
     variance_P = _sum(centered_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
+    # A group with equal rewards has variance 0 and would be 0 / 0.
     return torch.where(centered_B == 0, 0.0, centered_B / variance_P.sqrt()[group_B])
 
 
@@ -116,6 +117,7 @@ def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Whether each group's scored rewards differ `[P]`. The rule of `types.Group.uniform`."""
     scored_B = torch.isfinite(reward_B)
+    # A group without scored rewards keeps low = inf and high = -inf, and is not mixed.
     low_P = torch.full((groups,), torch.inf, dtype=reward_B.dtype, device=reward_B.device)
     high_P = -low_P
     low_P = low_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, torch.inf), "amin")

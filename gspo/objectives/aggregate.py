@@ -45,4 +45,5 @@ class ConstantLength:
 
 
 def _present(length_B: Tensor) -> Tensor:
+    # Empty sequences (all tokens masked) contribute nothing and must not dilute the mean.
     return (length_B > 0).sum().clamp(min=1).to(length_B.dtype)

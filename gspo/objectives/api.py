@@ -136,6 +136,7 @@ def _pack(
     for value in given.values():
         dtype = torch.promote_types(dtype, value.dtype)
     packed = {f"{name}_N": _at(name, value, mask).to(dtype) for name, value in given.items()}
+    # Callers may pass tensors with a graph; only `logp` (and the entropy) may receive a gradient.
     for name in ("logp_old_N", "logp_sampler_N", "logp_ref_N"):
         if name in packed:
             packed[name] = packed[name].detach()
@@ -159,9 +160,10 @@ def _advantage(objective: Objective, advantage: Tensor, mask: Tensor, sequences:
         return advantage[sequences.index_N]
     advantage_N = _at("advantage", advantage, mask)
     if objective.per == "sequence":
-        first_B = torch.zeros(sequences.count, dtype=advantage_N.dtype, device=advantage_N.device)
-        first_B = first_B.scatter(0, sequences.index_N, advantage_N)
-        if not torch.equal(first_B[sequences.index_N], advantage_N):
+        # scatter keeps the value of any one token per sequence; all tokens equal it iff they are all the same.
+        any_B = torch.zeros(sequences.count, dtype=advantage_N.dtype, device=advantage_N.device)
+        any_B = any_B.scatter(0, sequences.index_N, advantage_N)
+        if not torch.equal(any_B[sequences.index_N], advantage_N):
             raise ConfigError(
                 f"objective {objective.name!r} has one advantage per completion, but it differs between tokens of a "
                 "completion; per-token advantages need a token-level objective, for example gspo_token"

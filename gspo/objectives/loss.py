@@ -34,6 +34,7 @@ def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
     """-(weight * J).sum() + kl * (weight * KL).sum() - entropy * (weight * H).sum()."""
     assert weight_N.shape == tokens.logp_N.shape
     surrogate = objective.trust_region(tokens, objective.ratio(tokens))
+    # The corrections act on the policy term only: KL and entropy terms keep the plain token weights.
     term_N = surrogate.objective_N
     if objective.mismatch != "none":
         term_N = term_N * mismatch_weight(objective.mismatch, *objective.bounds, tokens)
@@ -74,10 +75,12 @@ def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N:
     """Statistics of the update over these tokens. Names are those of docs/metrics.md, with `_` for `/`."""
     if not len(ratio_N):
         return dict.fromkeys(STATISTICS, math.nan)
-    sequences, present_B = tokens.sequences, tokens.sequences.length_B > 0
+    sequences = tokens.sequences
+    present_B = sequences.length_B > 0
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
     log_s_B = sequences.mean(log_ratio_N)[present_B]
     ratio_B = sequences.mean(ratio_N)[present_B]
+    # A sequence counts as clipped if any of its tokens is: with a token-level region only some of them are.
     clipped_B = sequences.sum(clipped_N.double())[present_B] > 0
     stats = {
         "clip_fraction_tokens": clipped_N.double().mean(),
@@ -98,6 +101,6 @@ def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N:
 
 
 def _k3(log_ratio_N: Tensor) -> Tensor:
-    """Mean of r - 1 - log r. The exponent is bounded, so that one broken token makes the mean large but not
-    infinite."""
+    """Mean of r - 1 - log r."""
+    # The exponent is bounded, so that one broken token makes the mean large but not infinite.
     return (torch.expm1(log_ratio_N.clamp(max=MAX_LOG_RATIO)) - log_ratio_N).mean()

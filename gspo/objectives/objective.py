@@ -119,6 +119,7 @@ def settings_of(objective: Objective) -> dict[str, Any]:
 
 def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     """The objective with changed settings, checked."""
+    # A refusal gives the reason; without it the setting would only be reported as unknown.
     refused = _refusals(objective)
     for key in settings:
         if key in refused:

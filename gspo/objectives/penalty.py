@@ -31,6 +31,7 @@ def k2(tokens: Tokens) -> Tensor:
 def k3(tokens: Tokens) -> Tensor:
     """pi_ref/pi - 1 - log(pi_ref/pi). Unbiased, never negative; as a loss: the gradient of the forward KL."""
     log_r_N = (-k1(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1, because exp(x) - 1 loses the digits of a small x, and k3 is of order x^2.
     return torch.expm1(log_r_N) - log_r_N
 
 
@@ -80,7 +81,8 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
     sampler_N = tokens.logp_sampler_N
     assert sampler_N is not None
     assert high is not None
-    log_rho_N, sequences = tokens.logp_old_N - sampler_N, tokens.sequences
+    log_rho_N = tokens.logp_old_N - sampler_N
+    sequences = tokens.sequences
     rho_N = log_rho_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "token_tis":
         return rho_N.clamp(max=high)
@@ -97,6 +99,7 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
 
 def off_policy_keep(delta: float, tokens: Tokens) -> Tensor:
     """0 where A < 0 and mean_t log(mu/pi) of the completion is above delta, else 1 (DeepSeek-V3.2)."""
+    # Only A < 0: pushing down completions that the policy no longer produces destabilizes training.
     drift_B = tokens.sequences.mean(tokens.logp_behavior_N - tokens.logp_N.detach())
     dropped_N = (tokens.advantage_N < 0) & (tokens.sequences.expand(drift_B) > delta)
     return (~dropped_N).to(tokens.logp_N.dtype)

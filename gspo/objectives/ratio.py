@@ -31,6 +31,7 @@ def sequence(tokens: Tokens) -> Tensor:
 
 def product(tokens: Tokens) -> Tensor:
     """W = prod_t pi/mu: the exact ratio of the whole completion to the policy that sampled it."""
+    # Not clamped: the sum over a long completion easily exceeds MAX_LOG_RATIO, and GammaWeight computes in log space.
     log_ratio_N = (tokens.logp_N - tokens.logp_behavior_N).detach()
     return with_gradient_of(tokens.sequences.expand(tokens.sequences.sum(log_ratio_N)), tokens.logp_N)
 
@@ -42,4 +43,5 @@ def none(tokens: Tokens) -> Tensor:
 
 def with_gradient_of(value_N: Tensor, logp_N: Tensor) -> Tensor:
     """sg[value] + logp - sg[logp]: the value of the first, the gradient of the second."""
+    # The parentheses make the second term exactly 0, so the value does not lose a bit.
     return value_N + (logp_N - logp_N.detach())

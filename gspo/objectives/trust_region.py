@@ -109,6 +109,7 @@ class Clip(ClipRange, TrustRegion):
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        # The minimum has no gradient exactly where the ratio has left the range in the direction of A.
         inside_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         objective_N = torch.minimum(ratio_N * a_N, inside_N * a_N)
         clipped_N = pushed_out(ratio_N, a_N, self.clip_low, self.clip_high)
@@ -131,6 +132,7 @@ class LogClipThenMean(ClipRange, TrustRegion):
         a_N, sequences = tokens.advantage_N, tokens.sequences
         upper_N = torch.where(a_N > 0, log_ratio_N.clamp(max=self.clip_high), log_ratio_N)
         bounded_N = torch.where(a_N < 0, upper_N.clamp(min=-self.clip_low), upper_N)
+        # As in ratio.sequence, the gradient flows through each token's own log-prob; a bounded token has none.
         mean_N = sequences.expand(sequences.mean(bounded_N.detach()))
         ratio_N = with_gradient_of(mean_N, bounded_N).exp()
         clipped_N = ((a_N > 0) & (log_ratio_N > self.clip_high)) | ((a_N < 0) & (log_ratio_N < -self.clip_low))
@@ -237,6 +239,7 @@ class MaskedWeight(ClipRange, TrustRegion):
         return _low_cap(self.weight_cap)
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        # Two ratios: pi/pi_old decides what is dropped, pi/mu weights what is kept.
         ratio_N = log_ratio_N.detach().exp()
         log_weight_N = (tokens.logp_N.detach() - tokens.logp_behavior_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         weight_N = log_weight_N.exp().clamp(max=self.weight_cap)

@@ -57,6 +57,7 @@ def checkpoint_bytes(case: Case) -> float:
 def checkpoints(case: Case) -> int:
     """The largest number at a time: those kept, the one being written, and a reference model that the run creates."""
     config = case.config
+    # The checkpoint of step 0, and one more if the last step is not a multiple of checkpoint.every.
     written = 2 + config.steps // config.checkpoint.every
     kept = written if not config.checkpoint.keep else min(written, config.checkpoint.keep + 1)
     made = bool(config.model.build or config.cold_start.steps)

@@ -111,6 +111,7 @@ def run_checks(case: Case, checks: Iterable[Check] = CHECKS, *, quick: bool = Fa
 
 def run_check(check: Check, case: Case) -> Iterator[Finding]:
     """The findings of a check, including its warnings and errors."""
+    # A warning of the run's own code is a finding; the user would otherwise see it only in the log of the run.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

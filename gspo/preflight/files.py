@@ -114,6 +114,7 @@ def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
 def _held_out(case: Case, problems: Problems) -> Iterator[Finding]:
     count = len(problems.held_out)
     if case.config.eval.every and 0 < count < 100:
+        # Half-width of the 95 % interval of a proportion, which is widest at 50 %.
         points = 100 * 1.96 * math.sqrt(0.25 / count)
         yield note(
             f"With {count} held-out problems, an accuracy of 50 % is known only to ±{points:.0f} points.",

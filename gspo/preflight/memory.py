@@ -125,6 +125,7 @@ def layer_bytes(shape: Shape, size: int, width: int) -> float:
     """What autograd keeps of one layer, per token of a row of `width` tokens."""
     elements = 5 * shape.hidden + 4 * shape.inner + 4 * shape.queries + 4 * shape.keys
     elements += shape.chosen * (2 * shape.hidden + 4 * shape.expert)
+    # sdpa recomputes the attention weights in the backward pass; eager attention stores them.
     scores = 3 * shape.heads * width if shape.eager else 0
     return size * (elements + scores) + 8 * shape.hidden
 
