@@ -93,19 +93,19 @@ def at_limit(scale: float) -> str | None:
 
 def take_adaptive(objective: Objective, settings: Mapping[str, Any]) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adaptive range that the settings ask for, if any, and the other settings."""
-    asked = {k: v for k, v in settings.items() if k in SIDES and isinstance(v, str) and v.startswith(PREFIX)}
-    rest = {k: v for k, v in settings.items() if k not in asked}
-    if not asked:
+    adaptive = {k: v for k, v in settings.items() if k in SIDES and isinstance(v, str) and v.startswith(PREFIX)}
+    rest = {k: v for k, v in settings.items() if k not in adaptive}
+    if not adaptive:
         return None, rest
     if objective.trust_region.clip_range is None:
-        raise ConfigError(f"objective.{next(iter(asked))}: {objective.name!r} has no clip range; leave it out")
-    targets = {key: _target(key, text) for key, text in asked.items()}
+        raise ConfigError(f"objective.{next(iter(adaptive))}: {objective.name!r} has no clip range; remove it")
+    targets = {key: _target(key, text) for key, text in adaptive.items()}
     if len(set(targets.values())) > 1:
         raise ConfigError(
             "objective.clip_low, objective.clip_high: the target is for both sides together; "
             "give the same share to both"
         )
-    return AdaptiveClip(target=next(iter(targets.values())), sides=tuple(asked)), rest
+    return AdaptiveClip(target=next(iter(targets.values())), sides=tuple(adaptive)), rest
 
 
 def _target(key: str, text: str) -> float:

@@ -3,7 +3,7 @@
 In: log-probs of the same tokens under the same weights, computed in two ways (by the sampling engine token by token,
 by the learner in one forward pass). Out: the size of their difference at the objective's own level, and how much of
 it lies beyond the clip range. Invariant: a sequence-level ratio averages the noise of its tokens, so the same
-rounding is judged per completion for objectives that clip sequences and per token for the others.
+rounding is measured per completion for objectives that clip sequences and per token for the others.
 
 Forward passes of weights that differ by a small update round as differently as two ways to compute one forward pass. So
 this estimates the noise in a ratio and tends to underestimate it; docs/precision.md compares the two.
@@ -35,7 +35,7 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     if clip_range is None or not len(rounding_N):
         return None
     low, high = clip_range
-    judged = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
-    ratio = judged.double().exp()
+    log_ratio = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
+    ratio = log_ratio.double().exp()
     beyond = (ratio < 1 - low) | (ratio > 1 + high)
-    return Noise(log_ratio=float(judged.double().square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))
+    return Noise(log_ratio=float(log_ratio.double().square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))

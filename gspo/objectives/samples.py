@@ -1,7 +1,7 @@
 """Which groups and completions are trained on, and their shaped reward.
 
 In: scored groups. Out: the completions to train on. Invariant: an unscored completion, a truncated one under
-`overlong_filter`, an empty one, and the only one left of its group are in no mean, std or denominator. None of them is
+`overlong_filter`, an empty one, and a single one in its group are in no mean, std or denominator. None of them is
 counted as a reward of 0.
 """
 

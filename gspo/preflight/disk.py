@@ -60,8 +60,8 @@ def checkpoints(case: Case) -> int:
     # The checkpoint of step 0, and one more if the last step is not a multiple of checkpoint.every.
     written = 2 + config.steps // config.checkpoint.every
     kept = written if not config.checkpoint.keep else min(written, config.checkpoint.keep + 1)
-    made = bool(config.model.build or config.cold_start.steps)
-    return kept + (case.objective is not None and bool(case.objective.kl) and made)
+    creates_reference = bool(config.model.build or config.cold_start.steps)
+    return kept + (case.objective is not None and bool(case.objective.kl) and creates_reference)
 
 
 def rollout_bytes(case: Case) -> float:

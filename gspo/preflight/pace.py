@@ -16,7 +16,8 @@ from gspo.preflight.machine import digits
 
 
 def check_time(case: Case) -> Iterator[Finding]:
-    pace, config = case.pace, case.config
+    pace = case.pace
+    config = case.config
     if pace is None or not pace.trained:
         yield note("Unknown: the training half of a step could not be measured.")
         return
