@@ -20,7 +20,6 @@ from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.load import Policy, load_policy, load_tokenizer
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
-from gspo.objectives.advantage import batch_whitened, external
 from gspo.objectives.objective import Objective, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import TABLE
@@ -35,9 +34,9 @@ def run_objective(config: Config) -> Objective:
     if name in TABLE and "max_length" in settings_of(TABLE[name]):
         settings.setdefault("max_length", config.rollout.max_tokens)
     objective = build_objective(name, **settings)
-    if objective.advantage is external:
+    if objective.advantage.scope == "external":
         raise ConfigError(f"objective.name: {name} needs advantages from outside and is for your own loop (gspo.policy_loss); runs take another row")  # fmt: skip
-    if config.rollout.replies < 2 and objective.advantage is not batch_whitened:
+    if config.rollout.replies < 2 and objective.advantage.scope != "batch":
         raise ConfigError(f"rollout.replies: {name} compares replies of a group, so it needs at least 2")
     if objective.keep == "all" and config.rollout.refill_budget != RolloutConfig().refill_budget:
         raise ConfigError(

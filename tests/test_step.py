@@ -94,7 +94,7 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     sequences = Sequences(plan.sequence_N, len(rows))
     tokens = Tokens(
         logp_N=logp_old, logp_old_N=logp_old, logp_sampler_N=logp_old - 0.01, logp_ref_N=logp_old + 0.1,
-        advantage_N=sequences.spread(advantage), sequences=sequences,
+        advantage_N=sequences.expand(advantage), sequences=sequences,
     )  # fmt: skip
     old = OldLogprobs(logp_N=logp_old, logp_sampler_N=logp_old, entropy_M=logp_old, log_rho_M=logp_old)
     return TrainBatch(

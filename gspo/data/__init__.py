@@ -1,1 +1,1 @@
-"""Stage 1: problems from files, hubs or generators, as prompts in a seeded order."""
+"""Stage 1: problems from files, the hub or generators, as prompts in a seeded order."""

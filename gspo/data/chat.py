@@ -1,9 +1,9 @@
-"""From a problem to what the model reads: the only code that touches chat templates.
+"""From a problem to the model's input: the only code that applies chat templates.
 
 In: prompts as text or chat messages, and a tokenizer. Out: for each, the text the model sees and its token ids.
-Invariant: special tokens are added exactly once (by the template, or by the tokenizer for raw text), and a prompt never
-ends in the end token, because the reply has yet to come. A template is a program that came with the model: `render_all` runs
-it in a process of its own, with bounds on time and memory, so that one that never ends is an error.
+Invariant: special tokens are added exactly once (by the template, or by the tokenizer for raw text). A prompt never
+ends with the end token, because the completion follows. A template is a program that comes with the model:
+`render_all` runs it in a child process with limits on CPU time and memory, so that an endless template is an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Rendered = tuple[str, tuple[int, ...]]
 Templated = list[str | DataError]
 
 MOST_SECONDS = 20
-"""Processor time that a chat template may take for one prompt."""
+"""Limit on the CPU time of a chat template for one prompt."""
 MOST_MEMORY = 1 << 30
-"""Bytes that rendering may take beyond what the process has."""
+"""Limit on the bytes that rendering may allocate."""
 LONGEST = 1 << 24
-"""Characters of a rendered prompt."""
+"""Limit on the characters of a rendered prompt."""
 _BROKEN = "the chat template cannot be read"
 
 
@@ -45,9 +45,10 @@ def render(content: str | Messages, tokenizer: Any, *, chat: Chat) -> Rendered:
 
 
 def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat) -> list[Rendered | DataError]:
-    """`render` for many prompts in a few tokenizer calls; what the template refuses comes back as its error. The first to
-    run a model's template: within bounds."""
-    return _render(contents, tokenizer, chat, _templated_apart)
+    """`render` for many prompts in a few tokenizer calls. If the template refuses a prompt, its result is the error.
+
+    A run calls this before any other code that runs the model's template, so the limits apply here."""
+    return _render(contents, tokenizer, chat, _templated_in_child)
 
 
 def check_template(tokenizer: Any, *, chat: Chat) -> None:
@@ -79,7 +80,7 @@ def _render(
 
 
 def token_ids_of(texts: Sequence[str], tokenizer: Any, *, chat: Chat) -> list[tuple[int, ...]]:
-    """The token ids of texts that `render` gave, by the same rule."""
+    """The token ids of texts returned by `render`, by the same rule."""
     special = not uses_template(tokenizer, chat=chat)
     done = _tokenized(dict(enumerate(texts)), tokenizer, special=special)
     return [done[i][1] for i in range(len(texts))]
@@ -122,8 +123,8 @@ def _one(chat: Messages, tokenizer: Any) -> str | DataError:
     return text if len(text) <= LONGEST else DataError(f"the chat template makes {len(text)} characters of it")
 
 
-def _templated_apart(chats: list[Messages], tokenizer: Any) -> Templated:
-    """The same in a child process that the system ends if it takes too much of one chat."""
+def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
+    """The same in a child process, which the kernel kills if one chat exceeds a limit."""
     if not chats:
         return []
     read, write = os.pipe()
@@ -133,16 +134,16 @@ def _templated_apart(chats: list[Messages], tokenizer: Any) -> Templated:
         _render_as_child(chats, tokenizer, write)
     os.close(write)
     try:
-        with open(read, encoding="ascii") as answers:
-            found = [json.loads(line) for line in answers]
+        with open(read, encoding="ascii") as lines:
+            rendered = [json.loads(line) for line in lines]
     except BaseException:
         os.kill(child, signal.SIGKILL)
         raise
     finally:
         _, status = os.waitpid(child, 0)
-    if len(found) < len(chats):
-        raise ConfigError(_endless(tokenizer, len(found) + 1, os.waitstatus_to_exitcode(status)))
-    return [DataError(text) if failed else text for failed, text in found]
+    if len(rendered) < len(chats):
+        raise ConfigError(_killed(tokenizer, len(rendered) + 1, os.waitstatus_to_exitcode(status)))
+    return [DataError(text) if failed else text for failed, text in rendered]
 
 
 def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
@@ -154,16 +155,18 @@ def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
         _limit(resource.RLIMIT_AS, _address_space() + MOST_MEMORY)
         with open(write, "w", encoding="ascii") as out:
             for chat in chats:
+                # The limit counts the whole process, so it is raised before each chat.
                 _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
                 done = _one(chat, tokenizer)
                 out.write(json.dumps([isinstance(done, DataError), str(done)]) + "\n")
                 out.flush()
     finally:
+        # Not sys.exit: a fork must not run the parent's cleanup.
         os._exit(0)
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower a limit of this process, within what it was given."""
+    """Set a soft limit of this process, within its hard limit."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
@@ -172,9 +175,10 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _endless(tokenizer: Any, number: int, code: int) -> str:
+def _killed(tokenizer: Any, number: int, code: int) -> str:
     source = f"{name}: " if (name := getattr(tokenizer, "name_or_path", "")) else ""
-    what = f"takes more than {MOST_SECONDS} s of processor time" if code == -signal.SIGXCPU else f"ends its process (exit code {code})"  # fmt: skip
+    slow = f"takes more than {MOST_SECONDS} s of CPU time"
+    what = slow if code == -signal.SIGXCPU else f"ends its process (exit code {code})"
     return (
         f"{source}the chat template {what} for prompt {number}; fix chat_template.jinja (or chat_template in "
         "tokenizer_config.json), use another model, or set data.chat=no"
@@ -201,11 +205,11 @@ def _ids(texts: list[str], tokenizer: Any, special: bool) -> list[list[int]]:
     try:
         with panics_as_errors():
             return list(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
-    except Exception as error:  # what a damaged file makes of a tokenizer shows at its first use
+    except Exception as error:  # a damaged tokenizer file fails at its first use
         name = getattr(tokenizer, "name_or_path", "") or "the model"
         raise ConfigError(
-            f"{name}: its tokenizer cannot read a prompt: {_first_line(error)}; tokenizer.json is damaged, or of another "
-            "version: fetch the tokenizer's files again"
+            f"{name}: its tokenizer cannot read a prompt: {_first_line(error)}; tokenizer.json is damaged "
+            "or of another version; download the tokenizer's files again"
         ) from error
 
 

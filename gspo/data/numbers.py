@@ -2,8 +2,9 @@
 
 In: any text. Out: exact values. Invariant: no text makes this slow or raise, and nothing is rounded.
 
-Read are `1,234`, `1{,}234`, `-5`, `+5`, U+2212, `.5`, `1.2e4`, `1.2\\times 10^4`, `3/4`, `\\frac{3}{4}`, `1 1/2`,
-`50%`, `$18`, `72 million`, `3 dozen`, `minus 5` and digits of other scripts; `seventy-two` where a whole text may be a number.
+It reads `1,234`, `1{,}234`, `-5`, `+5`, U+2212, `.5`, `1.2e4`, `1.2\\times 10^4`, `3/4`, `\\frac{3}{4}`, `1 1/2`,
+`50%`, `$18`, `72 million`, `3 dozen`, `minus 5` and digits of other scripts; also `seventy-two` if it is the whole
+text.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 READ = 20_000
-"""Characters at the end of a text that are read."""
+"""Only this many characters at the end of a text are read."""
 _LONGEST = 100
-"""Characters of one number."""
+"""Limit on the characters of one number."""
 SCALES: dict[str, int | Fraction] = {
     **{
         "hundred": 100,
@@ -32,7 +33,7 @@ SCALES: dict[str, int | Fraction] = {
     **{"tenth": Fraction(1, 10), "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000)},
     **{"millionth": Fraction(1, 10**6), "billionth": Fraction(1, 10**9)},
 }
-"""What words after a number multiply it by."""
+"""Factors of words that follow a number."""
 _UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -51,12 +52,12 @@ class Number:
     places: int = 0
     """Decimal places as written; 0 for a whole number or a fraction."""
     digits: int = 0
-    """Significant digits as written, where it is a decimal."""
+    """Significant digits as written, if it is a decimal."""
     percent: bool = False
     currency: str = ""
     start: int = 0
     end: int = 0
-    """Where it stands in the plain text."""
+    """Its position in the plain text."""
 
 
 # ------------------------------------------------------------------------------------------------- plain text
@@ -83,7 +84,7 @@ _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 
 
 def plain(text: str) -> str:
-    """The same text with ASCII digits, signs and spaces, without LaTeX that only changes how it looks."""
+    """The same text with ASCII digits, signs and spaces, without LaTeX that only changes the layout."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPT) + "}", text.translate(_INVISIBLE))
     if not text.isascii():
         text = _THIN.sub(",", "".join(map(_ascii, text)))
@@ -120,27 +121,31 @@ _LARGE = (
     r"|hundred|thousand|million|billion|trillion|dozen|gross|lakh|crore|bn|mn)s?\b"
 )
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )(?:[+-]|(?i:minus|negative)\s)\s?)?(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
+    # A sign counts only if nothing precedes it that it could subtract from: "9 - 4" ends with 4, "= -4" with -4.
+    rf"(?P<sign>(?<![0-9A-Za-z)\]%.}}])(?<![0-9)}}] )(?:[+-]|(?i:minus|negative)\s)\s?)?"
+    rf"(?P<before>{_CURRENCY})?\s?(?P<inner>(?<=[$€£¥₹])-)?"
+    # Mixed numbers and fractions come before decimals: "1 1/2" must not be read as 1.
     rf"(?:(?P<whole>{_INT})(?:\s?|\s(?:and\s)?)"
     rf"(?P<f1>\\frac\s?(?:\{{\s?[0-9]+\s?\}}\s?\{{\s?[0-9]+\s?\}}|{_TWO_DIGITS}))"
     rf"|(?P<whole2>{_INT})\s(?:and\s)?(?P<f2>[0-9]+\s?/\s?[0-9]+(?!\.?[0-9]))"
     rf"|(?P<f3>\\frac\s?(?:\{{\s?[+-]?{_DECIMAL}\s?\}}\s?\{{\s?{_DECIMAL}\s?\}}|{_TWO_DIGITS}))"
     rf"|(?P<decimal>{_DECIMAL})"
     rf"(?:[eE](?P<e>[+-]?[0-9]{{1,3}})(?![0-9A-Za-z])|{_POWER}|(?P<over>\s?/\s?{_INT}(?!\.?[0-9])))?)"
+    # "2 and a half", "50 percent", "72 million", "3k", "5 €".
     r"(?P<half>\sand\s(?:a|one)\s(?:half|quarter|third)\b)?(?:\s?(?P<percent>%|per\s?cent\b|pct\b|percentage\b))?"
     rf"(?P<scale>(?:[ -]?{_LARGE}|[kK]\b(?!\s?[/^]))*)(?:\s?(?P<after>{_MONEY}))?"
 )
 
 
 def numbers_in(text: str) -> list[Number]:
-    """Every number that is written in digits in a plain text, from left to right."""
+    """Every number in digits in a plain text, from left to right."""
     return [n for match in _NUMBER.finditer(text) if (n := _read(match))]
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number that a text states; None if it states none, or one that is too long or divides by zero.
+    """The last number in a text; `None` if there is none, or if it is too long or divides by zero.
 
-    `1,234` is one number, and so is `3/4`. A sign counts only where nothing stands before it to subtract from."""
+    `1,234` is one number, and so is `3/4`. A sign counts only if nothing precedes it that it could subtract from."""
     text = plain(text[-READ:])
     last = last_match(_NUMBER, text)
     number = _read(last) if last else None
@@ -148,13 +153,13 @@ def last_number(text: str) -> Fraction | None:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Where a pattern occurs for the last time."""
+    """The last match of a pattern."""
     found = deque(pattern.finditer(text), maxlen=1)
     return found[0] if found else None
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that is all of a plain text, also with groups of three digits apart (`1 234`)."""
+    """The number if it is the whole plain text, also with groups of three digits (`1 234`)."""
     if re.fullmatch(r"[+-]?\s?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?", text):
         text = text.replace(" ", "")
     match = _NUMBER.match(text)
@@ -165,6 +170,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def _read(match: re.Match[str]) -> Number | None:
+    # Exact arithmetic on a number of a million digits would be slow.
     if match.end() - match.start() > _LONGEST:
         return None
     try:
@@ -218,7 +224,7 @@ _SPELLED = re.compile(
 
 
 def numbers_spelled(text: str) -> list[Number]:
-    """Every number that is written in English words."""
+    """Every number in English words."""
     return [
         Number(value=_of_words(m[0].lower()), start=m.start(), end=m.end())
         for m in _SPELLED.finditer(text[:READ])
@@ -227,12 +233,14 @@ def numbers_spelled(text: str) -> list[Number]:
 
 
 def _of_words(text: str) -> Fraction:
-    total, part = Fraction(0), Fraction(0)
+    total = Fraction(0)
+    part = Fraction(0)
     for word in re.findall("[a-z]+", text):
         if word in _WORDS:
             part += _WORDS[word]
         elif word in ("hundred", "dozen"):
             part *= SCALES[word]
         elif word in SCALES:
-            total, part = total + part * SCALES[word], Fraction(0)
+            total += part * SCALES[word]
+            part = Fraction(0)
     return -(total + part) if text.startswith(("minus", "negative")) else total + part

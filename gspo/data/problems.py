@@ -1,8 +1,8 @@
-"""Problems to train on and problems held out, from files, the hub or a generated task, ready to sample from.
+"""The training set and the held-out set, from files, the hub or a generated task, ready to sample from.
 
-In: the data settings, a tokenizer and the run's seed. Out: `Problems`, and `PromptOrder`, the order to visit them in.
-Invariants: the same settings, data and seed give the same problems; of problems that ask the same (that have one key), none is
-held out while another is trained on; a bad row is named by file and line before anything expensive starts; the position in the
+In: the data settings, a tokenizer and the run's seed. Out: `Problems`, and `PromptOrder`, the order in which to visit
+them. Invariants: the same settings, data and seed give the same problems. No training problem has the key of a
+held-out problem. An error names a bad row by file and line before anything expensive starts. The position in the
 order is one integer.
 """
 
@@ -23,7 +23,7 @@ from gspo.types import Messages, Prompt
 
 _BAD_ROWS_SHOWN = 5
 _LONGEST_TOKEN = 1000
-"""Characters; a prompt that would need longer tokens than this to fit is not even tokenized."""
+"""Characters. A prompt that could only fit with longer tokens than this is refused without tokenizing it."""
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -32,32 +32,36 @@ class Problems:
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     skipped: int = 0
-    """Bad rows left out."""
+    """Number of bad rows that were skipped."""
     overlapping: int = 0
-    """Training problems left out because they ask the same as a held-out one."""
+    """Number of training problems that were dropped because they duplicate a held-out one."""
 
     @property
     def crowded(self) -> str:
-        """Warns where the held-out problems take so much of the space that training sees another mix; empty: they do not."""
+        """A warning if most training problems were dropped as duplicates of held-out ones; else empty."""
         found = self.overlapping + len(self.train)
         if self.overlapping <= found / 2:
             return ""
         return (
-            f"{self.overlapping} of {found} training problems ask the same as a held-out one and are left out, so what is "
-            "trained on is not the mix that is evaluated; lower data.held_out, or use a task or file with more problems"
+            f"{self.overlapping} of {found} training problems duplicate a held-out one and are dropped, so the "
+            "training set differs in its mix from the held-out set; lower data.held_out, or use a task or file with "
+            "more problems"
         )
 
 
 class PromptOrder:
-    """Endless seeded order over `count` prompts: every epoch is its own permutation, so a position says it all."""
+    """Endless seeded order over `count` prompts. Every epoch has its own permutation, so one integer is the whole
+    state."""
 
     def __init__(self, count: int, seed: int) -> None:
         assert count > 0
-        self.count, self.seed = count, seed
-        self._epoch, self._permutation = -1, [0]
+        self.count = count
+        self.seed = seed
+        self._epoch = -1
+        self._permutation = [0]
 
     def take(self, cursor: int, n: int) -> list[int]:
-        """Indices of the `n` prompts from position `cursor` on; the next cursor is `cursor + n`."""
+        """Indices of the `n` prompts from position `cursor`; the next cursor is `cursor + n`."""
         assert cursor >= 0
         assert n >= 0
         taken: list[int] = []
@@ -67,7 +71,7 @@ class PromptOrder:
         return taken
 
     def _order(self, epoch: int) -> list[int]:
-        if epoch != self._epoch:  # a memory of the latest epoch only: the result does not depend on it
+        if epoch != self._epoch:  # a cache of one epoch; the result does not depend on it
             self._permutation = list(range(self.count))
             random.Random(f"{self.seed}/{epoch}").shuffle(self._permutation)
             self._epoch = epoch
@@ -87,33 +91,33 @@ def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
         candidates = _parse_all(rows, config)
         held_out, more = _prompts(candidates, config, tokenizer, name=config.held_out_path, prefix="held_out")
         held_out = _shuffled(held_out, seed)[: config.held_out]
-        return _apart(train, held_out, skipped + more, name=name)
+        return _split(train, held_out, skipped + more, name=name)
     if config.held_out >= len(train):
         raise DataError(
             f"{name}: data.held_out={config.held_out} leaves nothing to train on, there are {len(train)} usable rows; "
-            "lower data.held_out or give held-out problems in data.held_out_path"
+            "lower data.held_out or set data.held_out_path to a file of held-out problems"
         )
-    return _apart(train, _shuffled(train, seed)[: config.held_out], skipped, name=name)
+    return _split(train, _shuffled(train, seed)[: config.held_out], skipped, name=name)
 
 
 def fresh_problems(
     config: DataConfig, tokenizer: Any, seed: int, *, count: int, exclude: Collection[str] = ()
 ) -> list[Prompt]:
-    """Problems of a generated task from a stream that no training reads, none with a key in `exclude`."""
+    """Problems of a generated task from a random stream that training does not use, none with a key in `exclude`."""
     task = build_task(config.task, config.task_options)
-    drawn = _distinct(task, random.Random(f"{seed}/task/fresh"), count, frozenset(exclude))
-    if drawn.too_few:
-        besides = " besides those that the model was trained on and those that ask the same" if exclude else ""
+    generated = _distinct(task, random.Random(f"{seed}/task/fresh"), count, frozenset(exclude))
+    if generated.too_few:
+        others = " other than those that the model was trained on and their duplicates" if exclude else ""
         raise DataError(
-            f"{_name(config)} has hardly more than {len(drawn.problems)} different problems{besides}, fewer than {count}; "
-            "ask for fewer (--limit), or evaluate on other problems (--data)"
+            f"{_name(config)} has hardly more than {len(generated.problems)} different problems{others}, fewer than "
+            f"{count}; ask for fewer (--limit), or evaluate on other problems (--data)"
         )
-    return _from_task(drawn.problems, config, tokenizer, "fresh")[0]
+    return _from_task(generated.problems, config, tokenizer, "fresh")[0]
 
 
 def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
-    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the keys of the held-out
-    prompts. Show a problem to the model as `render(shown(problem.prompt, config), ...)`, as in training."""
+    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the keys of the
+    held-out prompts. Render a problem as in training: `render(shown(problem.prompt, config), ...)`."""
     task = build_task(config.task, config.task_options)
     if not task.has_demonstrations:
         raise ConfigError(f"cold_start.steps: data.task={config.task} has no demonstrations; set cold_start.steps=0")
@@ -121,14 +125,14 @@ def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = 
 
 
 def shown(content: str | Messages, config: DataConfig) -> str | Messages:
-    """A problem as it is put to the model: with the instruction after it and the system message before it."""
+    """A problem as the model sees it: with the system message before it and the instruction after it."""
     if config.instruction:
         content = _instructed(content, config.instruction)
     if not config.system:
         return content
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if messages[0]["role"] == "system":
-        raise DataError("begins with a system message already; leave data.system empty")
+        raise DataError("already begins with a system message; leave data.system empty")
     return [{"role": "system", "content": config.system}, *messages]
 
 
@@ -155,7 +159,7 @@ def _check_settings(config: DataConfig, tokenizer: Any) -> None:
     if config.prompt_field == config.answer_field:
         raise ConfigError(f"data.answer_field: {config.answer_field!r} is data.prompt_field too; set one of them")
     if config.system and not uses_template(tokenizer, chat=config.chat):
-        cause = "data.chat=no turns it off" if config.chat == "no" else "the tokenizer has none"
+        cause = "data.chat=no disables it" if config.chat == "no" else "the tokenizer has none"
         raise ConfigError(f"data.system: needs a chat template, but {cause}; leave data.system empty")
     check_template(tokenizer, chat=config.chat)
 
@@ -167,7 +171,9 @@ def _check_template(config: DataConfig) -> None:
     if not names:
         raise ConfigError("data.prompt_template: names no field; write fields in braces, for example {Body} {Question}")
     if config.answer_field in names:
-        raise ConfigError(f"data.prompt_template: shows the model {{{config.answer_field}}}, which is data.answer_field; leave it out")  # fmt: skip
+        raise ConfigError(
+            f"data.prompt_template: shows the model {{{config.answer_field}}}, which is data.answer_field; remove it"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- rows to prompts
@@ -175,7 +181,7 @@ def _check_template(config: DataConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """A row on its way to a prompt. With a fault it goes no further, but keeps its place."""
+    """A parsed row. With a fault it never becomes a prompt, but it keeps its index."""
 
     index: int
     where: str
@@ -199,9 +205,9 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
         if row.fault:
             raise _BadRow(row.fault)
         content = _filled(row.fields, config) if config.prompt_template else _content(row.fields, config.prompt_field)
-        # A problem in a field called `prompt` reaches rewards as `prompts`, by which every function takes it.
-        double = "" if config.prompt_template or config.prompt_field != "prompt" else "prompt"
-        columns = {k: v for k, v in row.fields.items() if k != double}
+        # Rewards receive a problem in a field called `prompt` as `prompts`, a parameter of every reward function.
+        duplicate = "" if config.prompt_template or config.prompt_field != "prompt" else "prompt"
+        columns = {k: v for k, v in row.fields.items() if k != duplicate}
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
         return _candidate(row.index, row.where, content, columns, config, key=_text_key(content))
@@ -217,6 +223,7 @@ def _candidate(
     except DataError as error:
         raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
     length = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
+    # Tokenizing a text of many megabytes takes minutes, only to find that it does not fit.
     if length > _LONGEST_TOKEN * config.max_prompt_tokens:
         raise _BadRow(
             f"field {config.prompt_field!r}: {length} characters, which cannot be data.max_prompt_tokens="
@@ -226,7 +233,7 @@ def _candidate(
 
 
 def _text_key(content: str | Messages) -> str:
-    """A file's problems ask the same if their words are the same."""
+    """Problems of a file are duplicates if their texts are the same."""
     return same_text(content if isinstance(content, str) else "\n".join(m["content"] for m in content))
 
 
@@ -241,20 +248,20 @@ def _content(fields: Mapping[str, Any], name: str) -> str | Messages:
         "".join(texts).encode("utf-8")
     except UnicodeEncodeError:
         raise _BadRow(
-            f"field {name!r}: half of a surrogate pair, which is no character; mend its \\u escapes"
+            f"field {name!r}: half of a surrogate pair, which is not a character; fix its \\u escapes"
         ) from None
     return content
 
 
 def _filled(fields: Mapping[str, Any], config: DataConfig) -> str:
-    """The template with the row's fields put in; numbers as text, anything else that is no text is a bad row."""
+    """The template filled with the row's fields. Numbers become text; a row with any other type is bad."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
         if name not in fields:
             raise _BadRow(f"field {name!r}: missing, the row has: {_names(fields)}; change data.prompt_template")
         if isinstance(fields[name], bool) or not isinstance(fields[name], str | int | float):
-            raise _BadRow(f"field {name!r}: must be text or a number to be put into data.prompt_template; mend it")
+            raise _BadRow(f"field {name!r}: must be text or a number to fill data.prompt_template; fix it")
         return str(fields[name])
 
     text = _FIELD.sub(value, config.prompt_template)
@@ -265,25 +272,26 @@ def _message_texts(content: Any, name: str) -> list[str]:
     expected = "a list of {role, content} messages with text in both"
     if not isinstance(content, list):
         kind = "null" if content is None else f"{type(content).__name__} {content!r:.40}"
-        raise _BadRow(f"field {name!r}: must be text or {expected}, not {kind}; mend it or set data.prompt_field")
+        raise _BadRow(f"field {name!r}: must be text or {expected}, not {kind}; fix it or set data.prompt_field")
     for number, message in enumerate(content, start=1):
         roles = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
         if not all(isinstance(part, str) for part in roles):
-            raise _BadRow(f"field {name!r}: message {number} is wrong, it must be {expected}; mend it")
+            raise _BadRow(f"field {name!r}: message {number} is wrong, it must be {expected}; fix it")
     if content and content[-1]["role"] == "assistant":
-        raise _BadRow(f"field {name!r}: ends with a reply of the assistant; leave out what the model is to write")
+        raise _BadRow(f"field {name!r}: ends with an assistant message; remove what the model is supposed to write")
     return [message["content"] for message in content]
 
 
 def _answer(fields: Mapping[str, Any], config: DataConfig) -> Any:
-    name, mark = config.answer_field, config.answer_after
+    name = config.answer_field
+    mark = config.answer_after
     answer = fields.get(name)
     if answer is None:
         state = "null" if name in fields else f"missing, the row has: {_names(fields)}"
         raise _BadRow(f"field {name!r}: {state}; set data.answer_field to the right one, or to '' if there is none")
     if mark:
         if not isinstance(answer, str) or mark not in answer:
-            raise _BadRow(f"field {name!r}: has no {mark!r} in it; mend it or set data.answer_after")
+            raise _BadRow(f"field {name!r}: does not contain {mark!r}; fix it or set data.answer_after")
         answer = answer.rpartition(mark)[2].strip()
     if isinstance(answer, str) and not answer.strip():
         raise _BadRow(f"field {name!r}: empty{f' after {mark!r}' if mark else ''}; write the answer or remove the row")
@@ -297,7 +305,7 @@ def _names(fields: Mapping[str, Any]) -> str:
 def _prompts(
     candidates: Sequence[_Candidate], config: DataConfig, tokenizer: Any, *, name: str, prefix: str
 ) -> tuple[list[Prompt], int]:
-    """Prompts of the good rows, and how many were bad; an error if bad rows are not to be skipped."""
+    """Prompts of the good rows, and the number of bad rows. Bad rows are an error unless `on_bad_row` is `skip`."""
     usable = [c for c in candidates if not c.fault]
     rendered = iter(render_all([c.shown for c in usable], tokenizer, chat=config.chat))
     prompts: list[Prompt] = []
@@ -323,7 +331,7 @@ def _prompt(
         return f"{field}: {rendered}; fix the messages or the model's chat template, or change data.system or data.chat"
     text, token_ids = rendered
     if not token_ids:
-        return f"{field}: the tokenizer makes no tokens of it; use another tokenizer or remove the row"
+        return f"{field}: the tokenizer produces no tokens for it; use another tokenizer or remove the row"
     if len(token_ids) > config.max_prompt_tokens:
         return (
             f"{field}: {len(token_ids)} tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}; "
@@ -336,7 +344,7 @@ def _prompt(
 def _bad_rows(faults: list[str]) -> str:
     shown_faults = faults[:_BAD_ROWS_SHOWN]
     more = len(faults) - len(shown_faults)
-    remedy = "set data.on_bad_row=skip to leave them out"
+    remedy = "set data.on_bad_row=skip to skip them"
     last = f"and {more} more bad rows; {remedy}" if more else remedy
     return "\n".join([f"{len(faults)} bad row{'s' if len(faults) > 1 else ''}:", *shown_faults, last])
 
@@ -345,15 +353,16 @@ def _bad_rows(faults: list[str]) -> str:
 
 
 def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    """A seeded shuffle; taking more from its front keeps what fewer would have taken."""
+    """A seeded shuffle. A larger held-out set contains every smaller one."""
     order = list(prompts)
     random.Random(f"{seed}/held_out").shuffle(order)
     return order
 
 
-def _apart(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: str) -> Problems:
-    """Take the held-out prompts, and every other row that asks the same, out of the training rows."""
-    ids, keys = {p.id for p in held_out}, {p.key for p in held_out}
+def _split(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: str) -> Problems:
+    """Remove the held-out prompts and their duplicates from the training rows."""
+    ids = {p.id for p in held_out}
+    keys = {p.key for p in held_out}
     remaining = [p for p in train if p.id not in ids]
     kept = [p for p in remaining if p.key not in keys]
     if not kept:
@@ -365,35 +374,35 @@ def _apart(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: s
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drawn:
+class _GeneratedProblems:
     """Problems from a random stream."""
 
     problems: list[Problem]
     excluded: int
-    """Problems passed over because their keys were excluded."""
+    """Number of problems that were dropped because their keys are excluded."""
     too_few: bool
-    """The task has hardly any others."""
+    """Whether the task has hardly any other problems."""
 
 
 def _generated(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
     task = build_task(config.task, config.task_options)
     if task.unique_problems is not None and config.task_size + config.held_out > task.unique_problems:
         raise DataError(_too_few(config, f"at most {task.unique_problems} different problems"))
-    # Held-out problems come first and from their own stream, so that they do not change with data.task_size.
+    # Held-out problems are generated first and from their own stream, so that they do not change with data.task_size.
     held_out = _distinct(task, random.Random(f"{seed}/task/held_out"), config.held_out, frozenset())
     if held_out.too_few:
         raise DataError(_too_few(config, f"hardly more than {len(held_out.problems)} different problems"))
     keys = frozenset(problem.key for problem in held_out.problems)
     train = _distinct(task, random.Random(f"{seed}/task/train"), config.task_size, keys)
     if train.too_few:
-        besides = " besides those that ask the same as a held-out one" if keys else ""
-        raise DataError(_too_few(config, f"hardly more than {len(train.problems)} different problems{besides}"))
+        others = " other than duplicates of held-out ones" if keys else ""
+        raise DataError(_too_few(config, f"hardly more than {len(train.problems)} different problems{others}"))
     evaluated, bad = _from_task(held_out.problems, config, tokenizer, "held_out") if keys else ([], 0)
     trained, more = _from_task(train.problems, config, tokenizer, "train")
     return Problems(train=trained, held_out=evaluated, skipped=bad + more, overlapping=train.excluded)
 
 
-def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]) -> _Drawn:
+def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]) -> _GeneratedProblems:
     """`size` different problems, none with a key in `exclude`."""
     problems: list[Problem] = []
     seen: set[str] = set()
@@ -408,10 +417,10 @@ def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]
             continue
         excluded += new
         misses += 1
-        # Even the very last unseen problem of an evenly drawn task turns up within this many draws (all but e^-20).
+        # With uniform sampling even the last unseen problem turns up within this many attempts (all but e^-20).
         if misses > 1000 + 20 * len(seen):
-            return _Drawn(problems=problems, excluded=excluded, too_few=True)
-    return _Drawn(problems=problems, excluded=excluded, too_few=False)
+            return _GeneratedProblems(problems=problems, excluded=excluded, too_few=True)
+    return _GeneratedProblems(problems=problems, excluded=excluded, too_few=False)
 
 
 def _name(config: DataConfig) -> str:
@@ -448,6 +457,4 @@ def _demonstrations(task: Task, name: str, seed: int, exclude: frozenset[str]) -
             continue
         misses = 0
         yield problem
-    raise DataError(
-        f"data.task={name}: every problem is held out, none is left for demonstrations; lower data.held_out"
-    )
+    raise DataError(f"data.task={name}: every problem is held out, so there are no demonstrations; lower data.held_out")

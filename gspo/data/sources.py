@@ -1,8 +1,8 @@
-"""Rows of a data file or hub data set, each with the place it came from.
+"""Rows of a data file or hub dataset, each with its location.
 
 In: a path (.jsonl, .json, .csv, .parquet, and .gz of the first three) or a hub name. Out: every row in order, as plain
 JSON values. Invariant: a row that cannot be read is still a row, with the reason in `fault`, so that row numbers never
-shift; only a file that cannot be read at all raises.
+shift. Only a file that cannot be read at all raises.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from gspo.hub import unreachable_host
 
 _LARGEST_CELL = 2**31 - 1
 _DEEPEST = 100
-"""Levels of lists and objects within a field."""
-_LEAST_EXPANDED, _MOST_EXPANDED, _RATIO = 1 << 26, 1 << 32, 50
-"""What a compressed file may grow to: so many times its size, and never less or more bytes than this."""
-_TOO_DEEP = f"nested deeper than {_DEEPEST} levels of lists and objects; flatten it, or leave the field out"
+"""Limit on the levels of lists and objects in a field."""
+_MAX_RATIO = 50
+"""Limit on decompressed size / compressed size."""
+_LEAST_EXPANDED = 1 << 26
+"""Decompressed bytes that are always allowed, whatever the ratio."""
+_MOST_EXPANDED = 1 << 32
+"""Decompressed bytes that are never exceeded, whatever the ratio."""
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels of lists and objects; flatten it, or remove the field"
 _MOST_ROWS = 10_000_000
 _BATCH = 32
-"""Rows of a parquet file that are taken at a time: few, because a value that is stored once may stand in every row."""
+"""Rows of a parquet file that are read at a time. Few, because a value stored once may occur in every row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +43,14 @@ class Row:
     index: int
     """0-based number of the row in its source."""
     where: str
-    """`FILE:LINE`, or `FILE: row N` where lines mean nothing; both count from 1."""
+    """`FILE:LINE`, or `FILE: row N` for formats without lines; both count from 1."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
     """Why the row cannot be used; empty if it can."""
 
 
 def check_file(path: str) -> None:
-    """Refuse a data file that is not there or of an unknown kind; cheap, so it can come before everything else."""
+    """Refuse a missing data file or an unknown file type. It is cheap, so it can run before everything else."""
     file = Path(path).expanduser()
     _reader(file)
     if file.is_dir():
@@ -70,7 +74,7 @@ def read_file(path: str) -> list[Row]:
 
 
 def read_hub(name: str, *, config: str, split: str) -> list[Row]:
-    """Every row of a split of a hub data set; without a network, of the copy that was fetched before."""
+    """Every row of a split of a hub dataset; without a network, of the copy in the cache."""
     import datasets
 
     host = "" if Path(name).exists() else unreachable_host()
@@ -80,7 +84,7 @@ def read_hub(name: str, *, config: str, split: str) -> list[Row]:
     except Exception as error:  # `datasets` raises dozens of kinds: network, names, formats
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         if host and isinstance(error, OSError):
-            reason = f"is not among the data sets fetched before, and {host} cannot be reached"
+            reason = f"is not in the cache of datasets, and {host} cannot be reached"
         raise DataError(
             f"data.hub={name}: {reason}; check data.hub, data.hub_config and data.split={split}, "
             "or give a downloaded file as data.path"
@@ -93,8 +97,9 @@ def read_hub(name: str, *, config: str, split: str) -> list[Row]:
 
 @contextmanager
 def _offline(settings: Any) -> Iterator[None]:
-    """`datasets` looks at what was fetched before and makes no request, which it would repeat for half a minute."""
-    before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, True
+    """Make `datasets` read its cache without a request. It would retry a request for half a minute."""
+    before = settings.HF_HUB_OFFLINE
+    settings.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
@@ -102,8 +107,9 @@ def _offline(settings: Any) -> Iterator[None]:
 
 
 def plain(value: Any, depth: int = _DEEPEST) -> Any:
-    """The same value in JSON's types. Decimals become text, which keeps every digit; bytes become text or base64. Raises
-    `RecursionError` for one that is nested deeper than any data is."""
+    """The same value in JSON's types. Decimals become text, which keeps every digit; bytes become text or base64.
+
+    Raises `RecursionError` for a value that is nested deeper than `_DEEPEST` levels."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     if not depth:
@@ -132,12 +138,12 @@ def _reader(file: Path) -> Callable[[Path], Iterator[Row]]:
     for suffix, reader in readers.items():
         if name.endswith(suffix) or (suffix != ".parquet" and name.endswith(f"{suffix}.gz")):
             return reader
-    raise DataError(f"{file}: unknown kind of file; known: {', '.join(readers)} and .gz of the first three")
+    raise DataError(f"{file}: unknown file type; known: {', '.join(readers)} and .gz of the first three")
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
     index = 0
-    # Split at \n only: JSON text may hold other characters that Python counts as line breaks.
+    # Split at \n only: JSON text may contain other characters that Python treats as line breaks.
     for line, raw in enumerate(_bytes(file).split(b"\n"), start=1):
         if raw.strip():
             yield _json_row(index, f"{file}:{line}", raw)
@@ -171,15 +177,16 @@ def _read_json(file: Path) -> Iterator[Row]:
         lists = [v for v in value.values() if isinstance(v, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
-        raise DataError(f"{file}: must hold a list of objects, or an object with exactly one list in it")
+        raise DataError(f"{file}: must contain a list of objects, or an object with exactly one list")
     for index, item in enumerate(value):
         yield _row(index, f"{file}: row {index + 1}", item)
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
-    # Strict: otherwise a quote that is never closed silently swallows the rest of the file.
+    # Strict: otherwise an unclosed quote silently swallows the rest of the file.
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
-    header, index = None, 0
+    header = None
+    index = 0
     limit = csv.field_size_limit(_LARGEST_CELL)
     line = 1
     try:
@@ -205,7 +212,7 @@ def _csv_header(file: Path, cells: list[str]) -> list[str]:
 
 def _csv_row(index: int, where: str, header: list[str], cells: list[str]) -> Row:
     if len(cells) != len(header):
-        fault = f"has {len(cells)} cells, but the header has {len(header)}; put cells that hold commas in quotes"
+        fault = f"has {len(cells)} cells, but the header has {len(header)}; put cells that contain commas in quotes"
         return Row(index=index, where=where, fault=fault)
     return Row(index=index, where=where, fields=dict(zip(header, cells, strict=True)))
 
@@ -217,9 +224,9 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     index = 0
     try:
         source = pyarrow.parquet.ParquetFile(file)
-        _check_expanded(file, _announced(source.metadata))
+        _check_expanded(file, _uncompressed_size(source.metadata))
         if source.metadata.num_rows > _MOST_ROWS:
-            raise DataError(f"{file}: has {source.metadata.num_rows} rows, more than {_MOST_ROWS}; give a part of it")
+            raise DataError(f"{file}: has {source.metadata.num_rows} rows, more than {_MOST_ROWS}; use a part of it")
         size = 0
         for batch in source.iter_batches(batch_size=_BATCH):
             values = batch.to_pylist()
@@ -234,7 +241,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _extent(value: Any) -> int:
-    """About how many bytes a value takes as text."""
+    """Approximate bytes of a value as text."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -242,8 +249,8 @@ def _extent(value: Any) -> int:
     return 8 + sum(map(_extent, value)) if isinstance(value, list | tuple) else 8
 
 
-def _announced(metadata: Any) -> int:
-    """Bytes that a parquet file says its pages have once they are decompressed."""
+def _uncompressed_size(metadata: Any) -> int:
+    """Decompressed bytes of a parquet file's pages, according to its metadata."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     return sum(group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns))
 
@@ -273,7 +280,8 @@ def _bytes(file: Path) -> bytes:
 
 
 def _decompressed(file: Path) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     with gzip.open(file) as source:
         while part := source.read(1 << 24):
             parts.append(part)
@@ -283,12 +291,12 @@ def _decompressed(file: Path) -> bytes:
 
 
 def _check_expanded(file: Path, size: int) -> None:
-    """Refuse a small file that turns out to be large: no text is that regular."""
-    most = min(_MOST_EXPANDED, max(_LEAST_EXPANDED, _RATIO * file.stat().st_size))
+    """Refuse a small file that decompresses to a huge one: no real text is that compressible."""
+    most = min(_MOST_EXPANDED, max(_LEAST_EXPANDED, _MAX_RATIO * file.stat().st_size))
     if size > most:
         raise DataError(
-            f"{file}: grows from {file.stat().st_size} bytes to more than {most >> 20} MB when it is decompressed; if that is "
-            "meant, decompress it and give the file as .jsonl or .csv"
+            f"{file}: grows from {file.stat().st_size} bytes to more than {most >> 20} MB when it is decompressed; "
+            "if that is intended, decompress it and use the .jsonl or .csv file"
         )
 
 

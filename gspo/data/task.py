@@ -1,8 +1,8 @@
-"""What a generated task is, and how one is found by its name.
+"""What a generated task is, and how to find one by its name.
 
-In: a task name and its options. Out: a `Task` that makes problems from a random stream and verifies replies.
-Invariants: a problem depends on the random stream alone; a demonstration, where there is one, scores 1; problems that ask
-the same in another order or in other words have the same key.
+In: a task name and its options. Out: a `Task` that generates problems from a random stream and verifies completions.
+Invariants: a problem depends on the random stream alone. A demonstration, if the task has them, scores 1. Problems that
+differ only in order or wording have the same key.
 
 A task is one file in `tasks/` with a function `build(**options) -> Task`. A name may carry a variant after a colon
 (`reasoning_gym:leg_counting`): then `build` takes it as its positional parameter `variant`.
@@ -29,34 +29,34 @@ class Problem:
     prompt: str
     answer: str
     key: str
-    """Equal for problems that ask the same in another order or in other words (`12+7` and `7+12`): what a model has learned
-    of one it knows of the other, so they are never on both sides of training and evaluation."""
+    """Equal for problems that differ only in order or wording (`12+7` and `7+12`). A model trained on one can solve the
+    other, so such problems are never in both the training set and the held-out set."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What `score` needs besides the answer. JSON values only."""
+    """What `score` needs in addition to the answer. JSON values only."""
     demonstration: str = ""
-    """A reply that scores 1; empty if the task has none."""
+    """A completion that scores 1; empty if the task has none."""
 
 
 class Task(Protocol):
-    """Makes problems and verifies replies."""
+    """Generates problems and verifies completions."""
 
     alphabet: str
-    """Every character that prompts and demonstrations can hold, sorted; empty: any."""
+    """All characters of prompts and demonstrations, sorted; empty if any character may occur."""
     unique_problems: int | None
-    """There are at most this many different problems; None: not known."""
+    """Upper bound on the number of different problems; `None` if unknown."""
     has_demonstrations: bool
 
     def generate(self, rng: random.Random) -> Problem:
-        """A problem drawn from `rng`."""
+        """A problem sampled with `rng`."""
         ...
 
-    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
-        """1.0 if the reply solves the problem with these columns (`answer` among them), else 0.0."""
+    def score(self, completion: str, columns: Mapping[str, Any]) -> float:
+        """1.0 if the completion solves the problem with these columns (including `answer`), else 0.0."""
         ...
 
 
 def build_task(name: str, options: Mapping[str, Any]) -> Task:
-    """The task in `tasks/NAME.py`; `NAME:VARIANT` for a file that holds many."""
+    """The task in `tasks/NAME.py`; `NAME:VARIANT` for a file with several tasks."""
     file, _, variant = name.partition(":")
     if file not in task_names():
         raise ConfigError(f"data.task: no task {name!r}; there are: {', '.join(task_names())}")
@@ -69,19 +69,19 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
 
 
 def task_names() -> list[str]:
-    """Every task there is, by file name."""
+    """The names of all tasks: their file names."""
     from gspo.data import tasks
 
     return sorted(m.name for m in pkgutil.iter_modules(tasks.__path__))
 
 
 def same_text(text: str) -> str:
-    """Text as a key: without differences of case, white space and compatible characters."""
+    """Text as a key: without differences in case, white space and compatibility characters."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def check_whole(option: str, value: Any, *, least: int, most: int) -> None:
-    """Refuse an option that is not a whole number in range, by name."""
+    """Raise an error that names the option if it is not a whole number in range."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"data.task_options.{option}: must be a whole number from {least} to {most}, not {value!r}")
 

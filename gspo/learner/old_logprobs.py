@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,8 +135,9 @@ def _check(objective: Objective, tokens: Tokens) -> None:
 
 def clip_limit(objective: Objective) -> float | None:
     """The narrower side of the clip range, as a log-ratio; None: the row has no range."""
-    region: Any = objective.trust_region
-    if not hasattr(region, "clip_low"):
+    clip_range = objective.trust_region.clip_range
+    if clip_range is None:
         return None
-    low = -math.log1p(-region.clip_low) if region.clip_low < 1 else math.inf
-    return min(low, math.log1p(region.clip_high))
+    clip_low, clip_high = clip_range
+    low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
+    return min(low, math.log1p(clip_high))

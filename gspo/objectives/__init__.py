@@ -1,1 +1,1 @@
-"""Rewards to advantages, and tokens to a loss. `table.py` is the place to start."""
+"""Rewards to advantages, and tokens to a loss. Start with `table.py`."""

@@ -1,14 +1,16 @@
-"""Stage 4: each reply compared with the others of its group.
+"""Stage 4: how much better a completion is than the others of its group.
 
-In: `reward_B` (NaN where unscored) and the group of each reply. Out: `advantage_B`.
-Invariant: an unscored reply gets 0 and is in no mean, std or count; a group whose scored rewards are equal, or that has
-fewer than two of them, gets exactly 0. Equality is tested on the rewards themselves, because a mean of equal floats can
-miss by an ulp and a std of that size would blow it up (0.1 in float32 gave |A| = 0.95 with eps = 1e-8).
+In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`. Invariant: an unscored
+completion gets 0 and is in no mean, std or count. A group whose scored rewards are equal, or that has fewer than two
+of them, gets exactly 0. Equality is tested on the rewards themselves, because a mean of equal floats can be off by an
+ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| = 0.95 with eps = 1e-8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import update_wrapper
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +19,48 @@ from gspo.errors import ConfigError
 from gspo.objectives.sequences import Sequences
 from gspo.types import UNIFORM_TOLERANCE
 
-AdvantageRule = Callable[[Tensor, Tensor, int], Tensor]
-"""(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B."""
+Scope = Literal["group", "batch", "external"]
 
 
+class AdvantageRule:
+    """(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B."""
+
+    __name__: str
+
+    def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor], scope: Scope) -> None:
+        self.compute = compute
+        self.scope = scope
+        """What a completion is compared with: its `group`, the whole `batch`, or nothing, because the advantages are
+        `external` (the caller supplies them)."""
+        update_wrapper(self, compute)
+
+    def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+        return self.compute(reward_B, group_B, groups)
+
+    def __reduce__(self) -> str:
+        # Pickle and copy by name, as functions are: rows of the table stay equal to their copies.
+        return self.__name__
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def advantage_rule(scope: Scope) -> Callable[[Callable[[Tensor, Tensor, int], Tensor]], AdvantageRule]:
+    """Turn a function into an advantage rule of that scope."""
+    return lambda compute: AdvantageRule(compute, scope)
+
+
+@advantage_rule("group")
 def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """(R - mean) / std within the group; Bessel's std, no epsilon."""
-    centred_B = centered(reward_B, group_B, groups)
+    centered_B = centered(reward_B, group_B, groups)
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
-    variance_P = _sum(centred_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
-    return torch.where(centred_B == 0, 0.0, centred_B / variance_P.sqrt()[group_B])
+    variance_P = _sum(centered_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
+    # A group with equal rewards has variance 0 and would be 0 / 0.
+    return torch.where(centered_B == 0, 0.0, centered_B / variance_P.sqrt()[group_B])
 
 
+@advantage_rule("group")
 def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """R - mean within the group."""
     scored_B = torch.isfinite(reward_B)
@@ -38,20 +70,23 @@ def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     return torch.where(scored_B & mixed(reward_B, group_B, groups)[group_B], value_B - mean_P[group_B], 0.0)
 
 
+@advantage_rule("group")
 def leave_one_out(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """R - mean of the others in the group = k/(k-1) (R - mean)."""
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
     return centered(reward_B, group_B, groups) * (count_P / (count_P - 1).clamp(min=1))[group_B]
 
 
+@advantage_rule("group")
 def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """alpha (R - mean), alpha = scored replies / those in groups that are not uniform (GPG)."""
+    """alpha (R - mean), alpha = scored completions / scored completions in groups with different rewards (GPG)."""
     scored_B = torch.isfinite(reward_B)
     useful_B = scored_B & mixed(reward_B, group_B, groups)[group_B]
     alpha = scored_B.sum() / useful_B.sum().clamp(min=1)
     return alpha * centered(reward_B, group_B, groups)
 
 
+@advantage_rule("batch")
 def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """(R - mean) / std over the whole batch (REINFORCE++). A run whitens over tokens, see `whitened_returns`."""
     return z_score(reward_B, torch.zeros_like(group_B), 1)
@@ -60,25 +95,29 @@ def batch_whitened(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) -> Tensor:
     """REINFORCE++ per token: G_t = R - sum of penalties from t on, then (G - mean) / std over all tokens of the batch.
 
-    Tokens of a sequence must stand together and in order."""
+    The tokens of a sequence must be contiguous and in order."""
+    # One cumulative sum over the whole batch, less its value at the first token of the sequence. Float64 keeps the
+    # difference exact enough for a small penalty late in a large batch.
     penalty_N = penalty_N.double()
     before_N = penalty_N.cumsum(0) - penalty_N
     first_B = torch.zeros(sequences.count, dtype=torch.long, device=penalty_N.device)
     first_B[1:] = sequences.length_B.cumsum(0)[:-1].long()
     start_B = before_N[first_B.clamp(max=len(before_N) - 1)]
-    to_go_N = sequences.spread(sequences.sum(penalty_N)) - (before_N - sequences.spread(start_B))
-    return_N = sequences.spread(reward_B.to(penalty_N)) - to_go_N
+    to_go_N = sequences.expand(sequences.sum(penalty_N)) - (before_N - sequences.expand(start_B))
+    return_N = sequences.expand(reward_B.to(penalty_N)) - to_go_N
     return z_score(return_N, torch.zeros_like(sequences.index_N), 1)
 
 
+@advantage_rule("external")
 def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Supplied from outside, one per token."""
-    raise AssertionError("there is no rule: the caller supplies the advantages")
+    raise AssertionError("the caller supplies the advantages")
 
 
 def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Whether each group's scored rewards differ `[P]`. The rule of `types.Group.uniform`."""
     scored_B = torch.isfinite(reward_B)
+    # A group without scored rewards keeps low = inf and high = -inf, and is not mixed.
     low_P = torch.full((groups,), torch.inf, dtype=reward_B.dtype, device=reward_B.device)
     high_P = -low_P
     low_P = low_P.scatter_reduce(0, group_B, torch.where(scored_B, reward_B, torch.inf), "amin")
@@ -90,7 +129,7 @@ def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 def apply_rule(
     rule: AdvantageRule, reward_B: Sequence[float | None] | Tensor, group_B: Sequence[Hashable] | Tensor
 ) -> Tensor:
-    """Number the groups, compute in float64, and return the reward's dtype (float32 at least)."""
+    """Number the groups, compute in float64, and return the reward's dtype, but at least float32."""
     reward = _as_tensor(reward_B)
     ids = group_B.tolist() if isinstance(group_B, Tensor) else list(group_B)
     if len(ids) != len(reward):
@@ -100,7 +139,7 @@ def apply_rule(
         index_B = torch.tensor([number.setdefault(i, len(number)) for i in ids], dtype=torch.long, device=reward.device)
     except TypeError:
         raise ConfigError(
-            "group_advantage: group ids must be hashable, one per reply, for example numbers or texts"
+            "group_advantage: group ids must be hashable, one per completion, for example numbers or strings"
         ) from None
     given = reward_B.dtype if isinstance(reward_B, Tensor) else torch.float32
     dtype = torch.promote_types(given, torch.float32) if given.is_floating_point else torch.float32
@@ -114,7 +153,7 @@ def _as_tensor(reward_B: Sequence[float | None] | Tensor) -> Tensor:
         values = [float("nan") if r is None else float(r) for r in reward_B]
         reward = torch.tensor(values, dtype=torch.float64)
     if reward.dim() != 1:
-        raise ConfigError(f"group_advantage: rewards must be one per reply, shape [B], not {list(reward.shape)}")
+        raise ConfigError(f"group_advantage: rewards must be one per completion, shape [B], not {list(reward.shape)}")
     return reward
 
 

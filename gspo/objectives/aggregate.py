@@ -1,8 +1,9 @@
-"""Stage 7: the weight of each token in the loss, fixed for a whole optimiser step before micro-batches are cut.
+"""Stage 7: per-token loss weights, computed once per optimizer step, before it is split into micro-batches.
 
-In: the lengths of all sequences of the step, over all micro-batches and ranks. Out: `weight_B`, the weight of every token
-of a sequence. Invariant: the loss of any micro-batch is `(weight_N * loss_N).sum()`, so cutting, packing, ordering or
-spreading the step over ranks cannot change the objective. Sequences without tokens count nowhere.
+In: the lengths of all sequences of the step, over all micro-batches and ranks. Out: `weight_B`, the weight of every
+token of a sequence. Invariant: the loss of any micro-batch is `(weight_N * loss_N).sum()`, so the objective does not
+depend on how the step is split, packed, ordered or distributed over ranks. Sequences without tokens are in no
+denominator.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from gspo.errors import ConfigError
 
 
 def sequence_mean(length_B: Tensor) -> Tensor:
-    """1/B sum_i 1/|y_i| sum_t: every reply weighs the same."""
+    """1/B sum_i 1/|y_i| sum_t: every completion has the same weight."""
     return 1.0 / (_present(length_B) * length_B.clamp(min=1))
 
 
 def token_mean(length_B: Tensor) -> Tensor:
-    """1/(sum_i |y_i|) sum_i sum_t: every token weighs the same."""
+    """1/(sum_i |y_i|) sum_i sum_t: every token has the same weight."""
     return (1.0 / length_B.sum().clamp(min=1)).expand_as(length_B)
 
 
 def sequence_sum(length_B: Tensor) -> Tensor:
-    """1/B sum_i sum_t: a reply weighs as much as it is long."""
+    """1/B sum_i sum_t: the weight of a completion is proportional to its length."""
     return (1.0 / _present(length_B)).expand_as(length_B)
 
 
 @dataclass(frozen=True)
 class ConstantLength:
-    """1/(B L) sum_i sum_t with a constant L = `max_length`, so that no reply's weight depends on its length."""
+    """1/(B L) sum_i sum_t with a constant L = `max_length`, so that a token's weight does not depend on any length."""
 
     max_length: int = 3000
 
@@ -44,4 +45,5 @@ class ConstantLength:
 
 
 def _present(length_B: Tensor) -> Tensor:
+    # Empty sequences (all tokens masked) contribute nothing and must not dilute the mean.
     return (length_B > 0).sum().clamp(min=1).to(length_B.dtype)

@@ -1,6 +1,6 @@
-"""The table of objectives in words: for `gspo objectives`, its JSON, and `docs/objectives.md`.
+"""The table of objectives as text or data, for `gspo objectives`, its JSON, and `docs/objectives.md`.
 
-In: the table. Out: text or plain data. Invariant: everything is read off the rows, so it cannot drift from them.
+In: the table. Out: text or plain data. Invariant: everything is derived from the rows, so it cannot diverge from them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from gspo.config import field_docs
-from gspo.objectives.objective import OPTIONS, Objective, settings_of
+from gspo.objectives.objective import COMPONENTS, OPTIONS, Objective, settings_of
 from gspo.objectives.table import TABLE
 
 
@@ -54,7 +54,7 @@ def _record(row: Objective) -> dict[str, Any]:
         "trust_region": _name(row.trust_region),
         "aggregate": _name(row.aggregate),
         "advantage_per": row.per,
-        "formula": {part: _summary(getattr(row, part)) for part in ("advantage", "ratio", "trust_region", "aggregate")},
+        "formula": {part: _summary(getattr(row, part)) for part in COMPONENTS},
         "settings": settings,
         "options": {name: settings[name] for name in OPTIONS if name in settings and settings[name] != neutral[name]},
     }
@@ -75,10 +75,13 @@ def _number(value: Any) -> str:
 
 def _options_text() -> str:
     names = ", ".join(OPTIONS)
-    return f"Options of any row where they make sense: {names}.\nA row with changed settings: gspo.objective('gspo', clip_low=3e-3), or [objective] in a recipe."
+    return (
+        f"Options of any row where they make sense: {names}.\n"
+        "A row with changed settings: gspo.objective('gspo', clip_low=3e-3), or [objective] in a recipe."
+    )
 
 
 def option_help() -> dict[str, str]:
-    """Option -> its help text, from the string under the field."""
+    """Option -> its help text, the docstring of the field."""
     docs = field_docs(Objective)
-    return {name: docs[name] for name in OPTIONS}
+    return {name: " ".join(docs[name].split()) for name in OPTIONS}

@@ -1,7 +1,7 @@
 """From packed tokens to a loss.
 
 In: packed tokens with the weights of their optimizer step. Out: the loss and its parts, and statistics of the update.
-Invariant: losses of micro-batches that carry the weights of their optimizer step add up to the loss of that step.
+Invariant: the losses of micro-batches, with the weights of their optimizer step, add up to the loss of that step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from gspo.objectives.objective import Objective
 from gspo.objectives.penalty import KL_ESTIMATORS, mismatch_weight, off_policy_keep
+from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.sequences import Tokens
-from gspo.objectives.trust_region import CovarianceRegion, Surrogate
+from gspo.objectives.trust_region import Surrogate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The loss of packed tokens, and its parts, which add up to it."""
+    """The loss of packed tokens, and its parts, whose sum it is."""
 
     total: Tensor
     policy: Tensor
@@ -39,6 +40,7 @@ def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
     """-(weight * J).sum() + kl * (weight * KL).sum() - entropy * (weight * H).sum()."""
     assert weight_N.shape == tokens.logp_N.shape
     surrogate = objective.trust_region(tokens, objective.ratio(tokens))
+    # The corrections act on the policy term only: KL and entropy terms keep the plain token weights.
     term_N = surrogate.objective_N
     if objective.mismatch != "none":
         term_N = term_N * mismatch_weight(objective.mismatch, *objective.bounds, tokens)
@@ -55,29 +57,36 @@ def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
 
 
 def select(objective: Objective, tokens: Tokens, seed: int) -> Tensor | None:
-    """The tokens of a whole optimiser step that the objective singles out; None if it does not."""
+    """The tokens of a whole optimizer step that the objective selects; `None` if it selects none."""
     region = objective.trust_region
-    if not isinstance(region, CovarianceRegion):
+    if not region.selects_tokens:
         return None
     with torch.no_grad():
         return region.select(tokens, objective.ratio(tokens), torch.Generator().manual_seed(seed))
 
 
 STATISTICS = (
-    "clip_fraction_tokens", "clip_fraction_sequences", "ratio_mean", "ratio_max", "ratio_token_log_std",
-    "ratio_sequence_log_std", "kl_old_new",
-)  # fmt: skip
-"""What `statistics` always gives; NaN without tokens."""
+    "clip_fraction_tokens",
+    "clip_fraction_sequences",
+    "ratio_mean",
+    "ratio_max",
+    "ratio_token_log_std",
+    "ratio_sequence_log_std",
+    "kl_old_new",
+)
+"""Statistics of every objective; NaN without tokens."""
 
 
 def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, float]:
-    """What the update did, over the tokens given. Names as in docs/metrics.md, with `_` for `/`."""
+    """Statistics of the update over these tokens. Names are those of docs/metrics.md, with `_` for `/`."""
     if not len(ratio_N):
         return dict.fromkeys(STATISTICS, math.nan)
-    sequences, present_B = tokens.sequences, tokens.sequences.length_B > 0
+    sequences = tokens.sequences
+    present_B = sequences.length_B > 0
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
     log_s_B = sequences.mean(log_ratio_N)[present_B]
     ratio_B = sequences.mean(ratio_N)[present_B]
+    # A sequence counts as clipped if any of its tokens is: with a token-level region only some of them are.
     clipped_B = sequences.sum(clipped_N.double())[present_B] > 0
     stats = {
         "clip_fraction_tokens": clipped_N.double().mean(),
@@ -86,12 +95,18 @@ def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N:
         "ratio_max": ratio_N.max(),
         "ratio_token_log_std": log_ratio_N.std(correction=0),
         "ratio_sequence_log_std": log_s_B.std(correction=0),
-        "kl_old_new": (torch.expm1(log_ratio_N.clamp(max=20)) - log_ratio_N).mean(),
+        "kl_old_new": _k3(log_ratio_N),
     }
     if tokens.logp_sampler_N is not None:
         log_rho_N = tokens.logp_old_N - tokens.logp_sampler_N
-        stats["mismatch_k3"] = (torch.expm1(log_rho_N.clamp(max=20)) - log_rho_N).mean()
+        stats["mismatch_k3"] = _k3(log_rho_N)
     if tokens.logp_ref_N is not None:
         log_r_N = (tokens.logp_ref_N - tokens.logp_N).detach()
-        stats["kl_ref"] = (torch.expm1(log_r_N.clamp(max=20)) - log_r_N).mean()
+        stats["kl_ref"] = _k3(log_r_N)
     return {name: float(value) for name, value in stats.items()}
+
+
+def _k3(log_ratio_N: Tensor) -> Tensor:
+    """Mean of r - 1 - log r."""
+    # The exponent is bounded, so that one broken token makes the mean large but not infinite.
+    return (torch.expm1(log_ratio_N.clamp(max=MAX_LOG_RATIO)) - log_ratio_N).mean()

@@ -1,7 +1,7 @@
-"""What an objective is: the four choices of a row and the options any row may take.
+"""What an objective is: four components, and the options of any objective.
 
-In: a row of the table and changed settings. Out: a checked `Objective`. Invariant: a setting that would have no effect
-with the row is refused with the reason, never ignored; a name is the same everywhere (recipes, Python, the table).
+In: a row of the table and changed settings. Out: a checked `Objective`. Invariant: a setting without an effect on the
+objective is refused with the reason, never ignored. A name is the same everywhere (recipes, Python, the table).
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ import difflib
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from gspo.errors import ConfigError
-from gspo.objectives import advantage as advantages
 from gspo.objectives import ratio as ratios
+from gspo.objectives.advantage import AdvantageRule
 from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS
 from gspo.objectives.sequences import Tokens
-from gspo.objectives.trust_region import (
-    CappedWeight,
-    Clip,
-    CovarianceRegion,
-    DropCovariance,
-    GammaWeight,
-    LogClipThenMean,
-    MaskedWeight,
-    TrustRegion,
-)
+from gspo.objectives.trust_region import TrustRegion, UsualRange
+
+SEQUENCE_RANGE = UsualRange(1e-5, 0.01, "3e-4/4e-4 (small models with short completions: 3e-3/4e-3)")
+"""Sensible clip ranges for a length-normalized sequence ratio, which moves by ~1e-3 where a token ratio moves by
+~1e-1."""
 
 
 class ObjectiveWarning(UserWarning):
-    """An objective was set up in a way that is legal and almost surely not meant."""
+    """The settings of an objective are legal and almost surely not meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,95 +37,112 @@ class Objective:
     """One row of the table, or a row with changed settings."""
 
     paper: str
-    advantage: advantages.AdvantageRule
+    advantage: AdvantageRule
     ratio: Callable[[Tokens], Tensor]
     trust_region: TrustRegion
     aggregate: Callable[[Tensor], Tensor]
     per: Literal["sequence", "token"] = "token"
-    """Whether advantages may differ between tokens of a reply."""
+    """Whether advantages may differ between tokens of a completion."""
 
     name: str = ""
     keep: str = "all"
-    """Which groups are trained on: `all`, or `mixed` (rewards differ before length shaping; of 0 and 1: 0 < #correct < G), refilled by dynamic sampling."""
+    """Which groups are trained on: `all`, or those with `mixed` rewards (before length shaping; with rewards of 0 and
+    1: 0 < #correct < G). Dynamic sampling replaces the others."""
     shape: str = "none"
-    """Length shaping: `soft_overlong` (penalty near the limit) or `overlong_filter` (cut replies are left out)."""
+    """Length shaping: `soft_overlong` (penalty near the limit) or `overlong_filter` (truncated completions are
+    dropped)."""
     overlong_limit: int | None = None
-    """L_max of the soft penalty; unset: the token limit of a reply."""
+    """L_max of the soft penalty; by default the token limit of a completion."""
     overlong_cache: int | None = None
-    """L_cache, the ramp before the limit; unset: a fifth of the limit, as in the paper."""
+    """L_cache, the ramp before the limit; by default a fifth of the limit, as in the paper."""
     kl: float = 0.0
     """Coefficient of the KL penalty to the reference policy."""
     kl_estimator: str | None = None
-    """`k1`, `k2`, `k3`, `k3+` (value of k3, gradient of k2), `k3_ratio` (times pi/pi_old); unset: k3, or k1 in the reward."""
+    """`k1`, `k2`, `k3`, `k3+` (value of k3, gradient of k2) or `k3_ratio` (k3 times pi/pi_old). The default is k3 in
+    the loss and k1 in the reward."""
     kl_in: str = "loss"
-    """Add the KL penalty to the `loss`, or subtract it (detached, summed over the reply) from the `reward`."""
+    """Add the KL penalty to the `loss`, or subtract it (detached, summed over the completion) from the `reward`."""
     entropy: float = 0.0
     """Coefficient of the entropy bonus."""
     off_policy_mask: float | None = None
-    """Drop replies with A < 0 whose mean log(mu/pi) is above this."""
+    """Drop completions with A < 0 whose mean log(mu/pi) is above this value."""
     mismatch: str = "none"
-    """Correct for the sampler's numerics: `token_tis`, `icepop`, `sequence_mask`, `sequence_tis`."""
+    """Correction for the sampler's numerics: `none`, `token_tis`, `icepop`, `sequence_mask` or `sequence_tis`."""
     mismatch_low: float | None = None
-    """Lower bound of the correction on pi_old/mu; unset: its published value."""
+    """Lower bound of the correction on pi_old/mu; by default its published value."""
     mismatch_high: float | None = None
-    """Upper bound of the correction on pi_old/mu; unset: its published value."""
+    """Upper bound of the correction on pi_old/mu; by default its published value."""
     given: frozenset[str] = frozenset()
-    """The settings that were changed from the row's own."""
+    """Names of the settings that differ from the row of the table."""
 
     @property
     def estimator(self) -> str:
-        """The KL estimator in force."""
+        """The KL estimator: the setting, or its default."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """The mismatch correction's bounds in force."""
+        """The bounds of the mismatch correction: the settings, or its published values."""
         low, high = MISMATCH_BOUNDS[self.mismatch]
-        return (low if self.mismatch_low is None else self.mismatch_low, high if self.mismatch_high is None else self.mismatch_high)  # fmt: skip
+        low = low if self.mismatch_low is None else self.mismatch_low
+        high = high if self.mismatch_high is None else self.mismatch_high
+        return low, high
 
     @property
     def selects_tokens(self) -> bool:
         """Whether the objective singles out tokens by statistics of the whole optimizer step."""
-        return isinstance(self.trust_region, CovarianceRegion)
+        return self.trust_region.selects_tokens
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the clip range is on the length-normalised ratio of a reply, which moves by ~1e-3, not ~1e-1."""
+        """Whether the clip range bounds the length-normalized ratio of a completion."""
         return self.ratio is ratios.sequence
 
+    @property
+    def usual_range(self) -> UsualRange | None:
+        """Sensible clip ranges; `None` without a clip range."""
+        usual = self.trust_region.usual_range
+        return SEQUENCE_RANGE if usual and self.clips_sequences else usual
 
-OPTIONS = tuple(f.name for f in fields(Objective))[7:-1]
-"""The settings any row may take, as far as they make sense with it."""
+
+COMPONENTS = ("advantage", "ratio", "trust_region", "aggregate")
+OPTIONS = tuple(f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "per", "name", "given"))
+"""The settings of any objective, as far as they make sense with it."""
+NO_VALUE = frozenset(f.name for f in fields(Objective) if f.default is None) | {"dual_clip"}
+"""Settings that may be `None`."""
 
 
-def settings_of(row: Objective) -> dict[str, Any]:
-    """The settings a row understands, with their values."""
+def settings_of(objective: Objective) -> dict[str, Any]:
+    """The settings that an objective has, with their values."""
     values: dict[str, Any] = {}
-    for part in (row.trust_region, row.aggregate):
+    for part in (objective.trust_region, objective.aggregate):
         if is_dataclass(part):
             values.update({f.name: getattr(part, f.name) for f in fields(part)})
-    refused = _refusals(row)
-    return values | {name: getattr(row, name) for name in OPTIONS if name not in refused}
+    refused = _refusals(objective)
+    return values | {name: getattr(objective, name) for name in OPTIONS if name not in refused}
 
 
-def change(row: Objective, settings: dict[str, Any]) -> Objective:
-    """The row with changed settings, checked."""
-    refused = _refusals(row)
+def change(objective: Objective, settings: dict[str, Any]) -> Objective:
+    """The objective with changed settings, checked."""
+    # A refusal gives the reason; without it the setting would only be reported as unknown.
+    refused = _refusals(objective)
     for key in settings:
         if key in refused:
-            raise ConfigError(f"objective {row.name!r}: {key} makes no sense here: {refused[key]}")
-        if key not in settings_of(row):
-            raise ConfigError(_unknown(row, key))
-    _check_types(row, settings)
+            raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
+        if key not in settings_of(objective):
+            raise ConfigError(_unknown(objective, key))
+    _check_types(objective, settings)
     changed = replace(
-        row,
-        trust_region=_change_part(row.trust_region, settings),
-        aggregate=_change_part(row.aggregate, settings),
-        given=row.given | settings.keys(),
+        objective,
+        trust_region=_change_part(objective.trust_region, settings),
+        aggregate=_change_part(objective.aggregate, settings),
+        given=objective.given | settings.keys(),
         **{k: v for k, v in settings.items() if k in OPTIONS},
     )
     _check(changed)
-    _warn_about_range(changed)
+    for text in _unusual_settings(changed):
+        # Level 3 is the caller of `gspo.objective`.
+        warnings.warn(f"objective {changed.name!r}: {text}", ObjectiveWarning, stacklevel=3)
     return changed
 
 
@@ -141,41 +153,42 @@ def _change_part(part: Any, settings: dict[str, Any]) -> Any:
     return replace(part, **{k: v for k, v in settings.items() if k in mine})  # type: ignore[type-var]
 
 
-def _unknown(row: Objective, key: str) -> str:
-    known = list(settings_of(row))
+def _unknown(objective: Objective, key: str) -> str:
+    known = list(settings_of(objective))
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"objective {row.name!r} has no setting {key!r}; {hint}valid settings: {', '.join(known)}"
+    return f"objective {objective.name!r} has no setting {key!r}; {hint}valid settings: {', '.join(known)}"
 
 
-def _refusals(row: Objective) -> dict[str, str]:
-    """Options that make no sense with the row, and why."""
+def _refusals(objective: Objective) -> dict[str, str]:
+    """Settings that make no sense with the objective, and why."""
     refused: dict[str, str] = {}
-    if not hasattr(row.trust_region, "dual_clip"):
-        refused["dual_clip"] = "it bounds a clipped ratio (min(r A, clip(r) A)) from below, and this row has none"
-    if isinstance(row.trust_region, GammaWeight | MaskedWeight):
-        reason = "this row divides by the sampler's probability already, so a correction would count twice"
+    if "dual_clip" not in {f.name for f in fields(objective.trust_region)}:
+        refused["dual_clip"] = "it bounds a clipped ratio (min(r A, clip(r) A)) from below, and this objective has none"
+    if objective.trust_region.needs_sampler:
+        reason = "this objective already divides by the sampler's probability, so a correction would count twice"
         refused |= dict.fromkeys(("mismatch", "mismatch_low", "mismatch_high"), reason)
-    if row.advantage is advantages.external:
-        reason = "its advantages come from outside, so rewards and groups are not seen"
+    if objective.advantage.scope == "external":
+        reason = "its advantages come from outside, so it sees no rewards and no groups"
         refused |= dict.fromkeys(("keep", "shape", "overlong_limit", "overlong_cache"), reason)
     return refused
 
 
-def _check_types(row: Objective, settings: dict[str, Any]) -> None:
+def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
     words = {"keep", "shape", "kl_estimator", "kl_in", "mismatch"}
     for key, value in settings.items():
-        if value is None and key in ("dual_clip", "off_policy_mask", "mismatch_low", "mismatch_high", "kl_estimator", "overlong_limit", "overlong_cache"):  # fmt: skip
+        if value is None and key in NO_VALUE:
             continue
         wanted: Any = str if key in words else numbers.Real
+        # bool is a Real, but `kl=True` is a mistake.
         if not isinstance(value, wanted) or isinstance(value, bool):
-            hint = "; a range that adapts is for runs (objective.clip_low in a recipe)" if str(value).startswith("auto:") else ""  # fmt: skip
-            raise ConfigError(
-                f"objective {row.name!r}: {key} must be {'text' if key in words else 'a number'}, not {value!r}{hint}"
-            )
+            kind = "text" if key in words else "a number"
+            adaptive = str(value).startswith("auto:")
+            hint = "; a range that adapts is for runs (objective.clip_low in a recipe)" if adaptive else ""
+            raise ConfigError(f"objective {objective.name!r}: {key} must be {kind}, not {value!r}{hint}")
 
 
-def _check(row: Objective) -> None:
+def _check(objective: Objective) -> None:
     choices = {
         "keep": ("all", "mixed"),
         "shape": ("none", "soft_overlong", "overlong_filter"),
@@ -184,99 +197,91 @@ def _check(row: Objective) -> None:
         "mismatch": tuple(MISMATCH_BOUNDS),
     }
     for key, allowed in choices.items():
-        if getattr(row, key) not in allowed:
+        value = getattr(objective, key)
+        if value not in allowed:
             names = ", ".join(a for a in allowed if a)
-            raise ConfigError(f"objective {row.name!r}: {key} must be one of {names}, not {getattr(row, key)!r}")
+            raise ConfigError(f"objective {objective.name!r}: {key} must be one of {names}, not {value!r}")
     for key in ("kl", "entropy", "off_policy_mask"):
-        value = getattr(row, key)
+        value = getattr(objective, key)
         if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"objective {row.name!r}: {key} must be a finite number, 0 or more, not {value}")
-    for key in ("overlong_limit", "overlong_cache"):
-        value = getattr(row, key)
+            raise ConfigError(f"objective {objective.name!r}: {key} must be a finite number, 0 or more, not {value}")
+    for key in ("mismatch_low", "mismatch_high"):
+        value = getattr(objective, key)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"objective {objective.name!r}: {key} must be a finite number above 0, not {value}")
+    _check_overlong(objective)
+    _check_pairs(objective)
+
+
+def _check_overlong(objective: Objective) -> None:
+    limit, cache = objective.overlong_limit, objective.overlong_cache
+    for key, value in (("overlong_limit", limit), ("overlong_cache", cache)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise ConfigError(
-                f"objective {row.name!r}: {key} must be a whole number of tokens, at least 1, not {value}"
+                f"objective {objective.name!r}: {key} must be a whole number of tokens, at least 1, not {value}"
             )
-    if row.overlong_limit and row.overlong_cache and row.overlong_cache > row.overlong_limit:
-        raise ConfigError(
-            f"objective {row.name!r}: overlong_cache={row.overlong_cache} is above overlong_limit={row.overlong_limit}"
-        )
-    for key in ("mismatch_low", "mismatch_high"):
-        value = getattr(row, key)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"objective {row.name!r}: {key} must be a finite number above 0, not {value}")
-    _check_pairs(row)
+    if limit and cache and cache > limit:
+        raise ConfigError(f"objective {objective.name!r}: overlong_cache={cache} is above overlong_limit={limit}")
 
 
-def _check_pairs(row: Objective) -> None:
-    """Settings that only act together with another one."""
+def _check_pairs(objective: Objective) -> None:
+    """Settings that only have an effect together with another one."""
 
     def refuse(key: str, why: str) -> None:
-        if key in row.given and getattr(row, key) is not None:
-            raise ConfigError(f"objective {row.name!r}: {key} has no effect: {why}")
+        if key in objective.given and getattr(objective, key) is not None:
+            raise ConfigError(f"objective {objective.name!r}: {key} has no effect: {why}")
 
-    if row.kl == 0:
+    if objective.kl == 0:
         refuse("kl_estimator", "kl is 0; set kl, for example kl=0.001")
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
-    if row.kl_in == "reward" and row.advantage is advantages.external:
-        raise ConfigError(
-            f"objective {row.name!r}: kl_in=reward makes no sense here: its advantages come from outside; use loss"
-        )
-    if row.kl_in == "reward" and row.estimator in ("k3+", "k3_ratio"):
-        raise ConfigError(f"objective {row.name!r}: kl_estimator={row.estimator} differs from k3 only in its gradient, and a KL in the reward has none; use k1")  # fmt: skip
-    if row.shape != "soft_overlong":
+    if objective.kl_in == "reward":
+        _check_kl_in_reward(objective)
+    if objective.shape != "soft_overlong":
         refuse("overlong_limit", 'set shape="soft_overlong"')
         refuse("overlong_cache", 'set shape="soft_overlong"')
-    low, high = MISMATCH_BOUNDS[row.mismatch]
+    low, high = MISMATCH_BOUNDS[objective.mismatch]
     if low is None:
-        refuse("mismatch_low", f"mismatch={row.mismatch} has no lower bound")
+        refuse("mismatch_low", f"mismatch={objective.mismatch} has no lower bound")
     if high is None:
         refuse("mismatch_high", 'mismatch is "none"')
-    low, high = row.bounds
+    low, high = objective.bounds
     if low is not None and high is not None and not 0 <= low < high:
-        raise ConfigError(f"objective {row.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
+        raise ConfigError(f"objective {objective.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
 
 
-def _warn_about_range(row: Objective) -> None:
+def _check_kl_in_reward(objective: Objective) -> None:
+    if objective.advantage.scope == "external":
+        raise ConfigError(
+            f"objective {objective.name!r}: kl_in=reward makes no sense here: its advantages come from outside; "
+            "use loss"
+        )
+    if objective.estimator in ("k3+", "k3_ratio"):
+        raise ConfigError(
+            f"objective {objective.name!r}: kl_estimator={objective.estimator} differs from k3 only in its gradient, "
+            "and a KL in the reward has none; use k1"
+        )
+
+
+def _unusual_settings(objective: Objective) -> Iterator[str]:
     """The commonest mistakes: GRPO's range on a sequence ratio, GSPO's on a token ratio, 1 + cap meant for cap."""
-    region = row.trust_region
-    if isinstance(region, Clip | MaskedWeight | DropCovariance | LogClipThenMean):
-        narrow, wide, usual = _usual_range(row)
-        low, high = region.clip_low, region.clip_high
-        if max(low, high) >= wide:
-            _warn(
-                row,
-                f"clip range {low:g}/{high:g} is so wide for {_ratio_name(row)} that it hardly ever clips; use about {usual}",
+    usual, clip_range = objective.usual_range, objective.trust_region.clip_range
+    if usual and clip_range:
+        low, high = clip_range
+        ratio = "a sequence ratio" if objective.clips_sequences else "a token ratio"
+        if max(low, high) >= usual.too_wide_from:
+            yield (
+                f"clip range {low:g}/{high:g} is so wide for {ratio} that it hardly ever clips; "
+                f"use about {usual.advice}"
             )
-        if min(low, high) < narrow:
-            _warn(
-                row,
-                f"clip range {low:g}/{high:g} is so narrow for {_ratio_name(row)} that it clips nearly everything that moves; use about {usual}",
+        if min(low, high) < usual.too_narrow_below:
+            yield (
+                f"clip range {low:g}/{high:g} is so narrow for {ratio} that it clips nearly everything that moves; "
+                f"use about {usual.advice}"
             )
-    if isinstance(region, CappedWeight | MaskedWeight) and region.weight_cap < 1:
-        _warn(
-            row,
-            f"weight_cap={region.weight_cap:g} is the bound on the ratio itself, not 1 + it, and scales down on-policy tokens; use about 5",
+    if text := objective.trust_region.warning():
+        yield text
+    if objective.clips_sequences and objective.mismatch == "sequence_tis":
+        yield (
+            "the product of pi_old/mu over a long completion is heavy-tailed and undoes the length normalization; "
+            "use mismatch=token_tis or sequence_mask"
         )
-    if row.clips_sequences and row.mismatch == "sequence_tis":
-        _warn(
-            row,
-            "the product of pi_old/mu over a long reply is heavy-tailed and undoes the length normalisation; use mismatch=token_tis or sequence_mask",
-        )
-
-
-def _usual_range(row: Objective) -> tuple[float, float, str]:
-    """(too narrow below, too wide from, what to use)."""
-    if row.clips_sequences:
-        return 1e-5, 0.01, "3e-4/4e-4 (small models with short replies: 3e-3/4e-3)"
-    if isinstance(row.trust_region, LogClipThenMean):
-        return 0.01, 3.0, "0.4, in log space"
-    return 0.01, math.inf, "0.2"
-
-
-def _ratio_name(row: Objective) -> str:
-    return "a sequence ratio" if row.clips_sequences else "a token ratio"
-
-
-def _warn(row: Objective, text: str) -> None:
-    warnings.warn(f"objective {row.name!r}: {text}", ObjectiveWarning, stacklevel=6)

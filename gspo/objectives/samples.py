@@ -1,7 +1,8 @@
-"""Which groups and replies are learned from, and their shaped reward.
+"""Which groups and completions are trained on, and their shaped reward.
 
-In: scored groups. Out: the replies that count. Invariant: an unscored reply, a cut reply under `overlong_filter`, an
-empty reply, and one left alone in its group are out of every mean, std and denominator; nothing becomes a 0.
+In: scored groups. Out: the completions to train on. Invariant: an unscored completion, a truncated one under
+`overlong_filter`, an empty one, and a single one in its group are in no mean, std or denominator. None of them is
+counted as a reward of 0.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo.objectives.advantage import batch_whitened
 from gspo.objectives.objective import Objective
 from gspo.objectives.penalty import soft_overlong
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason, equal_rewards
@@ -17,11 +17,11 @@ from gspo.types import Completion, Group, Prompt, Score, Status, StopReason, equ
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSample:
-    """A reply that is learned from."""
+    """A completion to train on."""
 
     group: int
     sample: int
-    """Its place within the group."""
+    """Its index within the group."""
     prompt: Prompt
     completion: Completion
     score: Score
@@ -30,7 +30,7 @@ class TrainSample:
 
 
 def trainable(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
-    """The replies to learn from, group by group."""
+    """The completions to train on, group by group."""
     kept: list[TrainSample] = []
     for number, group in enumerate(groups):
         members = [
@@ -45,25 +45,27 @@ def trainable(groups: Sequence[Group], objective: Objective, *, max_tokens: int)
             for i, (c, s) in enumerate(zip(group.completions, group.scores, strict=True))
             if drop_reason(c, s, objective) is None
         ]
-        if len(members) > 1 or objective.advantage is batch_whitened:
+        # A single completion has nothing to be compared with in its group, but it does in the batch.
+        if len(members) > 1 or objective.advantage.scope == "batch":
             kept += members
     return kept
 
 
 def keeps_group(objective: Objective, group: Group) -> bool:
-    """Whether an objective trains on a group. `keep = "mixed"` wants different rewards among the completions that count.
+    """Whether an objective trains on a group. `keep = "mixed"` requires different rewards among its trainable
+    completions.
 
-    The reward is the one before length shaping: a soft length penalty sets completions apart that are all wrong, and DAPO's
-    condition is meant to drop those. With a reward of 0 and 1 it is the paper's 0 < #correct < G; with a dense reward a group
-    can teach without a single completion above `reward.correct_above`."""
+    The reward is the one before length shaping. A soft length penalty makes the rewards of wrong completions differ,
+    and DAPO's condition is meant to drop such groups. With rewards of 0 and 1 this is the paper's 0 < #correct < G.
+    With a dense reward a group can have a signal without any completion above `reward.correct_above`."""
     if objective.keep == "all":
         return True
-    counting = [s for c, s in zip(group.completions, group.scores, strict=True) if drop_reason(c, s, objective) is None]
-    return not equal_rewards([s.reward for s in counting if s.reward is not None])
+    trained = [s for c, s in zip(group.completions, group.scores, strict=True) if drop_reason(c, s, objective) is None]
+    return not equal_rewards([s.reward for s in trained if s.reward is not None])
 
 
 def drop_reason(completion: Completion, score: Score, objective: Objective) -> str | None:
-    """Why a reply does not count, or None if it does."""
+    """Why a completion is not trained on; `None` if it is."""
     if score.status is Status.UNSCORED:
         return "unscored"
     if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
@@ -72,7 +74,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
 
 
 def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
-    """The reward with the length penalty, where the objective has one."""
+    """The reward, with the length penalty if the objective has one."""
     assert score.reward is not None
     if objective.shape != "soft_overlong":
         return score.reward
@@ -80,6 +82,6 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
 
 
 def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:
-    """The limit of the soft length penalty, and the ramp before it."""
+    """The limit of the soft length penalty, and the length of the ramp before it."""
     limit = objective.overlong_limit or max_tokens
     return limit, objective.overlong_cache or max(1, limit // 5)

@@ -1,8 +1,9 @@
 """Packed tokens and the sequences they belong to.
 
-In: `[N]` values and the sequence of each token. Out: per-sequence sums and means. Invariant: a sequence is its tokens,
-wherever they stand; no padding exists here. When a sequence is spread over several processes (context parallelism),
-`reduce` adds the partial sums up before any mean is taken, so that no process ever sees half a sequence's ratio.
+In: `[N]` values and the sequence of each token. Out: per-sequence sums and means. Invariant: there is no padding, and
+the tokens of a sequence may be anywhere in the batch. If a sequence is split over several processes (context
+parallelism), `reduce` adds up the partial sums before any mean is taken, so no process ever sees the ratio of half a
+sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Sequences:
     index_N: Tensor
     count: int
     reduce: Callable[[Tensor], Tensor] | None = None
-    """Adds a `[B]` tensor over the processes that share these sequences; values only, no gradient flows through it."""
+    """Sums a `[B]` tensor over the processes that share these sequences. Values only; no gradient flows through it."""
 
     def sum(self, x_N: Tensor) -> Tensor:
         """Per-sequence sums `[B]`."""
@@ -34,23 +35,24 @@ class Sequences:
         """Per-sequence means `[B]`; 0 for a sequence without tokens."""
         return self.sum(x_N) / self.length_B.clamp(min=1).to(x_N.dtype)
 
-    def spread(self, x_B: Tensor) -> Tensor:
-        """Give every token its sequence's value `[N]`."""
+    def expand(self, x_B: Tensor) -> Tensor:
+        """The value of its sequence for every token `[N]`."""
         return x_B[self.index_N]
 
     @cached_property
     def length_B(self) -> Tensor:
         """Tokens per sequence."""
+        # float64, so that weights such as 1 / (B * length) are rounded once, to the dtype of the loss.
         ones_N = torch.ones_like(self.index_N, dtype=torch.float64)
         return self.sum(ones_N)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an objective sees of a micro-batch: whole sequences, packed. All log-probabilities have one dtype."""
+    """What an objective sees of a micro-batch: whole sequences, packed. All log-probs have the same dtype."""
 
     logp_N: Tensor
-    """Learning policy; the only one that carries gradient."""
+    """The policy being trained; the only one with a gradient."""
     logp_old_N: Tensor
     advantage_N: Tensor
     sequences: Sequences
@@ -58,7 +60,7 @@ class Tokens:
     logp_ref_N: Tensor | None = None
     entropy_N: Tensor | None = None
     selected_N: Tensor | None = None
-    """Tokens singled out over the whole optimiser step, for the objectives that do so."""
+    """Tokens selected over the whole optimizer step, for objectives that select tokens."""
 
     def __post_init__(self) -> None:
         shape = self.logp_N.shape
@@ -73,5 +75,5 @@ class Tokens:
 
     @property
     def logp_behavior_N(self) -> Tensor:
-        """What the replies were drawn from: the sampler if it reported, else the old policy."""
+        """The policy that sampled the completions: the sampler's own log-probs if known, else the old policy's."""
         return self.logp_old_N if self.logp_sampler_N is None else self.logp_sampler_N

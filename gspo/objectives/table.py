@@ -1,21 +1,37 @@
-"""The family, one row each: advantage x ratio x trust region x aggregate.
+"""All objectives, one row each: advantage x ratio x trust region x aggregate.
 
-A row reads: compare each reply with its group by `advantage`, measure how far the policy has moved by `ratio`, believe
-the move within `trust_region`, and weigh the tokens by `aggregate`; `Clip(low, high)` is the usual range. The other slots (which groups to `keep`, how to
-`shape` the reward, a KL penalty, ...) are neutral unless a row or a user sets them; see `objective.py`.
-`gspo objectives` prints this table; `docs/objectives.md` is made from it.
+In: the name of a row and changed settings. Out: an `Objective`. Invariant: everything that defines an objective is in
+its row, or is a default of the row's components.
+
+A row compares each completion with its group by `advantage`, measures how far the policy has moved by `ratio`, trusts
+the move within `trust_region`, and weights the tokens by `aggregate`. The published constants are the defaults of the
+trust regions: `Clip()` is PPO's range of 0.2 on both sides. The other slots (which groups to `keep`, how to `shape`
+the reward, a KL penalty, ...) are neutral unless a row or a user sets them; see `objective.py`. `gspo objectives`
+prints this table, and `docs/objectives.md` is generated from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from gspo.errors import ConfigError
-from gspo.objectives.advantage import batch_whitened, centered, external, leave_one_out, rescaled, z_score
+from gspo.objectives.advantage import (
+    AdvantageRule,
+    batch_whitened,
+    centered,
+    external,
+    leave_one_out,
+    rescaled,
+    z_score,
+)
 from gspo.objectives.aggregate import ConstantLength, sequence_mean, sequence_sum, token_mean
 from gspo.objectives.objective import Objective, change
 from gspo.objectives.ratio import none, product, sequence, token
+from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import (
     CappedWeight,
     Clip,
@@ -26,43 +42,64 @@ from gspo.objectives.trust_region import (
     MassGate,
     PenalizeCovariance,
     SoftGate,
+    TrustRegion,
     Unbounded,
 )
 
+
+def row(
+    arxiv: str,
+    advantage: AdvantageRule,
+    ratio: Callable[[Tokens], Tensor],
+    trust_region: TrustRegion,
+    aggregate: Callable[[Tensor], Tensor],
+    **slots: Any,
+) -> Objective:
+    """A row of the table: the paper, the four components, and the other slots that are not neutral."""
+    return Objective(
+        paper=f"arXiv:{arxiv}",
+        advantage=advantage,
+        ratio=ratio,
+        trust_region=trust_region,
+        aggregate=aggregate,
+        **slots,
+    )
+
+
 TABLE: dict[str, Objective] = {
-    # Sequence level: one ratio per reply.
-    "gspo": Objective(paper="arXiv:2507.18071", advantage=z_score, ratio=sequence, trust_region=Clip(3e-4, 4e-4), aggregate=sequence_mean, per="sequence"),
-    "gspo_token": Objective(paper="arXiv:2507.18071", advantage=z_score, ratio=sequence, trust_region=Clip(3e-4, 4e-4), aggregate=sequence_mean),
-    "luspo": Objective(paper="arXiv:2602.05261", advantage=z_score, ratio=sequence, trust_region=Clip(2e-3, 2.5e-3), aggregate=sequence_sum, per="sequence"),
-    "gmpo": Objective(paper="arXiv:2507.20673", advantage=z_score, ratio=token, trust_region=LogClipThenMean(0.4, 0.4), aggregate=sequence_mean, per="sequence"),
-    "vespo": Objective(paper="arXiv:2602.10693", advantage=centered, ratio=product, trust_region=GammaWeight(k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0), aggregate=token_mean, per="sequence"),
+    # Sequence level: one ratio per completion.
+    "gspo": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean, per="sequence"),
+    "gspo_token": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean),
+    "luspo": row("2602.05261", z_score, sequence, Clip(2e-3, 2.5e-3), sequence_sum, per="sequence"),
+    "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, per="sequence"),
+    "vespo": row("2602.10693", centered, product, GammaWeight(), token_mean, per="sequence"),
     # Token level, hard clip.
-    "grpo": Objective(paper="arXiv:2402.03300", advantage=z_score, ratio=token, trust_region=Clip(0.2, 0.2), aggregate=sequence_mean, kl=0.04),
-    "dr_grpo": Objective(paper="arXiv:2503.20783", advantage=centered, ratio=token, trust_region=Clip(0.2, 0.2), aggregate=ConstantLength(max_length=3000)),
-    "dapo": Objective(paper="arXiv:2503.14476", advantage=z_score, ratio=token, trust_region=Clip(0.2, 0.28), aggregate=token_mean, keep="mixed", shape="soft_overlong"),
-    "reinforce_pp": Objective(paper="arXiv:2501.03262", advantage=batch_whitened, ratio=token, trust_region=Clip(0.2, 0.2), aggregate=token_mean, kl=0.001, kl_in="reward"),
-    "ppo_clip": Objective(paper="arXiv:1707.06347", advantage=external, ratio=token, trust_region=Clip(0.2, 0.2), aggregate=token_mean),
+    "grpo": row("2402.03300", z_score, token, Clip(), sequence_mean, kl=0.04),
+    "dr_grpo": row("2503.20783", centered, token, Clip(), ConstantLength()),
+    "dapo": row("2503.14476", z_score, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape="soft_overlong"),
+    "reinforce_pp": row("2501.03262", batch_whitened, token, Clip(), token_mean, kl=0.001, kl_in="reward"),
+    "ppo_clip": row("1707.06347", external, token, Clip(), token_mean),
     # Token level, soft or weighted.
-    "sapo": Objective(paper="arXiv:2511.20347", advantage=z_score, ratio=token, trust_region=SoftGate(tau_pos=1.0, tau_neg=1.05), aggregate=sequence_mean),
-    "maspo": Objective(paper="arXiv:2602.17550", advantage=z_score, ratio=token, trust_region=MassGate(sigma_base=1.0, mass_power=0.3, beta_pos=0.03, beta_neg=0.03, sigma_high=10.0, factor_low=0.1, factor_high=10.0), aggregate=token_mean),
-    "cispo": Objective(paper="arXiv:2506.13585", advantage=z_score, ratio=token, trust_region=CappedWeight(weight_cap=5.0), aggregate=token_mean),
-    "minirl": Objective(paper="arXiv:2512.01374", advantage=centered, ratio=token, trust_region=MaskedWeight(0.2, 0.27, weight_cap=5.0), aggregate=sequence_sum),
-    # Token level, a few tokens singled out by covariance.
-    "clip_cov": Objective(paper="arXiv:2505.22617", advantage=z_score, ratio=token, trust_region=DropCovariance(select_fraction=2e-4, cov_low=1.0, cov_high=5.0, clip_low=1.0, clip_high=1.0), aggregate=token_mean),
-    "kl_cov": Objective(paper="arXiv:2505.22617", advantage=z_score, ratio=token, trust_region=PenalizeCovariance(select_fraction=2e-3, cov_kl=1.0), aggregate=token_mean),
+    "sapo": row("2511.20347", z_score, token, SoftGate(), sequence_mean),
+    "maspo": row("2602.17550", z_score, token, MassGate(), token_mean),
+    "cispo": row("2506.13585", z_score, token, CappedWeight(), token_mean),
+    "minirl": row("2512.01374", centered, token, MaskedWeight(), sequence_sum),
+    # Token level, with a few tokens selected by covariance.
+    "clip_cov": row("2505.22617", z_score, token, DropCovariance(), token_mean),
+    "kl_cov": row("2505.22617", z_score, token, PenalizeCovariance(), token_mean),
     # No ratio.
-    "gpg": Objective(paper="arXiv:2504.02546", advantage=rescaled, ratio=none, trust_region=Unbounded(), aggregate=token_mean),
-    "rloo": Objective(paper="arXiv:2402.14740", advantage=leave_one_out, ratio=none, trust_region=Unbounded(), aggregate=sequence_sum, per="sequence"),
-}  # fmt: skip
+    "gpg": row("2504.02546", rescaled, none, Unbounded(), token_mean),
+    "rloo": row("2402.14740", leave_one_out, none, Unbounded(), sequence_sum, per="sequence"),
+}
 
 
 def objective(name: str, **settings: Any) -> Objective:
-    """A row of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`."""
+    """An objective of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`."""
     if not isinstance(name, str) or name not in TABLE:
         raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}")
     return change(replace(TABLE[name], name=name), settings)
 
 
 def objective_names() -> list[str]:
-    """The rows of the table."""
+    """The names of all objectives."""
     return list(TABLE)

@@ -1,16 +1,18 @@
-"""Stage 6: how much of a move is believed.
+"""Stage 6: how far the objective trusts a move of the policy.
 
-In: packed tokens and the log-ratio of stage 5. Out: the term of the objective J (to maximise) per token, and which
+In: packed tokens and the log-ratio of stage 5. Out: the per-token term of the objective J (to maximize), and which
 tokens the bound acted on. Invariant: at ratio 1 every region gives the gradient A * grad log pi.
 
-A region is a frozen dataclass; its fields are the objective's settings of the same name. Soft regions have no bound
-that is either hit or not, and report no clipped tokens.
+A region is a frozen dataclass. Its fields are the objective's settings of the same name, and their defaults are the
+published constants. What other code must know about a region is an attribute of `TrustRegion`. Soft regions have no
+bound that a token either hits or does not hit, and report no clipped tokens.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +24,36 @@ from gspo.objectives.sequences import Tokens
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A trust region's answer."""
+    """What a trust region returns."""
 
     objective_N: Tensor
     ratio_N: Tensor
-    """The ratio that was judged, detached."""
+    """The ratio that the region judged, detached."""
     clipped_N: Tensor
     """Where the bound acted."""
+
+
+class UsualRange(NamedTuple):
+    """Clip ranges outside of these limits are legal and almost surely a mistake."""
+
+    too_narrow_below: float
+    too_wide_from: float
+    advice: str
+    """The range to use instead."""
 
 
 @dataclass(frozen=True)
 class TrustRegion:
     """Base of all regions."""
+
+    usual_range: ClassVar[UsualRange | None] = None
+    """Sensible clip ranges for a token-level ratio; `None` without a clip range."""
+    clips_log_ratio: ClassVar[bool] = False
+    """Whether the clip range bounds log r instead of r - 1."""
+    needs_sampler: ClassVar[bool] = False
+    """Whether the region weights by pi/mu, the ratio to the sampler, and so already corrects for its numerics."""
+    selects_tokens: ClassVar[bool] = False
+    """Whether the region selects tokens over the whole optimizer step, before it is split into micro-batches."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -44,13 +64,42 @@ class TrustRegion:
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         raise NotImplementedError
 
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """(clip_low, clip_high); `None` if the region has no clip range."""
+        return None
 
-@dataclass(frozen=True)
-class Clip(TrustRegion):
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual_clip` = c also max(..., c A) where A < 0."""
+    def warning(self) -> str | None:
+        """What is legal about the settings and almost surely not meant, apart from the clip range."""
+        return None
 
+    def selection_count(self, tokens: int) -> int:
+        """How many of a step's tokens the region selects."""
+        return 0
+
+    def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
+        """Which of the step's tokens the region selects; `tokens` holds all of them."""
+        raise NotImplementedError
+
+
+class ClipRange:
+    """Mixin of the regions with a clip range. They declare the two fields, each with its published default."""
+
+    usual_range: ClassVar[UsualRange | None] = UsualRange(0.01, math.inf, "0.2")
     clip_low: float
     clip_high: float
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
+
+@dataclass(frozen=True)
+class Clip(ClipRange, TrustRegion):
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual_clip` = c also max(..., c A) where A < 0."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +109,7 @@ class Clip(TrustRegion):
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        # The minimum has no gradient exactly where the ratio has left the range in the direction of A.
         inside_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         objective_N = torch.minimum(ratio_N * a_N, inside_N * a_N)
         clipped_N = pushed_out(ratio_N, a_N, self.clip_low, self.clip_high)
@@ -70,17 +120,20 @@ class Clip(TrustRegion):
 
 
 @dataclass(frozen=True)
-class LogClipThenMean(TrustRegion):
+class LogClipThenMean(ClipRange, TrustRegion):
     """A exp(mean_t d_t), d_t = log r_t bounded by +clip_high where A > 0 and by -clip_low where A < 0 (GMPO)."""
 
-    clip_low: float
-    clip_high: float
+    usual_range: ClassVar[UsualRange | None] = UsualRange(0.01, 3.0, "0.4, in log space")
+    clips_log_ratio: ClassVar[bool] = True
+    clip_low: float = 0.4
+    clip_high: float = 0.4
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, sequences = tokens.advantage_N, tokens.sequences
         upper_N = torch.where(a_N > 0, log_ratio_N.clamp(max=self.clip_high), log_ratio_N)
         bounded_N = torch.where(a_N < 0, upper_N.clamp(min=-self.clip_low), upper_N)
-        mean_N = sequences.spread(sequences.mean(bounded_N.detach()))
+        # As in ratio.sequence, the gradient flows through each token's own log-prob; a bounded token has none.
+        mean_N = sequences.expand(sequences.mean(bounded_N.detach()))
         ratio_N = with_gradient_of(mean_N, bounded_N).exp()
         clipped_N = ((a_N > 0) & (log_ratio_N > self.clip_high)) | ((a_N < 0) & (log_ratio_N < -self.clip_low))
         return Surrogate(ratio_N * a_N, ratio_N.detach(), clipped_N)
@@ -88,10 +141,11 @@ class LogClipThenMean(TrustRegion):
 
 @dataclass(frozen=True)
 class SoftGate(TrustRegion):
-    """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO). Gradient weight sech^2(tau(r-1)/2) r."""
+    """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO).
+    The gradient weight is sech^2(tau (r - 1) / 2) r."""
 
-    tau_pos: float
-    tau_neg: float
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,31 +163,34 @@ class SoftGate(TrustRegion):
 class GammaWeight(TrustRegion):
     """sg[W^k exp(lambda (1 - W))] A log pi, (k, lambda) by the sign of A (VESPO). Computed in log space."""
 
-    k_pos: float
-    lambda_pos: float
-    k_neg: float
-    lambda_neg: float
+    needs_sampler: ClassVar[bool] = True
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, log_w_N = tokens.advantage_N, log_ratio_N.detach()
         k_N = _either(a_N >= 0, self.k_pos, self.k_neg, log_w_N)
         lambda_N = _either(a_N >= 0, self.lambda_pos, self.lambda_neg, log_w_N)
         w_N = log_w_N.clamp(max=MAX_LOG_RATIO).exp()
+        # exp of a sum, not a product of powers: W^k alone overflows for a long completion.
         phi_N = (lambda_N + k_N * log_w_N - lambda_N * w_N).exp()
         return _soft(phi_N * a_N * tokens.logp_N, w_N)
 
 
 @dataclass(frozen=True)
 class MassGate(TrustRegion):
-    """sg[F] r A, F = exp(-(r-1)^2 / (2 sigma^2)) where r moved in the direction A pushes, sigma wider for rare tokens (MASPO)."""
+    """sg[F] r A, F = exp(-(r - 1)^2 / (2 sigma^2)) where r has moved in the direction of A, else 1 (MASPO).
+    sigma is wider for rare tokens and depends on the sign and size of A."""
 
-    sigma_base: float
-    mass_power: float
-    beta_pos: float
-    beta_neg: float
-    sigma_high: float
-    factor_low: float
-    factor_high: float
+    sigma_base: float = 1.0
+    mass_power: float = 0.3
+    beta_pos: float = 0.03
+    beta_neg: float = 0.03
+    sigma_high: float = 10.0
+    factor_low: float = 0.1
+    factor_high: float = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,9 +200,8 @@ class MassGate(TrustRegion):
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
         r_N = ratio_N.detach()
-        mass_N = (self.sigma_base * torch.exp(-self.mass_power * tokens.logp_old_N)).clamp(
-            self.sigma_base, self.sigma_high
-        )
+        mass_N = self.sigma_base * torch.exp(-self.mass_power * tokens.logp_old_N)
+        mass_N = mass_N.clamp(self.sigma_base, self.sigma_high)
         by_sign_N = torch.where(a_N > 0, 1 + self.beta_pos * a_N, 1 / (1 - self.beta_neg * a_N.clamp(max=0)))
         sigma_N = mass_N * by_sign_N.clamp(self.factor_low, self.factor_high)
         pushed_N = ((a_N > 0) & (r_N > 1)) | ((a_N < 0) & (r_N < 1))
@@ -155,9 +211,13 @@ class MassGate(TrustRegion):
 
 @dataclass(frozen=True)
 class CappedWeight(TrustRegion):
-    """sg[min(r, weight_cap)] A log pi: bounded weight, no token dropped (CISPO). `weight_cap` is the bound itself, not 1 + it."""
+    """sg[min(r, weight_cap)] A log pi (CISPO). The weight is bounded and no token is dropped.
+    `weight_cap` bounds the ratio itself; it is not 1 + weight_cap."""
 
-    weight_cap: float
+    weight_cap: float = 5.0
+
+    def warning(self) -> str | None:
+        return _low_cap(self.weight_cap)
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         ratio_N = log_ratio_N.detach().exp()
@@ -166,14 +226,20 @@ class CappedWeight(TrustRegion):
 
 
 @dataclass(frozen=True)
-class MaskedWeight(TrustRegion):
-    """M sg[min(pi/mu, weight_cap)] A log pi, M = 0 where pi/pi_old was already pushed out of the clip range (MiniRL)."""
+class MaskedWeight(ClipRange, TrustRegion):
+    """M sg[min(pi/mu, weight_cap)] A log pi, M = 0 where pi/pi_old has left the clip range in the direction of A
+    (MiniRL)."""
 
-    clip_low: float
-    clip_high: float
-    weight_cap: float
+    needs_sampler: ClassVar[bool] = True
+    clip_low: float = 0.2
+    clip_high: float = 0.27
+    weight_cap: float = 5.0
+
+    def warning(self) -> str | None:
+        return _low_cap(self.weight_cap)
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        # Two ratios: pi/pi_old decides what is dropped, pi/mu weights what is kept.
         ratio_N = log_ratio_N.detach().exp()
         log_weight_N = (tokens.logp_N.detach() - tokens.logp_behavior_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         weight_N = log_weight_N.exp().clamp(max=self.weight_cap)
@@ -192,8 +258,9 @@ class Unbounded(TrustRegion):
 
 @dataclass(frozen=True)
 class CovarianceRegion(TrustRegion):
-    """A region that singles tokens out by Cov_j = (log pi_j - mean log pi)(A_j - mean A) over the whole optimiser step."""
+    """A region that selects tokens by Cov_j = (log pi_j - mean log pi)(A_j - mean A) over the whole optimizer step."""
 
+    selects_tokens: ClassVar[bool] = True
     select_fraction: float
 
     def __post_init__(self) -> None:
@@ -202,26 +269,25 @@ class CovarianceRegion(TrustRegion):
             raise ConfigError(f"select_fraction: must be between 0 and 1, not {self.select_fraction:g}")
 
     def selection_count(self, tokens: int) -> int:
-        """How many of a step's tokens are singled out: the fraction rounded down, never forced up to one."""
+        """The fraction of the tokens, rounded down; a small step may select none."""
+        # 1e-9 restores counts that the product just misses: 0.29 * 100 is 28.999... in float64.
         return int(self.select_fraction * tokens + 1e-9)
 
-    def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
-        """Which of the step's tokens; `tokens` holds all of them."""
-        raise NotImplementedError
-
     def _selected(self, tokens: Tokens) -> Tensor:
-        assert tokens.selected_N is not None, "select() the step's tokens before micro-batches are cut"
+        assert tokens.selected_N is not None, "select() the step's tokens before splitting it into micro-batches"
         return tokens.selected_N
 
 
 @dataclass(frozen=True)
-class DropCovariance(CovarianceRegion):
-    """Clip, and zero the loss of a random `select_fraction` of tokens among those with Cov in [cov_low, cov_high] (Clip-Cov)."""
+class DropCovariance(ClipRange, CovarianceRegion):
+    """Clip, and zero the loss of a random `select_fraction` of the tokens, among those with Cov in [cov_low, cov_high]
+    (Clip-Cov)."""
 
-    cov_low: float
-    cov_high: float
-    clip_low: float
-    clip_high: float
+    select_fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    clip_low: float = 1.0
+    clip_high: float = 1.0
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -239,6 +305,7 @@ class DropCovariance(CovarianceRegion):
         cov_N = covariance(tokens)
         allowed_N = (cov_N >= self.cov_low) & (cov_N <= self.cov_high) & ~self._clip(tokens, log_ratio_N).clipped_N
         candidates = allowed_N.nonzero().squeeze(-1)
+        # The permutation is made on the CPU, so the same seed selects the same tokens on every device.
         order = torch.randperm(len(candidates), generator=generator)[: self.selection_count(len(cov_N))]
         return torch.zeros_like(allowed_N).index_fill(0, candidates[order.to(candidates.device)], True)
 
@@ -250,7 +317,8 @@ class DropCovariance(CovarianceRegion):
 class PenalizeCovariance(CovarianceRegion):
     """r A - cov_kl |log pi - log pi_old| on the `select_fraction` of tokens with the largest Cov (KL-Cov). No clip."""
 
-    cov_kl: float
+    select_fraction: float = 2e-3
+    cov_kl: float = 1.0
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         ratio_N = log_ratio_N.exp()
@@ -272,14 +340,24 @@ def covariance(tokens: Tokens) -> Tensor:
 
 
 def pushed_out(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
-    """Whether the ratio has left [1 - low, 1 + high] on the side the advantage pushes to."""
+    """Whether the ratio has left [1 - low, 1 + high] in the direction of the advantage."""
     return ((advantage_N > 0) & (ratio_N > 1 + high)) | ((advantage_N < 0) & (ratio_N < 1 - low))
 
 
 def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
-    """torch.where of two numbers, in full precision (two Python numbers alone would meet in float32)."""
+    """torch.where of two numbers in the dtype of `like_N`."""
+    # torch.where of two Python numbers would return float32, also for float64 inputs.
     return torch.where(where_N, like_N.new_tensor(yes), like_N.new_tensor(no))
 
 
 def _soft(objective_N: Tensor, ratio_N: Tensor) -> Surrogate:
     return Surrogate(objective_N, ratio_N.detach(), torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
+def _low_cap(weight_cap: float) -> str | None:
+    if weight_cap >= 1:
+        return None
+    return (
+        f"weight_cap={weight_cap:g} bounds the ratio itself, not 1 + weight_cap, and scales down on-policy tokens; "
+        "use about 5"
+    )

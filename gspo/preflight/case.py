@@ -1,6 +1,7 @@
-"""What the checks of one recipe share: its settings, and the parts of the run as far as they could be built.
+"""What the checks of one recipe share: its settings, and the components of the run as far as they could be built.
 
-Invariant: nothing is built that a run would not build, and nothing of it outlives the `stack`.
+In: a config. Out: components and measurements that later checks read. Invariant: nothing is built that a run would not
+build, and nothing outlives the `stack`.
 """
 
 from __future__ import annotations
@@ -20,67 +21,68 @@ from gspo.rollout.engine import Engine
 from gspo.types import Group
 
 PATIENCE_S = 20.0
-"""After this long no further chunk of prompts is sampled, and no further micro-batch learned from."""
+"""After this time the checks start no further chunk of prompts and no further micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """How long things took on a few replies."""
+    """Measured times for a few completions."""
 
-    replies: int
+    completions: int
     rollout_s: float
     reward_s: float
-    learned: int = 0
-    """Replies that went through a learning forward and backward."""
-    learn_s: float = 0.0
+    trained: int = 0
+    """Completions that went through a training forward and backward pass."""
+    train_s: float = 0.0
 
 
 @dataclass(kw_only=True)
 class Case:
-    """One recipe under examination. A part is None until its check has built it, and stays so if that failed."""
+    """A recipe under examination. A component is `None` until its check has built it, and stays `None` if that
+    failed."""
 
     config: Config
     prompts: int | None = None
-    """Groups to sample; None: as many as can be had in a few seconds."""
+    """Groups to sample; `None` samples as many as fit in a few seconds."""
     stack: ExitStack = field(default_factory=ExitStack)
     objective: Objective | None = None
     tokenizer: Any = None
     skeleton: Any = None
-    """The model without its weights: shapes, names, end tokens."""
+    """The model without its weights: shapes, names, stop tokens."""
     problems: Problems | None = None
     rewards: RewardPool | None = None
     policy: Policy | None = None
     engine: Engine | None = None
     groups: list[Group] | None = None
-    """A few prompts of the first step, sampled and scored as the run would."""
-    fresh: Any = None
-    """Log-probabilities of those replies (`batch.LogprobsByPolicy`)."""
+    """A few groups of the first step, sampled and scored as in the run."""
+    logprobs: Any = None
+    """Log-probs of those completions (`ratio.LogprobsByPolicy`)."""
     pace: Timings | None = None
     activation_bytes: float | None = None
-    """Per token of a micro-batch, measured; None: not measured."""
+    """Measured bytes per token of a micro-batch; `None` if not measured."""
     device: torch.device | None = None
     free: tuple[int, int] | None = None
-    """Bytes of memory on the model's device before it was loaded: free, and in all."""
+    """(free, total) bytes of memory on the model's device before the model was loaded."""
 
     @property
-    def replies(self) -> int:
-        """Replies of one step, before any refill."""
+    def completions(self) -> int:
+        """Completions of one step, without refills."""
         return self.config.rollout.prompts * self.config.rollout.replies
 
     @property
     def cold(self) -> bool:
-        """Whether the run trains the model on demonstrations first, so that its replies now say little."""
+        """Whether the run starts with SFT on demonstrations, so that today's completions say little about it."""
         return self.config.cold_start.steps > 0
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens; the limit where the prompts are not known."""
+        """Tokens of the longest prompt; the limit if the prompts are unknown."""
         if self.problems is None or self.tokenizer is None:
             return self.config.data.max_prompt_tokens
         return max(len(p.token_ids) for p in (*self.problems.train, *self.problems.held_out))
 
     @property
-    def reply_length(self) -> float:
-        """Mean tokens of the sampled replies; the limit where there are none."""
+    def completion_length(self) -> float:
+        """Mean tokens of the sampled completions; the limit if there are none."""
         lengths = [len(c.token_ids) for g in self.groups or () for c in g.completions]
         return sum(lengths) / len(lengths) if lengths else self.config.rollout.max_tokens

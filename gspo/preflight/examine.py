@@ -1,8 +1,8 @@
-"""The checks in their order, each kept from spoiling the others.
+"""The checks in their order, isolated from each other.
 
-In: a recipe and overrides. Out: findings, handed on as they come. Invariant: whatever a check does, it ends in findings:
-an error of the user's becomes a FAIL with its message, any other exception a FAIL that names the check, and checks that
-need what could not be built are named as not done. When this returns, no process and no file of it is left.
+In: a recipe and overrides. Out: findings, passed on as they come. Invariant: every check ends in findings. A user error
+becomes a FAIL with its message, any other exception a FAIL that names the check, and a check whose components could not
+be built is listed as not checked. No process and no file remains afterwards.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MISSING = {
     "rewards": "the rewards could not be loaded",
     "policy": "the model was not loaded",
     "engine": "the sampling engine was not built",
-    "groups": "no replies were sampled",
+    "groups": "no completions were sampled",
     "objective": "the objective could not be built",
 }
-"""Why a part of the case is None, in words."""
+"""Why a component of the case is `None`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing to look at."""
+    """A named check of a case."""
 
     name: str
     run: Callable[[Case], Iterable[Finding]]
     needs: tuple[str, ...] = ()
-    """Parts of the case that must have been built."""
+    """Components of the case that must have been built."""
     weights: bool = False
-    """Whether it needs the model's weights, and is left out by `--quick`."""
+    """Whether it needs the model's weights; `--quick` skips it."""
 
 
 CHECKS = (
@@ -55,7 +55,7 @@ CHECKS = (
     Check(name="data", run=files.check_data),
     Check(name="prompt lengths", run=files.check_lengths, needs=("tokenizer", "problems")),
     Check(name="chat template", run=tokens.check_template, needs=("tokenizer",)),
-    Check(name="end of a reply", run=tokens.check_ends, needs=("tokenizer", "skeleton")),
+    Check(name="stop tokens", run=tokens.check_ends, needs=("tokenizer", "skeleton")),
     Check(name="reward functions", run=rewards.check_functions, needs=("problems",)),
     Check(name="known answers", run=rewards.check_known, needs=("problems", "rewards")),
     Check(name="sandbox", run=rewards.check_sandbox),
@@ -64,7 +64,7 @@ CHECKS = (
     Check(name="sampling", run=sampling.check_sampling, needs=("engine", "problems", "rewards"), weights=True),
     Check(name="ratio", run=ratio.check_ratio, needs=("groups", "policy"), weights=True),
     Check(name="temperature", run=ratio.check_temperature, needs=("groups", "policy"), weights=True),
-    Check(name="reward on replies", run=rewards.check_replies, needs=("groups",), weights=True),
+    Check(name="reward on completions", run=rewards.check_completions, needs=("groups",), weights=True),
     Check(name="uniform groups", run=sampling.check_uniform, needs=("groups", "objective"), weights=True),
     Check(name="memory", run=memory.check_memory, needs=("skeleton",)),
     Check(name="disk", run=disk.check_disk, needs=("skeleton",)),
@@ -74,7 +74,7 @@ CHECKS = (
 
 
 def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int | None, show: Show) -> list[Finding]:
-    """Look a recipe over; `show` gets each finding as it comes."""
+    """Run the pre-flight checks of a recipe; `show` receives each finding as it comes."""
     path = settings.find_recipe(recipe)
     try:
         config = settings.override(settings.read_toml(path), overrides, where=str(path))
@@ -91,26 +91,27 @@ def run_checks(case: Case, checks: Iterable[Check] = CHECKS, *, quick: bool = Fa
     findings: list[Finding] = []
     skipped: dict[str, list[str]] = {}
 
-    def tell(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         findings.append(finding)
         show(finding)
 
     for check in checks:
         missing = next((need for need in check.needs if getattr(case, need) is None), None)
         if quick and check.weights:
-            skipped.setdefault("left out by --quick", []).append(check.name)
+            skipped.setdefault("skipped by --quick", []).append(check.name)
         elif missing:
             skipped.setdefault(MISSING[missing], []).append(check.name)
         else:
             for finding in run_check(check, case):
-                tell(finding)
+                report(finding)
     for reason, names in skipped.items():
-        tell(replace(note(f"{', '.join(names)}: {reason}."), check="not checked"))
+        report(replace(note(f"{', '.join(names)}: {reason}."), check="not checked"))
     return findings
 
 
 def run_check(check: Check, case: Case) -> Iterator[Finding]:
-    """A check's findings, its warnings and errors among them."""
+    """The findings of a check, including its warnings and errors."""
+    # A warning of the run's own code is a finding; the user would otherwise see it only in the log of the run.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -118,25 +119,26 @@ def run_check(check: Check, case: Case) -> Iterator[Finding]:
                 yield replace(finding, check=check.name)
         except GspoError as error:
             yield _refused(check.name, error)
-        except Exception as error:  # whatever it is, the other checks go on
+        except Exception as error:  # any failure of one check must not stop the others
             yield replace(_broken(error), check=check.name)
     for text in dict.fromkeys(str(w.message) for w in caught if _ours(w.category)):
         yield replace(warning(text), check=check.name)
 
 
 def _refused(check: str, error: GspoError) -> Finding:
-    """An error that the run would stop with."""
+    """An error that would stop the run."""
     first, *rest = str(error).splitlines()
     return replace(fail(first, detail=rest), check=check)
 
 
 def _broken(error: Exception) -> Finding:
     return fail(
-        f"The check broke off: {describe(error)}.",
-        "The run would meet the same in this place, if it is the model or the data; else it is a fault of the doctor.",
+        f"The check failed with an exception: {describe(error)}.",
+        "If the cause is the model or the data, the run would fail in the same place; otherwise it is a bug in the "
+        "doctor.",
     )
 
 
 def _ours(category: type[Warning]) -> bool:
-    """Libraries warn of many things; these kinds are raised by the stages of a run."""
+    """Whether a stage of the run raised the warning. Libraries warn about many other things."""
     return issubclass(category, ObjectiveWarning | RewardWarning) or category is RuntimeWarning

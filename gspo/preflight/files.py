@@ -1,6 +1,7 @@
 """The data: files, fields, counts, bad rows, overlap, prompt lengths.
 
-Without a tokenizer (a model that does not load) rows and fields are read all the same, through a stand-in.
+In: a case. Out: findings, and the problems of the run. Invariant: rows and fields are checked even without a tokenizer
+(a model that does not load); a placeholder tokenizer takes its place.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from gspo.errors import DataError
 from gspo.model.load import position_limit
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, note, ok, warning
+from gspo.preflight.machine import counted
 from gspo.types import Prompt
 
 MANY = 0.05
-"""From this share on, rows that are left out deserve a warning."""
+"""Above this fraction, skipped rows are a warning."""
 
 
 class RowTokenizer:
-    """Stands in for a tokenizer where only rows and fields are looked at: any prompt is one token."""
+    """Placeholder where only rows and fields are checked: any prompt is one token."""
 
     chat_template = "any"
     eos_token_id = None
@@ -38,28 +40,34 @@ class RowTokenizer:
 
 
 def check_data(case: Case) -> Iterator[Finding]:
-    config, tokenizer = case.config.data, case.tokenizer or RowTokenizer()
+    config = case.config.data
+    tokenizer = case.tokenizer or RowTokenizer()
     case.problems = problems = load_problems(config, tokenizer, case.config.seed)
     source = config.path or (f"hub data set {config.hub}" if config.hub else f"task {config.task}")
     answers = sum("answer" in p.columns for p in problems.train)
     fields = sorted(set().union(*(p.columns for p in problems.train)))
     yield ok(
-        f"{source}: {_count(problems.train, 'training problem')}, {len(problems.held_out)} held out; rewards receive the fields {', '.join(fields) or 'none'}.",
-        train=len(problems.train), held_out=len(problems.held_out), answers=answers, skipped=problems.skipped, overlapping=problems.overlapping,
-    )  # fmt: skip
-    yield from _left_out(case, problems, tokenizer)
+        f"{source}: {counted(len(problems.train), 'training problem')}, {len(problems.held_out)} held out; rewards "
+        f"receive the fields {', '.join(fields) or 'none'}.",
+        train=len(problems.train),
+        held_out=len(problems.held_out),
+        answers=answers,
+        skipped=problems.skipped,
+        overlapping=problems.overlapping,
+    )
+    yield from _dropped(case, problems, tokenizer)
     yield from _repeated(case, problems)
     yield from _held_out(case, problems)
 
 
-def _left_out(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
+def _dropped(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
     rows = len(problems.train) + len(problems.held_out) + problems.skipped
     if problems.skipped:
         level = warning if problems.skipped > MANY * rows else note
         yield level(
-            f"{problems.skipped} of {rows} rows are bad and will be left out (data.on_bad_row = skip).",
-            "Look at the first of them below; a wrong field name or limit is mended more easily than rows.",
-            detail=_first_faults(case, tokenizer),
+            f"{problems.skipped} of {rows} rows are bad and will be skipped (data.on_bad_row = skip).",
+            "Look at the first of them below: the cause may be a wrong field name or limit, which is easy to fix.",
+            detail=_first_errors(case, tokenizer),
             skipped=problems.skipped,
         )
     if problems.crowded:
@@ -67,12 +75,12 @@ def _left_out(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Findin
         yield warning(f"{what}.", f"{do.capitalize()}.", overlapping=problems.overlapping)
     elif problems.overlapping:
         yield note(
-            f"{problems.overlapping} training problems ask the same as a held-out one and will be left out.",
+            f"{problems.overlapping} training problems duplicate a held-out problem and will be dropped.",
             overlapping=problems.overlapping,
         )
 
 
-def _first_faults(case: Case, tokenizer: Any) -> list[str]:
+def _first_errors(case: Case, tokenizer: Any) -> list[str]:
     strict = dataclasses.replace(case.config.data, on_bad_row="error")
     try:
         load_problems(strict, tokenizer, case.config.seed)
@@ -82,32 +90,35 @@ def _first_faults(case: Case, tokenizer: Any) -> list[str]:
 
 
 def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
-    config, count = case.config, len(problems.train)
+    config = case.config
+    count = len(problems.train)
     text, times = Counter(p.text for p in problems.train).most_common(1)[0]
     if times > 1:
         copies = count - len({p.text for p in problems.train})
         yield note(
-            f"{copies} training rows repeat the prompt of another row; the commonest occurs {times} times.",
-            detail=[shown(text)], repeated=copies,
-        )  # fmt: skip
+            f"{copies} training rows repeat the prompt of another row; the most common one occurs {times} times.",
+            detail=[shown(text)],
+            repeated=copies,
+        )
     if config.rollout.prompts > count:
         yield warning(
-            f"A step draws {config.rollout.prompts} prompts, but there are only {count}: the same prompt is drawn several times in a step.",
+            f"A step samples {config.rollout.prompts} prompts, but there are only {count}: a step contains the same "
+            "prompt several times.",
             f"Set rollout.prompts to at most {count}, or add problems.",
         )
     elif config.steps:
-        yield ok(
-            f"{config.steps} steps of {config.rollout.prompts} prompts visit each problem {config.steps * config.rollout.prompts / count:.2g} times."
-        )
+        visits = config.steps * config.rollout.prompts / count
+        yield ok(f"{config.steps} steps of {config.rollout.prompts} prompts visit each problem {visits:.2g} times.")
 
 
 def _held_out(case: Case, problems: Problems) -> Iterator[Finding]:
     count = len(problems.held_out)
     if case.config.eval.every and 0 < count < 100:
+        # Half-width of the 95 % interval of a proportion, which is widest at 50 %.
         points = 100 * 1.96 * math.sqrt(0.25 / count)
         yield note(
-            f"{count} held-out problems tell an accuracy of 50 % only to ±{points:.0f} points.",
-            "Set data.held_out higher to see smaller gains.",
+            f"With {count} held-out problems, an accuracy of 50 % is known only to ±{points:.0f} points.",
+            "Raise data.held_out to detect smaller gains.",
         )
 
 
@@ -115,45 +126,47 @@ def check_lengths(case: Case) -> Iterator[Finding]:
     assert case.problems is not None
     prompts = [*case.problems.train, *case.problems.held_out]
     lengths = sorted(len(p.token_ids) for p in prompts)
-    limit, reply = case.config.data.max_prompt_tokens, case.config.rollout.max_tokens
+    limit = case.config.data.max_prompt_tokens
+    completion = case.config.rollout.max_tokens
     longest = max(prompts, key=lambda p: len(p.token_ids))
     yield ok(
-        f"The median prompt has {statistics.median(lengths):g} tokens and the longest {lengths[-1]} (data.max_prompt_tokens = {limit}).",
-        median=statistics.median(lengths), longest=lengths[-1],
-    )  # fmt: skip
+        f"The median prompt has {statistics.median(lengths):g} tokens and the longest {lengths[-1]} "
+        f"(data.max_prompt_tokens = {limit}).",
+        median=statistics.median(lengths),
+        longest=lengths[-1],
+    )
     yield from _unknown(case, prompts)
     positions = position_limit(case.skeleton) if case.skeleton is not None else None
-    if positions is not None and lengths[-1] + reply > positions:
+    if positions is not None and lengths[-1] + completion > positions:
         yield fail(
-            f"Prompt {longest.id} has {lengths[-1]} tokens, and with rollout.max_tokens = {reply} more it exceeds the model's {positions} positions.",
-            f"Set rollout.max_tokens to at most {positions - lengths[-1]}, or data.max_prompt_tokens = {max(1, positions - reply)} with data.on_bad_row = skip.",
+            f"Prompt {longest.id} has {lengths[-1]} tokens; with rollout.max_tokens = {completion} it exceeds the "
+            f"model's {positions} positions.",
+            f"Set rollout.max_tokens to at most {positions - lengths[-1]}, or data.max_prompt_tokens = "
+            f"{max(1, positions - completion)} with data.on_bad_row = skip.",
             positions=positions,
         )
     elif positions is not None:
         yield ok(
-            f"The longest prompt and a reply of {reply} tokens fit the model's {positions} positions.",
+            f"The longest prompt and a completion of {completion} tokens fit the model's {positions} positions.",
             positions=positions,
         )
 
 
 def _unknown(case: Case, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Characters that the tokenizer has no token for are lost to the model."""
+    """Prompts with characters that the tokenizer has no token for."""
     unknown = getattr(case.tokenizer, "unk_token_id", None)
     lost = [p for p in prompts if unknown is not None and unknown in p.token_ids]
     if lost:
         yield warning(
-            f"{len(lost)} of {len(prompts)} prompts hold characters that the tokenizer does not know; the model cannot see them.",
-            "Use a tokenizer that knows them, or clean the data.",
+            f"{len(lost)} of {len(prompts)} prompts contain characters that are not in the tokenizer's vocabulary; the "
+            "model cannot see them.",
+            "Use a tokenizer that covers them, or clean the data.",
             detail=[shown(lost[0].text)],
             unknown=len(lost),
         )
 
 
 def shown(text: str, limit: int = 400) -> str:
-    """Text on one line, its middle left out if it is long."""
+    """Text on one line; the middle of a long text is omitted."""
     line = text.replace("\n", "⏎")
     return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
-
-
-def _count(things: Sequence[Any], name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

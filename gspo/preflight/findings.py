@@ -1,7 +1,8 @@
-"""What a check says.
+"""What a check reports.
 
-In: what was found. Out: a `Finding`: how bad it is, what it means in one sentence, what to do. Invariant: `FAIL` is kept
-for what would end the run or make it worthless, so that the exit code means something.
+In: a result of a check. Out: a `Finding` with its level, one sentence that says what it means, and the remedy.
+Invariant: `FAIL` is reserved for what would stop the run or make its result worthless, so that the exit code is
+meaningful.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity."""
 
     OK = "ok"
     NOTE = "note"
     """Worth knowing."""
     WARNING = "warning"
-    """The run would go through, and probably not as meant."""
+    """The run would finish, but probably not as intended."""
     FAIL = "FAIL"
-    """The run would stop, or its result could not be trusted."""
+    """The run would stop, or its result would not be trustworthy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that a check found."""
+    """One result of a check."""
 
     level: Level
     what: str
@@ -34,11 +35,11 @@ class Finding:
     do: str = ""
     """What to change, if anything."""
     detail: tuple[str, ...] = ()
-    """Lines to look at: numbers with their origin, an example."""
+    """Lines of evidence: numbers with their origin, an example."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs."""
+    """The same evidence for programs."""
     check: str = ""
-    """Which check said it; put in by `examine`."""
+    """Name of the check; set by `run_check`."""
 
 
 def ok(what: str, *, detail: Sequence[str] = (), **numbers: Any) -> Finding:

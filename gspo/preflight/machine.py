@@ -1,4 +1,7 @@
-"""What the machine has to give."""
+"""Free memory of the machine, and numbers for people.
+
+In: a device. Out: bytes. Invariant: in a container the limits of its cgroup count, not those of the host.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,34 @@ from pathlib import Path
 
 import torch
 
-CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),  # cgroup v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # cgroup v1
+)
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free on a device, and that it has: for a CPU within the limits of its container."""
+    """(free, total) bytes of a device; for a CPU within the limits of its container."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = _meminfo("MemAvailable") or total
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
-        most, now = _number(CGROUP / limit), _number(CGROUP / used)
+    for limit, used in CGROUP_FILES:
+        most = _number(CGROUP / limit)
+        now = _number(CGROUP / used)
         if most is not None and now is not None and most < total:
-            total, free = most, min(free, most - now + _page_cache((CGROUP / used).with_name("memory.stat")))
+            total = most
+            free = min(free, most - now + _page_cache((CGROUP / used).with_name("memory.stat")))
     return free, total
 
 
 def _page_cache(stat: Path) -> int:
-    """Bytes of files that a container's usage counts although the kernel gives them up when memory is needed: after a model was
-    downloaded or read they can fill the whole limit. The totals of a tree of containers, where they are told, are the usage's."""
+    """Bytes of the page cache that count as usage of a container, although the kernel frees them on demand."""
+    # After a model was downloaded or read, the page cache can fill the whole limit. cgroup v1 reports the sums over
+    # nested containers as total_*, and its usage is such a sum.
     try:
         values = dict(line.split() for line in stat.read_text().splitlines())
     except (OSError, ValueError):
@@ -46,12 +57,12 @@ def _meminfo(name: str) -> int | None:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # missing, or "max" (no limit)
         return None
 
 
 def digits(value: float, count: int) -> str:
-    """A number with so many leading digits, and all that stand before the point: 0.12, 3.4, 105, never 1e+02."""
+    """A number with `count` significant digits, but never in exponent form: 0.12, 3.4, 105, not 1e+02."""
     return f"{value:.0f}" if abs(value) >= 10 ** (count - 1) else f"{value:.{count}g}"
 
 
@@ -61,3 +72,8 @@ def human(size: float) -> str:
         if size >= scale:
             return f"{digits(size / scale, 3)} {unit}"
     return f"{size:.0f} B"
+
+
+def counted(number: int, name: str) -> str:
+    """1 warning, 2 warnings."""
+    return f"{number} {name}{'s' * (number != 1)}"

@@ -1,23 +1,25 @@
-"""How much memory a step needs at its worst, line by line, against what the device has.
+"""Peak memory of a step, line by line, compared with the memory of the device.
 
-In: the model's shapes and the settings. Out: an `Estimate`. All bytes; b is the size of a weight, n their number.
+In: the model's shapes and the settings. Out: an `Estimate` in bytes. Invariant: it is an upper estimate for the largest
+possible micro-batch. b is the size of a weight, n the number of weights.
 
-Held throughout: weights b n, optimiser 8 n (two float32 moments), for weights in less than float32 also masters 4 n, and
-with a KL penalty a second copy of the weights. With LoRA all but the first count the adapters' weights only, the second copy
-is not needed, and weights in NF4 take 4.127 bits each. On top of that comes the larger of
+Held for the whole run: weights b n, optimizer 8 n (two float32 moments), masters 4 n for weights in lower precision
+than float32, and a second copy of the weights with a KL penalty. With LoRA all but the first count the adapters'
+weights only, there is no second copy, and weights in NF4 take 4.127 bits each. On top of that comes the largest of
 
-- learning, on the largest micro-batch there can be: gradients 4 n (float32 whatever the weights are in), activations, logits;
-- the optimiser's step: gradients 4 n, and on a GPU 4 n for temporaries;
-- sampling: keys and values of every slot at full length, and the logits of one decoding step.
+- training, on the largest possible micro-batch: gradients 4 n (always float32), activations, logits;
+- the optimizer step: gradients 4 n, and on a GPU 4 n for temporaries;
+- sampling: the KV cache of every slot at full length, and the logits of one decoding step.
 
-Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden size H,
-feed-forward I, queries Q, keys and values K, and E experts of width F chosen per token,
+Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden
+size H, feed-forward I, queries Q, keys and values K, and E experts of width F per token, they take
 
     b (5 H + 4 I + 4 Q + 4 K + E (2 H + 4 F)) + 8 H
 
-counted on Llama, Qwen2, Qwen3 and Qwen3-MoE; the tests compare it with what the allocator saw. Where a batch could be
-measured, the measurement is used. The head keeps five float32 numbers per reply token and vocabulary entry at its peak, of
-as many entries as it goes through at a time; a model whose logits are no plain product, of all.
+counted on Llama, Qwen2, Qwen3 and Qwen3-MoE; the tests compare it with the allocator. If a batch could be measured,
+the measurement is used. The LM head keeps five float32 numbers per completion token and vocabulary entry at its peak,
+for as many entries as it processes at a time. If the logits of a model are not a plain matrix product, it processes
+all at once.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
 
 LOGIT_BYTES = 20
-"""Per reply token and vocabulary entry in learning: five float32 copies between softmax, entropy and gradient."""
-DRAW_BYTES = 24
-"""Per slot and vocabulary entry in sampling: logits, log-probabilities, and cumulative sums in float64."""
+"""Per completion token and vocabulary entry in training: five float32 copies for softmax, entropy and gradient."""
+SAMPLE_BYTES = 24
+"""Per slot and vocabulary entry in sampling: logits, log-probs, and cumulative sums in float64."""
 TIGHT = 0.85
-"""Above this share of the free memory, an estimate is too close to be sure."""
+"""Above this fraction of the free memory, the estimate is too close to the limit to be safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +58,15 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run holds throughout, and the phases that come on top one at a time."""
+    """What a run holds all the time, and the phases, of which one at a time comes on top."""
 
     held: tuple[MemoryUse, ...]
     phases: dict[str, tuple[MemoryUse, ...]]
-    """By name; that of learning begins with the gradients."""
+    """By name; the first line of training is its gradients."""
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda name: _total(self.phases[name]))
 
     @property
@@ -85,15 +87,15 @@ class Shape:
     heads: int
     vocabulary: int
     chosen: int
-    """Experts per token; 0: dense."""
+    """Experts per token; 0 for a dense model."""
     expert: int
     """Width of an expert."""
     eager: bool
-    """Attention that keeps its weights, one per pair of tokens."""
+    """Whether attention stores its weights, one per pair of tokens."""
 
 
 def shape_of(model: Any) -> Shape:
-    """Read from the config, whose names differ little between families."""
+    """Read the shape from the config. Its attribute names differ slightly between model families."""
     config = model.config.get_text_config(decoder=True)
 
     def first(*names: str, default: int = 0) -> int:
@@ -106,82 +108,99 @@ def shape_of(model: Any) -> Shape:
     expert = first("moe_intermediate_size", default=inner)
     shared = first("shared_expert_intermediate_size") or first("n_shared_experts") * expert
     return Shape(
-        layers=first("num_hidden_layers"), hidden=hidden, inner=shared if chosen else inner, queries=heads * head,
-        keys=first("num_key_value_heads", default=heads) * head, heads=heads,
-        vocabulary=model.get_input_embeddings().num_embeddings, chosen=chosen, expert=expert,
+        layers=first("num_hidden_layers"),
+        hidden=hidden,
+        inner=shared if chosen else inner,
+        queries=heads * head,
+        keys=first("num_key_value_heads", default=heads) * head,
+        heads=heads,
+        vocabulary=model.get_input_embeddings().num_embeddings,
+        chosen=chosen,
+        expert=expert,
         eager=getattr(config, "_attn_implementation", "sdpa") == "eager",
-    )  # fmt: skip
+    )
 
 
 def layer_bytes(shape: Shape, size: int, width: int) -> float:
-    """What autograd keeps of one layer, per token of a row that is `width` long."""
+    """What autograd keeps of one layer, per token of a row of `width` tokens."""
     elements = 5 * shape.hidden + 4 * shape.inner + 4 * shape.queries + 4 * shape.keys
     elements += shape.chosen * (2 * shape.hidden + 4 * shape.expert)
+    # sdpa recomputes the attention weights in the backward pass; eager attention stores them.
     scores = 3 * shape.heads * width if shape.eager else 0
     return size * (elements + scores) + 8 * shape.hidden
 
 
 def activation_bytes(shape: Shape, size: int, width: int, *, checkpointing: bool) -> float:
-    """What autograd keeps of all layers, per token; with checkpointing the inputs of all and the whole of one."""
+    """What autograd keeps of all layers, per token; with gradient checkpointing their inputs and all of one layer."""
     layer = layer_bytes(shape, size, width)
     return shape.layers * shape.hidden * size + 1.2 * layer if checkpointing else shape.layers * layer
 
 
 def largest_micro_batch(case: Case) -> tuple[int, int]:
-    """(rows, width) of the worst micro-batch: the longest prompt, replies that reach their limit."""
+    """(rows, width) of the largest micro-batch: the longest prompt, completions at their token limit."""
     learner, rollout = case.config.learner, case.config.rollout
     width = case.longest_prompt + rollout.max_tokens
-    rows = -(-case.replies // learner.mini_batches)
+    rows = -(-case.completions // learner.mini_batches)
     return min(rows, max(1, learner.micro_batch_tokens // width)), width
 
 
 def weight_bytes(skeleton: Any, quantize: str) -> float:
-    """What the weights take, those in 4 bits as what they are."""
+    """Bytes of the weights; quantized weights count with their 4-bit size."""
     whole = sum(p.numel() * p.element_size() for p in skeleton.parameters())
     small = [m.weight for _, m in linear_layers(skeleton) if not m.weight.requires_grad] if quantize else []
     return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
 
 
 def estimate(case: Case, *, gpu: bool) -> Estimate:
-    """The memory of a step at its worst."""
-    parameters, config = list(case.skeleton.parameters()), case.config.model
-    n, t = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    """The peak memory of a step."""
+    parameters = list(case.skeleton.parameters())
+    config = case.config.model
+    n = sum(p.numel() for p in parameters)
+    t = sum(p.numel() for p in parameters if p.requires_grad)
     weights = weight_bytes(case.skeleton, config.quantize)
     each = "per trained weight" if t < n else "per weight"
     held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
-    held += [MemoryUse(name="optimiser moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
+    held += [MemoryUse(name="optimizer moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
     if any(p.element_size() < 4 for p in parameters):
         held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
     if case.objective is not None and case.objective.kl and not config.lora.rank:
-        held.append(MemoryUse(name="reference model", bytes=weights, how="the weights once more, for objective.kl"))
+        held.append(
+            MemoryUse(name="reference model", bytes=weights, how="a second copy of the weights, for objective.kl")
+        )
     gradients = MemoryUse(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
     temporary = MemoryUse(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
     return Estimate(
         held=tuple(held),
         phases={
-            "learning": (gradients, *_learning(case)),
-            "the optimiser's step": (gradients, *((temporary,) if gpu else ())),
+            "training": (gradients, *_training(case)),
+            "the optimizer step": (gradients, *((temporary,) if gpu else ())),
             "sampling": _sampling(case),
         },
     )
 
 
-def _learning(case: Case) -> tuple[MemoryUse, ...]:
-    shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
+def _training(case: Case) -> tuple[MemoryUse, ...]:
+    shape = shape_of(case.skeleton)
+    size = next(case.skeleton.parameters()).element_size()
     rows, width = largest_micro_batch(case)
     checkpointing = case.config.model.gradient_checkpointing
     per_token = case.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
-    reply = case.config.rollout.max_tokens
+    completion = case.config.rollout.max_tokens
     origin = "measured" if case.activation_bytes else "estimated"
-    entries = logits_held(case, rows * reply, shape.vocabulary)
+    entries = logits_held(case, rows * completion, shape.vocabulary)
+    logits = f"{entries / 1e6:,.4g}M of {rows} x {completion} completion tokens x {shape.vocabulary}"
     return (
-        MemoryUse(name="activations", bytes=rows * width * per_token, how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}"),
-        MemoryUse(name="logits", bytes=entries * LOGIT_BYTES, how=f"{entries / 1e6:,.4g}M of {rows} x {reply} reply tokens x {shape.vocabulary}, {LOGIT_BYTES} bytes each"),
-    )  # fmt: skip
+        MemoryUse(
+            name="activations",
+            bytes=rows * width * per_token,
+            how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}",
+        ),
+        MemoryUse(name="logits", bytes=entries * LOGIT_BYTES, how=f"{logits}, {LOGIT_BYTES} bytes each"),
+    )
 
 
 def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
-    """How many of the logits of some reply tokens exist at a time."""
+    """How many logits of these completion tokens are in memory at a time."""
     if case.policy is not None and lm_head(case.policy.model) is None:
         return tokens * vocabulary
     held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
@@ -191,13 +210,22 @@ def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
 def _sampling(case: Case) -> tuple[MemoryUse, ...]:
     if case.config.rollout.engine != "local":
         return ()
-    shape, size = shape_of(case.skeleton), next(case.skeleton.parameters()).element_size()
-    slots = min(int(case.config.rollout.engine_options.get("slots", 256)), case.replies)
+    shape = shape_of(case.skeleton)
+    size = next(case.skeleton.parameters()).element_size()
+    slots = min(int(case.config.rollout.engine_options.get("slots", 256)), case.completions)
     columns = case.longest_prompt + case.config.rollout.max_tokens
     return (
-        MemoryUse(name="keys and values", bytes=slots * columns * shape.layers * 2 * shape.keys * size, how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes"),
-        MemoryUse(name="logits of a step", bytes=slots * shape.vocabulary * DRAW_BYTES, how=f"{slots} x {shape.vocabulary} x {DRAW_BYTES} bytes"),
-    )  # fmt: skip
+        MemoryUse(
+            name="KV cache",
+            bytes=slots * columns * shape.layers * 2 * shape.keys * size,
+            how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes",
+        ),
+        MemoryUse(
+            name="logits of a step",
+            bytes=slots * shape.vocabulary * SAMPLE_BYTES,
+            how=f"{slots} x {shape.vocabulary} x {SAMPLE_BYTES} bytes",
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the check
@@ -210,7 +238,10 @@ def check_memory(case: Case) -> Iterator[Finding]:
     need = estimate(case, gpu=gpu)
     place = "GPU memory" if gpu else "memory"
     detail = _table(need)
-    sentence = f"A step needs about {human(need.peak)} at its worst, in {need.worst}; {human(free)} of {human(total)} {place} are free."
+    sentence = (
+        f"The peak of a step is about {human(need.peak)}, in {need.worst}; "
+        f"{human(free)} of {human(total)} {place} are free."
+    )
     numbers = {"need": round(need.peak), "free": free, "total": total, "worst": need.worst}
     if need.peak <= TIGHT * free:
         yield ok(sentence, detail=detail, **numbers)
@@ -220,25 +251,25 @@ def check_memory(case: Case) -> Iterator[Finding]:
 
 
 def _one_row_fits(case: Case, need: Estimate, free: float) -> bool:
-    """Whether a run on a GPU would help itself: there it cuts micro-batches that do not fit, down to single rows."""
-    gradients, *rest = need.phases["learning"]
+    """Whether a run on a GPU would still work: it splits micro-batches that do not fit, down to single rows."""
+    gradients, *rest = need.phases["training"]
     one = gradients.bytes + _total(rest) / largest_micro_batch(case)[0]
-    others = [_total(phase) for name, phase in need.phases.items() if name != "learning"]
+    others = [_total(phase) for name, phase in need.phases.items() if name != "training"]
     return _total(need.held) + max(one, *others) <= free
 
 
 def _table(need: Estimate) -> list[str]:
-    lines = ["held throughout", *(f"  {line}" for line in need.held)]
+    lines = ["held for the whole run", *(f"  {line}" for line in need.held)]
     for name, phase in need.phases.items():
         if phase:
-            mark = " (the worst)" if name == need.worst else ""
+            mark = " (the peak)" if name == need.worst else ""
             lines += [f"in {name}{mark}", *(f"  {line}" for line in phase)]
     return lines
 
 
 def _remedy(case: Case, need: Estimate, room: float) -> str:
-    """What to lower, and to what where that can be said."""
-    gradients, *rest = need.phases["learning"]
+    """What to lower, and to which value if it can be computed."""
+    gradients, *rest = need.phases["training"]
     fixed = _total(need.held) + gradients.bytes
     rows, width = largest_micro_batch(case)
     fitting = int((room - fixed) / (_total(rest) / (rows * width)))
@@ -249,7 +280,7 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
             ", adapters (model.lora.rank = 16)": not model.lora.rank,
         }
         kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
-        return f"Weights, gradients and optimiser alone take {human(fixed)}: use more memory{kept}."
+        return f"Weights, gradients and optimizer alone take {human(fixed)}: use more memory{kept}."
     if need.worst == "sampling":
         return "Lower rollout.engine_options.slots or rollout.max_tokens."
     if fitting >= width:
@@ -263,6 +294,6 @@ def _total(lines: Sequence[MemoryUse]) -> float:
 
 
 def _round(tokens: int) -> int:
-    """Down to two leading digits in binary, so that it reads as chosen and not as computed."""
+    """Round down to a round number: three leading binary digits."""
     step = 1 << max(0, tokens.bit_length() - 3)
     return tokens // step * step

@@ -1,6 +1,7 @@
-"""The model: first its config alone, on no device, then its weights, as the run would load them.
+"""The model: first its config alone, on the meta device, then its weights, as the run would load them.
 
-Invariant: weights are loaded once, by the run's own code, and not at all where they alone would not fit.
+In: a case. Out: findings, and the model and the engine of the run. Invariant: the run's own code loads the weights,
+once, and not at all if they alone do not fit the memory.
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ def check_files(case: Case) -> Iterator[Finding]:
     case.device = device = device_of(config.device)
     case.skeleton = skeleton = _skeleton(config, case.tokenizer)
     case.free = free_memory(device)
-    count, trained = (
-        sum(p.numel() for p in skeleton.parameters() if p.requires_grad >= only) for only in (False, True)
-    )
+    count = sum(p.numel() for p in skeleton.parameters())
+    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
     size = weight_bytes(skeleton, config.quantize)
-    share = f", {trained / 1e6:,.4g}M of them in adapters, which alone are trained" if config.lora.rank else ""
+    share = f", {trained / 1e6:,.4g}M of them trained, in adapters" if config.lora.rank else ""
     kind = "built from scratch" if config.build else config.path
     yield ok(
-        f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters{share}, {human(size)} in {config.quantize or config.dtype}, on {device}.",
-        parameters=count, trained=trained, bytes=size, device=str(device),
-    )  # fmt: skip
+        f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters{share}, {human(size)} in "
+        f"{config.quantize or config.dtype}, on {device}.",
+        parameters=count,
+        trained=trained,
+        bytes=size,
+        device=str(device),
+    )
 
 
 def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
-    """The model on the meta device: every shape, no memory."""
+    """The model on the meta device: all shapes, no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     if config.build:
@@ -59,7 +63,7 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
             )
             if config.lora.rank:
                 adapter.attach(model, config.lora, base=config.path, seed=0)
-    with suppress(OSError):  # many models have none; then its end tokens are those of the config
+    with suppress(OSError):  # many models have none; then the stop tokens are those of the config
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
@@ -69,29 +73,38 @@ def check_model(case: Case) -> Iterator[Finding]:
     size = weight_bytes(case.skeleton, case.config.model.quantize)
     if size > case.free[0]:
         yield fail(
-            f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model was not loaded.",
+            f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model "
+            "was not loaded.",
             "Use a smaller model, model.dtype = bfloat16, or a larger machine.",
         )
         return
-    config, started = case.config, time.monotonic()
+    config = case.config
+    started = time.monotonic()
     case.policy = policy = load_policy(config.model, case.tokenizer, seed=config.seed, routing=config.routing)
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
     case.engine = engine_for(config, policy)
     case.stack.callback(case.engine.close)
     if config.routing.replay == "sampler" and not case.engine.reports_routes:
-        raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
+        raise ConfigError(
+            f"routing.replay: engine {config.rollout.engine!r} does not report the experts of its completions; "
+            'use engine "local", or replay = "old"'
+        )
 
 
 def check_experts(case: Case) -> Iterator[Finding]:
     assert case.policy is not None
     model, routers, config = case.policy.model, case.policy.routers, case.config.routing
     if routers is None and not says_it_routes(model):
-        yield ok("A dense model: there are no experts whose choice could change.")
+        yield ok("A dense model: there is no routing that could change.")
     elif routers is None and not config.record:
-        yield note("A mixture of experts whose routing is not recorded (routing.record = false): changes of experts will not be seen.")  # fmt: skip
+        yield note(
+            "An MoE model whose routing is not recorded (routing.record = false): changes of experts will not be "
+            "visible."
+        )
     elif routers is None:
         yield warning(
-            "The config speaks of experts, but no router was found that chooses by top-k: changes of experts will not be seen and cannot be replayed."
+            "The config mentions experts, but no top-k router was found: changes of experts will not be visible and "
+            "cannot be replayed."
         )
     else:
         yield _replay(model, routers, config.replay)
@@ -102,6 +115,7 @@ def _replay(model: Any, routers: Any, replay: str) -> Finding:
     try:
         check_replay(model, routers)
     except GspoError:
-        return note(f"{found}; replay is not possible with this model, only counting.")
-    state = f"routing.replay = {replay}" if replay != "off" else "replay is possible (routing.replay = old or sampler) and off"  # fmt: skip
+        return note(f"{found}; replay is not possible with this model, only statistics are.")
+    disabled = "replay is possible (routing.replay = old or sampler) and disabled"
+    state = f"routing.replay = {replay}" if replay != "off" else disabled
     return ok(f"{found}; {state}.", layers=routers.layers, experts=routers.experts, top_k=routers.top_k)

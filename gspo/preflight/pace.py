@@ -1,6 +1,7 @@
-"""How long a step and the whole run will take, roughly: what was measured on a few replies, scaled to a step.
+"""A rough estimate of the time of a step and of the whole run, scaled from a few completions.
 
-Sampling scales with the replies at the most; at the least, as many as there are slots take the time of one.
+In: a case with measured times. Out: findings. Invariant: the time of sampling is a range. At most it grows with the
+number of completions; at least, a full set of slots takes as long as a single completion.
 """
 
 from __future__ import annotations
@@ -15,43 +16,55 @@ from gspo.preflight.machine import digits
 
 
 def check_time(case: Case) -> Iterator[Finding]:
-    pace, config = case.pace, case.config
-    if pace is None or not pace.learned:
-        yield note("Not told: the learning half of a step could not be tried.")
+    pace = case.pace
+    config = case.config
+    if pace is None or not pace.trained:
+        yield note("Unknown: the training half of a step could not be measured.")
         return
-    low, high = (rollout_seconds(case, pace, scale) for scale in (slots_scale(case, pace), case.replies / pace.replies))
-    reward, learn = pace.reward_s * case.replies / pace.replies, pace.learn_s * case.replies / pace.learned
-    learn *= 1.25 if case.objective and case.objective.kl else 1.0  # the reference's forward, beside four such parts
-    rest = reward * _draws(case) + learn
+    low = rollout_seconds(case, pace, slots_scale(case, pace))
+    high = rollout_seconds(case, pace, case.completions / pace.completions)
+    reward = pace.reward_s * case.completions / pace.completions
+    train = pace.train_s * case.completions / pace.trained
+    # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
+    train *= 1.25 if case.objective and case.objective.kl else 1.0
+    rest = reward * _batches(case) + train
     runs = 1 + config.steps // config.eval.every + bool(config.steps % config.eval.every) if config.eval.every else 0
     evaluation = _evaluation(case, pace)
     steps = config.steps
+    each_ms = digits(1000 * pace.reward_s / pace.completions, 3)
     detail = [
         f"{'sampling':<24} {_range(low, high)}",
-        f"{'rewards':<24} {duration(reward * _draws(case))}   {digits(1000 * pace.reward_s / pace.replies, 3)} ms per reply with {config.reward.workers} workers",
-        f"{'learning':<24} {duration(learn)}   old and new forward, backward; without the optimiser's step",
+        f"{'rewards':<24} {duration(reward * _batches(case))}   {each_ms} ms per completion with "
+        f"{config.reward.workers} workers",
+        f"{'training':<24} {duration(train)}   old and new forward, backward; without the optimizer step",
         f"{'an evaluation':<24} {duration(evaluation)}   {runs} times",
     ]
-    start = " The cold start comes first, and changes how long replies are." if case.cold else ""
+    start = " The cold start comes first, and changes how long completions are." if case.cold else ""
+    whole = _range(steps * (low + rest) + runs * evaluation, steps * (high + rest) + runs * evaluation)
     yield ok(
-        f"A step takes about {_range(low + rest, high + rest)}, so the run of {steps} steps about {_range(steps * (low + rest) + runs * evaluation, steps * (high + rest) + runs * evaluation)}.{start}",
-        detail=detail, step_s=[low + rest, high + rest], reward_s=reward, learn_s=learn, evaluation_s=evaluation,
-    )  # fmt: skip
+        f"A step takes about {_range(low + rest, high + rest)}, so the run of {steps} steps takes about "
+        f"{whole}.{start}",
+        detail=detail,
+        step_s=[low + rest, high + rest],
+        reward_s=reward,
+        learn_s=train,
+        evaluation_s=evaluation,
+    )
 
 
 def rollout_seconds(case: Case, pace: Timings, scale: float) -> float:
-    """Sampling of a whole step, with refills."""
-    return pace.rollout_s * scale * _draws(case)
+    """Time to sample a whole step, with refills."""
+    return pace.rollout_s * scale * _batches(case)
 
 
 def slots_scale(case: Case, pace: Timings) -> float:
-    """How many times the measured batch a step takes if only full rounds of slots count."""
+    """Ratio of a step's sampling time to the measured one if only the number of rounds over the slots counts."""
     slots = int(case.config.rollout.engine_options.get("slots", 256))
-    return math.ceil(case.replies / slots) / math.ceil(pace.replies / slots)
+    return math.ceil(case.completions / slots) / math.ceil(pace.completions / slots)
 
 
-def _draws(case: Case) -> float:
-    """How often a batch of prompts is drawn per step: more than once where uniform groups are replaced."""
+def _batches(case: Case) -> float:
+    """Batches of prompts per step; more than one if groups with equal rewards are replaced."""
     if case.objective is None or case.objective.keep != "mixed" or not case.groups:
         return 1.0
     mixed = sum(keeps_group(case.objective, g) for g in case.groups) / len(case.groups)
@@ -60,8 +73,8 @@ def _draws(case: Case) -> float:
 
 def _evaluation(case: Case, pace: Timings) -> float:
     held_out = len(case.problems.held_out) if case.problems else 0
-    replies = held_out * (case.config.eval.samples + case.config.eval.greedy)
-    return (pace.rollout_s + pace.reward_s) * replies / pace.replies
+    completions = held_out * (case.config.eval.samples + case.config.eval.greedy)
+    return (pace.rollout_s + pace.reward_s) * completions / pace.completions
 
 
 def _range(low: float, high: float) -> str:

@@ -1,4 +1,8 @@
-"""Findings as text for people and as JSON for programs."""
+"""Findings as text for people and as JSON for programs.
+
+In: a recipe. Out: a report on standard output, and an exit code. Invariant: the exit code is 1 if and only if a
+finding is a FAIL.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,15 @@ from typing import Any, TextIO
 
 from gspo.preflight.examine import examine
 from gspo.preflight.findings import Finding, Level
+from gspo.preflight.machine import counted
 from gspo.safe_output import printed, terminal
 
-COLOURS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
+COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
 
 
 def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
-    """Examine a recipe and report; 1 if something would fail."""
+    """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
     page = _Page(terminal())
     if not as_json:
         page.title(f"gspo doctor {recipe}")
@@ -37,8 +42,12 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def as_data(recipe: str, findings: Sequence[Finding]) -> dict[str, Any]:
     """The whole report in JSON's types."""
-    counts = {level.value: sum(f.level is level for f in findings) for level in Level}
-    return {"recipe": recipe, "fails": bool(exit_code(findings)), "counts": counts, "findings": [_plain(asdict(f)) for f in findings]}  # fmt: skip
+    return {
+        "recipe": recipe,
+        "fails": bool(exit_code(findings)),
+        "counts": {level.value: sum(f.level is level for f in findings) for level in Level},
+        "findings": [_plain(asdict(f)) for f in findings],
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -57,7 +66,9 @@ class _Page:
     """Prints findings under the names of their checks."""
 
     def __init__(self, out: TextIO) -> None:
-        self.out, self.coloured, self.last = out, out.isatty(), ""
+        self.out = out
+        self.colored = out.isatty()
+        self.last = ""
         self.width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
 
     def title(self, text: str) -> None:
@@ -80,17 +91,15 @@ class _Page:
 
     def verdict(self, findings: Sequence[Finding]) -> None:
         counts = {level: sum(f.level is level for f in findings) for level in (Level.FAIL, Level.WARNING, Level.NOTE)}
-        if counts[Level.FAIL]:
-            words = f"{counts[Level.FAIL]} thing{'s' * (counts[Level.FAIL] > 1)} would fail"
-        else:
-            words = "Nothing would fail"
-        others = f"{counts[Level.WARNING]} warning{'s' * (counts[Level.WARNING] != 1)}, {counts[Level.NOTE]} note{'s' * (counts[Level.NOTE] != 1)}"
+        failures = counted(counts[Level.FAIL], "failure") if counts[Level.FAIL] else "Nothing would fail"
+        others = f"{counted(counts[Level.WARNING], 'warning')}, {counted(counts[Level.NOTE], 'note')}"
         worst = Level.FAIL if counts[Level.FAIL] else Level.WARNING if counts[Level.WARNING] else Level.OK
-        print(f"\n{self._painted(f'{words}; {others}.', worst)}", file=self.out, flush=True)
+        print(f"\n{self._painted(f'{failures}; {others}.', worst)}", file=self.out, flush=True)
 
     def _wrapped(self, text: str, indent: int) -> list[str]:
-        """Lines of a paragraph; runs of spaces (columns of a table) stay as they are."""
-        return textwrap.wrap(printed(text), max(40, self.width - indent), replace_whitespace=False, drop_whitespace=True, break_on_hyphens=False)  # fmt: skip
+        """Lines of a paragraph; runs of spaces (columns of a table) are preserved."""
+        width = max(40, self.width - indent)
+        return textwrap.wrap(printed(text), width, replace_whitespace=False, break_on_hyphens=False)
 
     def _painted(self, text: str, level: Level) -> str:
-        return f"\033[{COLOURS[level]}m{text}\033[0m" if self.coloured else text
+        return f"\033[{COLORS[level]}m{text}\033[0m" if self.colored else text

@@ -1,6 +1,7 @@
-"""The rewards: whether they load, know a right answer when they see one, and how they take the sampled replies.
+"""The rewards: whether they load, score known answers as correct, and score the sampled completions.
 
-A reward is tried in the run's own worker processes, with the run's deadlines.
+In: a case. Out: findings, and the rewards of the run. Invariant: a reward is tested in the run's own worker
+processes, with the run's deadlines.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from gspo.reward.reward import RewardPool
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
 TRIED = 32
-"""Problems whose own answers are tried."""
+"""Number of problems whose own answers are scored."""
 SOLUTIONS = ("canonical_solution", "code", "solution", "answer")
-"""Fields that hold a program which passes the row's tests."""
+"""Fields that may hold a program that passes the row's tests."""
 
 
 def check_functions(case: Case) -> Iterator[Finding]:
@@ -44,7 +45,7 @@ def check_functions(case: Case) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownAnswer:
-    """A problem with replies that state its own answer, for one reward function."""
+    """A problem with completions that state its own answer, for one reward function."""
 
     prompt: Prompt
     texts: tuple[str, ...]
@@ -56,18 +57,18 @@ def check_known(case: Case) -> Iterator[Finding]:
     for place, (name, spec) in enumerate(zip(case.rewards.names, specs, strict=True)):
         known = _known(case, spec) if spec in BUILT_IN or place == 0 else []
         if known:
-            yield from _judged(case, name, spec, known)
-            yield from _planted(case, name, spec, known)
+            yield from _known_answers(case, name, spec, known)
+            yield from _wrong_answers(case, name, spec, known)
     if "code_tests" in specs:
         yield from _tests(case)
     yield from _empty(case)
 
 
-def _judged(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
-    """What the function says of the data's own answers."""
+def _known_answers(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+    """How the function scores the data's own answers."""
     assert case.rewards is not None
     started = time.monotonic()
-    scores = case.rewards.score([(k.prompt, [_reply(case, k.prompt, i, t) for i, t in enumerate(k.texts)]) for k in known])  # fmt: skip
+    scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, k.texts)) for k in known])
     each = (time.monotonic() - started) / sum(len(k.texts) for k in known)
     best = [max((v for s in group if (v := s.parts.get(name)) is not None), default=None) for group in scores]
     failed = [s.failure for group in scores for s in group if s.failure and not s.failure.startswith("abstained")]
@@ -76,35 +77,70 @@ def _judged(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> I
     if failed:
         share = len(failed) / sum(len(k.texts) for k in known)
         level = fail if share > case.config.reward.max_unscored_fraction else warning
-        yield level(f"{name} could not score {share:.0%} of the replies that state the data's own answers; the first reason: {failed[0]}", "Fix the reward function, or the data that it fails on.", **numbers)  # fmt: skip
+        yield level(
+            f"{name} could not score {share:.0%} of the completions that state the data's own answers; the first "
+            f"reason: {failed[0]}",
+            "Fix the reward function, or the data that it fails on.",
+            **numbers,
+        )
     elif right == len(known):
-        yield ok(f"{name} gives full marks to the data's own answers ({right} of {len(known)}), {duration(each)} per reply.", **numbers)  # fmt: skip
+        yield ok(
+            f"{name} scores the data's own answers as correct ({right} of {len(known)}), {duration(each)} per "
+            "completion.",
+            **numbers,
+        )
     else:
         yield _missed(case, name, spec, known, best, right, numbers)
 
 
 def _missed(
-    case: Case, name: str, spec: str, known: Sequence[KnownAnswer], best: Sequence[float | None], right: int, numbers: dict[str, Any]
-) -> Finding:  # fmt: skip
-    silent = sum(v is None for v in best)
+    case: Case,
+    name: str,
+    spec: str,
+    known: Sequence[KnownAnswer],
+    best: Sequence[float | None],
+    right: int,
+    numbers: dict[str, Any],
+) -> Finding:
+    abstained = sum(v is None for v in best)
     at = next(i for i, v in enumerate(best) if v is None or v <= case.config.reward.correct_above)
-    example = [f"{known[at].prompt.id}: expected {known[at].prompt.columns.get('answer')!r:.80}, tried {shown(known[at].texts[0], 120)!r}, value {best[at]}"]  # fmt: skip
+    prompt = known[at].prompt
+    tried = shown(known[at].texts[0], 120)
+    example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]
     if spec not in BUILT_IN:
-        return note(f"{name} calls {right} of {len(known)} replies right that merely state the data's own answer; fine if it asks for more than that.", "Look at the example: would a right reply look like this?", detail=example, **numbers)  # fmt: skip
-    if silent == len(known) and len(case.config.reward.functions) < 2:
-        return fail(f"{name} abstains on every one of the data's own answers, so no reply could ever be scored.", "The expected answers are not of the kind this reward reads; use another (exact_answer for words), or set data.answer_field and data.answer_after.", detail=example, **numbers)  # fmt: skip
-    cause = f", and abstains on {silent}" if silent else ""
-    return warning(f"{name} calls only {right} of {len(known)} of the data's own answers right{cause}: where it does not, no reply can be right.", "Check data.answer_field, data.answer_after and the reward's options against the example, or take these rows out.", detail=example, **numbers)  # fmt: skip
+        return note(
+            f"{name} scores {right} of {len(known)} completions as correct that only state the data's own answer; "
+            "that is fine if it requires more.",
+            "Look at the example: would a correct completion look like this?",
+            detail=example,
+            **numbers,
+        )
+    if abstained == len(known) and len(case.config.reward.functions) < 2:
+        return fail(
+            f"{name} abstains on every one of the data's own answers, so no completion could ever be scored.",
+            "The expected answers are not of the kind that this reward reads; use another (exact_answer for words), "
+            "or set data.answer_field and data.answer_after.",
+            detail=example,
+            **numbers,
+        )
+    cause = f", and abstains on {abstained}" if abstained else ""
+    return warning(
+        f"{name} scores only {right} of {len(known)} of the data's own answers as correct{cause}: on the other "
+        "problems no completion can be correct.",
+        "Check data.answer_field, data.answer_after and the reward's options against the example, or remove these "
+        "rows.",
+        detail=example,
+        **numbers,
+    )
 
 
-def _planted(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
-    """A wrong final answer after right working must not be right: it is what a model learns to write otherwise."""
+def _wrong_answers(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+    """A wrong final answer after correct working must not score as correct: a model would learn to exploit it."""
     assert case.rewards is not None
     if spec == "code_tests":
         return
     planted = [(k, texts) for k in known if (texts := _wrong_at_last(k, known))]
-    groups = [(k.prompt, [_reply(case, k.prompt, i, t) for i, t in enumerate(texts)]) for k, texts in planted]
-    scores = case.rewards.score(groups)
+    scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, texts)) for k, texts in planted])
     fooled = [
         (k, text)
         for (k, texts), group in zip(planted, scores, strict=True)
@@ -112,12 +148,14 @@ def _planted(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> 
         if (score.parts.get(name) or 0.0) > case.config.reward.correct_above
     ]
     if fooled:
-        count, (first, text) = sum(len(texts) for _, texts in planted), fooled[0]
+        count = sum(len(texts) for _, texts in planted)
+        first, text = fooled[0]
         answer = first.prompt.columns.get("answer")
         example = [f"{first.prompt.id}: expected {answer!r:.80}, tried {shown(text, 240)!r}"]
         yield warning(
-            f"{name} calls {len(fooled)} of {count} completions right whose final answer is wrong after right working.",
-            "Make it read the final answer alone: what follows the thinking, in the form that the prompt asks for.",
+            f"{name} scores {len(fooled)} of {count} completions as correct whose final answer is wrong after correct "
+            "working.",
+            "Make it read the final answer only: what follows the thinking, in the form that the prompt asks for.",
             detail=example,
             function=name,
             fooled=len(fooled),
@@ -126,7 +164,7 @@ def _planted(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> 
 
 
 def _wrong_at_last(known: KnownAnswer, others: Sequence[KnownAnswer]) -> list[str]:
-    """Its own answer as working, in thought and aloud, and then a wrong answer in the same form."""
+    """The correct answer as working, inside and outside of think tags, followed by a wrong answer in the same form."""
     right = _first_answer(known)
     wrong = _off_by_one(right)
     if wrong is not None and all(right in text for text in known.texts):
@@ -143,7 +181,7 @@ def _first_answer(known: KnownAnswer) -> str:
 
 
 def _off_by_one(answer: str) -> str | None:
-    """The next number; None if it is none."""
+    """The answer plus one; `None` if it is not a number."""
     try:
         number = Decimal(answer.replace(",", ""))
     except InvalidOperation:
@@ -152,26 +190,30 @@ def _off_by_one(answer: str) -> str | None:
 
 
 def _empty(case: Case) -> Iterator[Finding]:
-    """A reward that an empty reply can earn will be earned by empty replies."""
+    """A model will find out that an empty completion scores as correct."""
     assert case.rewards is not None
     prompts = _some(case)
-    scores = case.rewards.score([(p, [_reply(case, p, 0, "")]) for p in prompts])
+    scores = case.rewards.score([(p, _completions(case, p, [""])) for p in prompts])
     right = sum(group[0].correct is True for group in scores)
     if right:
-        yield warning(f"An empty reply counts as correct on {right} of {len(prompts)} problems.", "Make the first reward function ask for an answer; the model will find this out.", empty_correct=right)  # fmt: skip
+        yield warning(
+            f"An empty completion counts as correct on {right} of {len(prompts)} problems.",
+            "Make the first reward function require an answer; the model will exploit this.",
+            empty_correct=right,
+        )
 
 
 def _tests(case: Case) -> Iterator[Finding]:
-    """Tests that do not work in the sandbox fail with any program, so one that does nothing shows it."""
+    """Tests that do not work in the sandbox fail with any program, so a program that does nothing shows it."""
     assert case.rewards is not None
     prompts = _some(case)
-    scores = case.rewards.score([(p, [_reply(case, p, 0, "pass")]) for p in prompts])
+    scores = case.rewards.score([(p, _completions(case, p, ["pass"])) for p in prompts])
     reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
     if reasons:
         level = fail if len(reasons) / len(prompts) > case.config.reward.max_unscored_fraction else warning
         yield level(
             f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
-            "Fix these rows or take them out; docs/sandbox.md says what tests can do.",
+            "Fix or remove these rows; docs/sandbox.md says what tests can do.",
             detail=[f"{where}: {shown(reason, 400)}" for where, reason in reasons[:3]],
             unusable=len(reasons),
         )
@@ -181,8 +223,9 @@ def _known(case: Case, spec: str) -> list[KnownAnswer]:
     if spec == "task_answer":
         return _demonstrated(case)
     options = case.config.reward.options.get(spec, {})
-    made = [KnownAnswer(prompt=p, texts=tuple(BUILT_IN.get(spec, _any)(p.columns, options))) for p in _some(case)]
-    return [known for known in made if known.texts]
+    texts = BUILT_IN.get(spec, _any)
+    answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(case)]
+    return [known for known in answers if known.texts]
 
 
 def _some(case: Case) -> list[Prompt]:
@@ -196,15 +239,17 @@ def _demonstrated(case: Case) -> list[KnownAnswer]:
     if not build_task(data.task, data.task_options).has_demonstrations:
         return []
     problems = list(islice(demonstrations(data, case.config.seed), TRIED))
-    return [
-        KnownAnswer(
-            prompt=Prompt(
-                id=f"demonstration {i}", content=p.prompt, text=p.prompt, token_ids=(0,), columns={"answer": p.answer, **p.columns}
-            ),
-            texts=(p.demonstration,),
+    known = []
+    for i, problem in enumerate(problems):
+        prompt = Prompt(
+            id=f"demonstration {i}",
+            content=problem.prompt,
+            text=problem.prompt,
+            token_ids=(0,),
+            columns={"answer": problem.answer, **problem.columns},
         )
-        for i, p in enumerate(problems)
-    ]  # fmt: skip
+        known.append(KnownAnswer(prompt=prompt, texts=(problem.demonstration,)))
+    return known
 
 
 def _marked(columns: Mapping[str, Any], options: Mapping[str, Any], plain: str) -> list[str]:
@@ -230,7 +275,7 @@ def _program(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str
 
 
 def _any(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """A user's own function may ask for any form."""
+    """A user's own function may require any form."""
     forms = ("ANSWER", "\\boxed{ANSWER}", "#### ANSWER", "<answer>ANSWER</answer>")
     return [text for form in forms for text in _marked(columns, {}, form)]
 
@@ -242,18 +287,30 @@ BUILT_IN = {
     "code_tests": _program,
     "task_answer": _any,
 }
-"""How a right reply looks, for rewards whose demands are known."""
+"""What a correct completion looks like, for rewards whose required form is known."""
 
 
-def _reply(case: Case, prompt: Prompt, sample: int, text: str) -> Completion:
+def _completions(case: Case, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
+    return [_completion(case, prompt, sample, text) for sample, text in enumerate(texts)]
+
+
+def _completion(case: Case, prompt: Prompt, sample: int, text: str) -> Completion:
     ids = tuple(case.tokenizer(text, add_special_tokens=False)["input_ids"]) if case.tokenizer else ()
-    return Completion(prompt_id=prompt.id, sample=sample, token_ids=ids, text=text, logp_sampler=(0.0,) * len(ids), stop=StopReason.EOS, version=0)  # fmt: skip
+    return Completion(
+        prompt_id=prompt.id,
+        sample=sample,
+        token_ids=ids,
+        text=text,
+        logp_sampler=(0.0,) * len(ids),
+        stop=StopReason.EOS,
+        version=0,
+    )
 
 
-# ------------------------------------------------------------------------------------------------- sampled replies
+# --------------------------------------------------------------------------------------------- sampled completions
 
 
-def check_replies(case: Case) -> Iterator[Finding]:
+def check_completions(case: Case) -> Iterator[Finding]:
     assert case.groups is not None
     scores = [s for g in case.groups for s in g.scores]
     failed = [s.failure for s in scores if s.failure]
@@ -261,51 +318,60 @@ def check_replies(case: Case) -> Iterator[Finding]:
         yield _failures(case, failed, len(scores))
     rewards = [s.reward for s in scores if s.reward is not None]
     if rewards:
-        yield _spread(case, scores, rewards)
+        yield _distribution(case, scores, rewards)
     yield from _slow(case)
 
 
 def _failures(case: Case, failed: Sequence[str], count: int) -> Finding:
-    share, most = len(failed) / count, case.config.reward.max_unscored_fraction
-    what = f"{len(failed)} of {count} sampled replies could not be scored; the first reason: {failed[0]}"
-    if share > most:
-        return fail(what, f"The run would stop at its first step (reward.max_unscored_fraction = {most:g}); fix the reward.", unscored=len(failed))  # fmt: skip
-    return warning(what, "Such replies are left out of learning; fix the reward if it is not the reply's fault.", unscored=len(failed))  # fmt: skip
+    most = case.config.reward.max_unscored_fraction
+    what = f"{len(failed)} of {count} sampled completions could not be scored; the first reason: {failed[0]}"
+    if len(failed) / count > most:
+        remedy = f"The run would stop at its first step (reward.max_unscored_fraction = {most:g}); fix the reward."
+        return fail(what, remedy, unscored=len(failed))
+    remedy = "Such completions are not trained on; fix the reward if the completion is not the cause."
+    return warning(what, remedy, unscored=len(failed))
 
 
-def _spread(case: Case, scores: Sequence[Score], rewards: Sequence[float]) -> Finding:
+def _distribution(case: Case, scores: Sequence[Score], rewards: Sequence[float]) -> Finding:
     low, high = min(rewards), max(rewards)
     correct = [s.correct for s in scores if s.correct is not None]
     right = f"; {sum(correct) / len(correct):.0%} count as correct" if correct else ""
-    what = f"Rewards of {len(rewards)} sampled replies: mean {statistics.fmean(rewards):.3g}, from {low:.3g} to {high:.3g}, standard deviation {statistics.pstdev(rewards):.3g}{right}."
-    numbers: dict[str, Any] = {
-        "mean": statistics.fmean(rewards),
-        "low": low,
-        "high": high,
-        "std": statistics.pstdev(rewards),
-    }
+    mean = statistics.fmean(rewards)
+    std = statistics.pstdev(rewards)
+    what = (
+        f"Rewards of {len(rewards)} sampled completions: mean {mean:.3g}, from {low:.3g} to {high:.3g}, standard "
+        f"deviation {std:.3g}{right}."
+    )
+    numbers: dict[str, Any] = {"mean": mean, "low": low, "high": high, "std": std}
     if high - low > UNIFORM_TOLERANCE * max(1.0, abs(low), abs(high)):
         return ok(what, **numbers)
     if case.cold:
-        return note(f"{what} All are equal, as is to be expected before the cold start.", **numbers)
-    return warning(f"{what} All are equal: nothing can be learned from them.", "Look at the reply above: does the reward read what the model writes?", **numbers)  # fmt: skip
+        return note(f"{what} All are equal, as expected before the cold start.", **numbers)
+    return warning(
+        f"{what} All are equal: they contain no training signal.",
+        "Look at the completion above: does the reward read what the model writes?",
+        **numbers,
+    )
 
 
 def _slow(case: Case) -> Iterator[Finding]:
     pace = case.pace
     if pace is None:
         return
-    reward = pace.reward_s * case.replies / pace.replies
-    other = rollout_seconds(case, pace, case.replies / pace.replies) + (pace.learn_s * case.replies / pace.learned if pace.learned else 0.0)  # fmt: skip
-    each = pace.reward_s / pace.replies
+    scale = case.completions / pace.completions
+    reward = pace.reward_s * scale
+    train = pace.train_s * case.completions / pace.trained if pace.trained else 0.0
+    other = rollout_seconds(case, pace, scale) + train
+    each = pace.reward_s / pace.completions
     if reward > other and reward > 5.0:
         yield warning(
-            f"Scoring takes {duration(each)} per reply, {duration(reward)} per step: longer than sampling and learning together ({duration(other)}).",
+            f"Scoring takes {duration(each)} per completion, {duration(reward)} per step: longer than sampling and "
+            f"training together ({duration(other)}).",
             f"Make the reward faster, or raise reward.workers (now {case.config.reward.workers}).",
             seconds=each,
         )
     else:
-        yield ok(f"Scoring takes {duration(each)} per reply, {duration(reward)} per step.", seconds=each)
+        yield ok(f"Scoring takes {duration(each)} per completion, {duration(reward)} per step.", seconds=each)
 
 
 # ------------------------------------------------------------------------------------------------- sandbox
@@ -322,11 +388,18 @@ def check_sandbox(case: Case) -> Iterator[Finding]:
     except ConfigError as error:
         if used:
             raise
-        yield note(f"No sandbox for model-written programs works here; code_tests is not among the rewards, so none is needed. ({error})")  # fmt: skip
+        yield note(
+            "No sandbox for model-written programs works here; code_tests is not among the rewards, so none is needed. "
+            f"({error})"
+        )
         return
     if used and level.number == 0:
-        yield warning(f"Model-written programs would run with no protection: {level}.", "Install bubblewrap and leave allow_unsafe out.", level=level.number)  # fmt: skip
+        yield warning(
+            f"Model-written programs would run with no protection: {level}.",
+            "Install bubblewrap and remove allow_unsafe.",
+            level=level.number,
+        )
     elif used:
         yield ok(f"Model-written programs run in {level}.", level=level.number)
     else:
-        yield ok(f"Not needed by these rewards; there is {level}.", level=level.number)
+        yield ok(f"Not needed by these rewards; available: {level}.", level=level.number)

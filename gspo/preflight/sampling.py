@@ -1,7 +1,7 @@
 """A few groups of the first step, sampled by the run's own engine and scored by its rewards.
 
-The prompts and random streams are those of step 1, so without a cold start these are replies that the run itself would
-draw.
+In: a case with an engine. Out: findings, groups and times. Invariant: prompts and random streams are those of step 1,
+so without a cold start the run itself would sample the same completions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo.rollout.gather import distinct
 from gspo.types import Group, Prompt, StopReason
 
 CHUNKS = (2, 2, 4, 8)
-"""Prompts to sample, a chunk at a time, while there is patience."""
+"""Prompts per chunk; no chunk starts after `PATIENCE_S`."""
 
 
 def check_sampling(case: Case) -> Iterator[Finding]:
@@ -39,19 +39,22 @@ def check_sampling(case: Case) -> Iterator[Finding]:
     started = time.monotonic()
     for chunk in chunks:
         if len(groups) < wanted and (not groups or time.monotonic() - started < PATIENCE_S):
-            groups += _draw(case, list(islice(prompts, min(chunk, wanted - len(groups)))))
+            groups += _sample(case, list(islice(prompts, min(chunk, wanted - len(groups)))))
     case.groups = groups
     yield _lengths(case, groups)
 
 
 def _no_room(case: Case) -> str:
-    """Why not even the first chunk can be sampled; empty: it can. Better refused than killed by the system."""
+    """Why not even the first chunk can be sampled; empty if it can."""
+    # Running out of CPU memory would get the process killed without an error message.
     assert case.policy is not None
     gpu = case.policy.device.type == "cuda"
     need = sum(line.bytes for line in estimate(case, gpu=gpu).phases["sampling"])
-    least = need * min(1.0, CHUNKS[0] * case.config.rollout.replies / case.replies)
+    least = need * min(1.0, CHUNKS[0] * case.config.rollout.replies / case.completions)
     free = free_memory(case.policy.device)[0]
-    return f"Sampling even {CHUNKS[0]} groups needs {human(least)} of memory, and {human(free)} are free." if least > free else ""  # fmt: skip
+    if least <= free:
+        return ""
+    return f"Sampling even {CHUNKS[0]} groups needs {human(least)} of memory, and {human(free)} are free."
 
 
 def _first_prompts(case: Case, count: int) -> list[Prompt]:
@@ -60,33 +63,50 @@ def _first_prompts(case: Case, count: int) -> list[Prompt]:
     return distinct([train[i] for i in PromptOrder(len(train), case.config.seed).take(0, count)])
 
 
-def _draw(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
-    """One chunk of groups; its times are kept, since the last chunk is the largest."""
+def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
+    """One chunk of groups. Its times replace those of the chunk before, because the last chunk is the largest."""
     assert case.engine is not None
     assert case.rewards is not None
-    rollout, started = case.config.rollout, time.monotonic()
-    replies_P = case.engine.generate(
-        prompts, samples=rollout.replies, sampling=rollout.sampling, seed=case.config.seed, stream="train/1/0", version=0, routes=True
-    )  # fmt: skip
-    sampled = time.monotonic()
-    scores_P = case.rewards.score(list(zip(prompts, replies_P, strict=True)))
-    case.pace = Timings(
-        replies=len(prompts) * rollout.replies, rollout_s=sampled - started, reward_s=time.monotonic() - sampled
+    rollout = case.config.rollout
+    started = time.monotonic()
+    completions_P = case.engine.generate(
+        prompts,
+        samples=rollout.replies,
+        sampling=rollout.sampling,
+        seed=case.config.seed,
+        stream="train/1/0",
+        version=0,
+        routes=True,
     )
-    return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, replies_P, scores_P, strict=True)]
+    sampled = time.monotonic()
+    scores_P = case.rewards.score(list(zip(prompts, completions_P, strict=True)))
+    case.pace = Timings(
+        completions=len(prompts) * rollout.replies,
+        rollout_s=sampled - started,
+        reward_s=time.monotonic() - sampled,
+    )
+    return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, completions_P, scores_P, strict=True)]
 
 
 def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
-    replies = [c for g in groups for c in g.completions]
-    cut = sum(c.stop is StopReason.LENGTH for c in replies) / len(replies)
-    limit = case.config.rollout.max_tokens
-    what = f"{len(groups)} prompts x {case.config.rollout.replies} replies of {case.reply_length:.0f} tokens on average; {cut:.0%} were cut at rollout.max_tokens = {limit}."
-    detail = [f"reply: {shown(replies[0].text) or '(empty)'}"]
-    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.reply_length, "cut": cut}
+    completions = [c for g in groups for c in g.completions]
+    truncated = sum(c.stop is StopReason.LENGTH for c in completions) / len(completions)
+    rollout = case.config.rollout
+    what = (
+        f"{len(groups)} prompts x {rollout.replies} completions of {case.completion_length:.0f} tokens on average; "
+        f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
+    )
+    detail = [f"completion: {shown(completions[0].text) or '(empty)'}"]
+    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "cut": truncated}
     if case.cold:
-        return note(f"{what} The model has not had its cold start yet, so its replies say little.", detail=detail, **numbers)  # fmt: skip
-    if cut > 0.5:
-        return warning(what, "Raise rollout.max_tokens; if replies ramble on after the answer, look at what ends a reply and at the chat template.", detail=detail, **numbers)  # fmt: skip
+        sentence = f"{what} The model has not had its cold start yet, so its completions say little."
+        return note(sentence, detail=detail, **numbers)
+    if truncated > 0.5:
+        remedy = (
+            "Raise rollout.max_tokens; if completions continue after the answer, check the stop tokens and the chat "
+            "template."
+        )
+        return warning(what, remedy, detail=detail, **numbers)
     return ok(what, detail=detail, **numbers)
 
 
@@ -98,17 +118,20 @@ def check_uniform(case: Case) -> Iterator[Finding]:
     assert case.objective is not None
     share = interval([float(g.uniform) for g in case.groups])
     mixed = case.objective.keep == "mixed"
-    penalty = " but the length penalty" if case.objective.shape == "soft_overlong" and not mixed else ""
-    what = f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards throughout and teach nothing{penalty}{_kinds(case.groups)}"
+    penalty = " apart from the length penalty" if case.objective.shape == "soft_overlong" and not mixed else ""
+    what = (
+        f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards and no training "
+        f"signal{penalty}{_kinds(case.groups)}"
+    )
     numbers: dict[str, Any] = {"share": share.value, "low": share.low, "high": share.high, "groups": len(case.groups)}
     if case.cold:
         yield _after_cold_start(case, what, numbers)
     elif share.value > 0.9:
         few = " (More --prompts give a narrower interval.)" if len(case.groups) < 8 else ""
-        yield warning(f"{what}: there is next to nothing to learn from.", _remedy(case.groups) + few, **numbers)
+        yield warning(f"{what}: there is almost nothing to train on.", _remedy(case.groups) + few, **numbers)
     elif share.value > 0.5:
-        waste = "are replaced by further sampling" if mixed else "are sampled in vain"
-        yield note(f"{what}; more than half of the replies {waste}.", _remedy(case.groups), **numbers)
+        waste = "are replaced by further sampling" if mixed else "are wasted"
+        yield note(f"{what}; more than half of the completions {waste}.", _remedy(case.groups), **numbers)
     else:
         yield ok(f"{what}.", **numbers)
     if mixed and not case.cold:
@@ -117,7 +140,8 @@ def check_uniform(case: Case) -> Iterator[Finding]:
 
 def _kinds(groups: Sequence[Group]) -> str:
     uniform = [[s.correct for s in g.scores] for g in groups if g.uniform]
-    right, wrong = sum(all(c) for c in uniform), sum(not any(c) for c in uniform)
+    right = sum(all(c) for c in uniform)
+    wrong = sum(not any(c) for c in uniform)
     return f" ({wrong} all wrong, {right} all right)" if uniform else ""
 
 
@@ -125,27 +149,36 @@ def _remedy(groups: Sequence[Group]) -> str:
     uniform = [[s.correct for s in g.scores] for g in groups if g.uniform]
     if sum(all(c) for c in uniform) > len(uniform) / 2:
         return "The problems are too easy for this model: take harder ones, or a higher temperature."
-    return "The problems are too hard for this model, or the reward does not read its replies: look at the replies, take easier problems, more rollout.replies, a reward with partial credit, or a cold start."
+    return (
+        "The problems are too hard for this model, or the reward does not read its completions: look at the "
+        "completions, take easier problems, more rollout.replies, a reward with partial credit, or a cold start."
+    )
 
 
 def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding:
-    p, g = case.config.cold_start.stop_accuracy, case.config.rollout.replies
+    p = case.config.cold_start.stop_accuracy
+    g = case.config.rollout.replies
+    # p^g + (1 - p)^g is convex in p, so problems of different difficulty have more uniform groups on average.
     least = p**g + (1 - p) ** g
     return note(
-        f"{what} now, before the cold start; after it, at an accuracy of {p:.0%}, at least {least:.0%} of the groups would be uniform (all problems equally hard), and more where they differ.",
-        **numbers, least_after_cold_start=least,
-    )  # fmt: skip
+        f"{what} now, before the cold start; after it, at an accuracy of {p:.0%}, at least {least:.0%} of the groups "
+        "would be uniform (if all problems are equally hard), and more if they differ.",
+        **numbers,
+        least_after_cold_start=least,
+    )
 
 
 def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
-    budget, mixed = case.config.rollout.refill_budget, interval([float(keeps_group(objective, g)) for g in groups])
+    budget = case.config.rollout.refill_budget
+    mixed = interval([float(keeps_group(objective, g)) for g in groups])
     if not mixed.value:
         yield warning(
             f'keep = "mixed" would discard all of the {len(groups)} sampled groups: steps would train on nothing.',
             _remedy(groups),
         )
     elif mixed.value * budget < 1:
-        needed, prompts = math.ceil(1 / mixed.value), case.config.rollout.prompts
+        needed = math.ceil(1 / mixed.value)
+        prompts = case.config.rollout.prompts
         yield warning(
             f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step of {prompts} groups needs about {needed} '
             f"batches of prompts, and rollout.refill_budget = {budget}: steps would train on fewer groups.",

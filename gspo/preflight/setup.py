@@ -1,4 +1,7 @@
-"""Settings and objective: values that cannot work, that have no effect, or that are legal and probably not meant."""
+"""Settings and objective: values that cannot work, have no effect, or are legal and probably not meant.
+
+In: a case. Out: findings, and the objective of the run. Invariant: the settings are checked by the run's own code.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,32 @@ def check_objective(case: Case) -> Iterator[Finding]:
     case.objective = objective = run_objective(case.config)
     steps = case.config.learner.mini_batches
     yield ok(
-        f"{objective.name} ({objective.paper}){_range(objective)}; {case.replies} replies per step in {steps} optimiser step{'s' * (steps > 1)}.",
+        f"{objective.name} ({objective.paper}){_range(objective)}; {case.completions} completions per step in "
+        f"{steps} optimizer step{'s' * (steps > 1)}.",
         optimiser_steps=steps,
     )
-    if steps == 1 and hasattr(objective.trust_region, "clip_low"):
+    if steps == 1 and objective.trust_region.clip_range is not None:
         yield note(
-            "With one optimiser step per batch the ratio is always 1, so nothing is ever clipped and the clip range has no effect.",
+            "With one optimizer step per batch the ratio is always 1, so nothing is clipped and the clip range has no "
+            "effect.",
             "Set learner.mini_batches above 1 to use each batch for several steps.",
         )
     if objective.kl and case.config.model.lora.rank:
-        yield note(f"kl = {objective.kl:g} needs no copy of the model, only one more forward per reply, with the adapters switched off.")  # fmt: skip
+        yield note(
+            f"kl = {objective.kl:g} needs no copy of the model, only one more forward pass per completion, with the "
+            "adapters disabled."
+        )
     elif objective.kl:
         yield note(
-            f"kl = {objective.kl:g} keeps a frozen copy of the model: its weights in memory, and one more forward per reply.",
-            "Set objective.kl = 0 to do without.",
+            f"kl = {objective.kl:g} keeps a frozen copy of the model: its weights in memory, and one more forward pass "
+            "per completion.",
+            "Set objective.kl = 0 to disable it.",
         )
 
 
 def _range(objective: Objective) -> str:
-    region = objective.trust_region
-    low, high = getattr(region, "clip_low", None), getattr(region, "clip_high", None)
-    if low is None or high is None:
+    clip_range = objective.trust_region.clip_range
+    if clip_range is None:
         return ""
-    return f", clip range {low:g}/{high:g} on {'the ratio of a whole reply' if objective.clips_sequences else 'the ratio of a token'}"
+    low, high = clip_range
+    return f", clip range {low:g}/{high:g} on the {'sequence' if objective.clips_sequences else 'token'} ratio"

@@ -1,7 +1,9 @@
-"""Tokenizer, end tokens, padding, chat template: where a reply begins and what ends it.
+"""Tokenizer, padding, chat template and stop tokens: where a completion begins and what ends it.
 
-The commonest cause of replies that never end is a chat template that closes a turn with a token which is not among the
-ids that stop a reply.
+In: a case. Out: findings, and the tokenizer of the run. Invariant: the tokenizer and the template are those of the run.
+
+The most common cause of completions that never end is a chat template that closes a turn with a token that is not among
+the stop tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 
 CONTENT = "ANSWER"
-"""Stands for what the assistant says."""
+"""Placeholder for the assistant's message."""
 
 
 def check_tokenizer(case: Case) -> Iterator[Finding]:
@@ -29,10 +31,13 @@ def check_tokenizer(case: Case) -> Iterator[Finding]:
     case.tokenizer = tokenizer = load_tokenizer(case.config.model, alphabet=task.alphabet if task else "")
     yield ok(f"{type(tokenizer).__name__} with {len(tokenizer)} tokens.", vocabulary=len(tokenizer))
     if tokenizer.pad_token_id is None:
-        yield note("The tokenizer has no padding token; an end token fills short rows, where no real token can see it.")
+        yield note(
+            "The tokenizer has no padding token; an end token fills short rows, where no real token attends to it."
+        )
     elif tokenizer.pad_token_id == tokenizer.eos_token_id:
         yield note(
-            "Padding and end token are the same; harmless here, because padding is known by its place, so a reply's own end token is still learned."
+            "Padding and end token are the same. That is harmless here: padding is identified by its position, so a "
+            "completion's own end token is still trained on."
         )
 
 
@@ -40,7 +45,8 @@ def check_tokenizer(case: Case) -> Iterator[Finding]:
 
 
 def check_template(case: Case) -> Iterator[Finding]:
-    data, tokenizer = case.config.data, case.tokenizer
+    data = case.config.data
+    tokenizer = case.tokenizer
     prompt = case.problems.train[0] if case.problems else None
     example = prompt.text if prompt else render(put("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
     if not uses_template(tokenizer, chat=data.chat):
@@ -59,25 +65,33 @@ def check_template(case: Case) -> Iterator[Finding]:
 
 
 def _generation_prompt(tokenizer: Any) -> Finding:
-    """Whether a rendered prompt ends where the assistant's words are to begin."""
-    cued, plain = _rendered(tokenizer, cue=True), _rendered(tokenizer, cue=False)
+    """Whether a rendered prompt ends where the assistant's message begins."""
+    cued = _rendered(tokenizer, cue=True)
+    plain = _rendered(tokenizer, cue=False)
     header = _header(tokenizer, plain)
     if cued != plain:
-        return ok(f"The template ends with the cue for the assistant: {cued.removeprefix(plain)!r}.")
+        return ok(f"The template ends with the generation prompt {cued.removeprefix(plain)!r}.")
     if header is None:
-        return note("The template adds no cue for the assistant, and how it renders a reply does not tell if one is needed.")  # fmt: skip
+        return note(
+            "The template adds no generation prompt, and its rendering of an assistant's message does not show "
+            "whether one is needed."
+        )
     if not header.strip():
-        return ok("The template adds no cue for the assistant and needs none: a reply follows the user's turn directly.")  # fmt: skip
+        return ok(
+            "The template adds no generation prompt and needs none: the completion follows the user's turn directly."
+        )
     return warning(
-        f"The chat template ignores add_generation_prompt: a reply should begin with {header!r}, but the prompt ends before that, so the model has to write it or goes on with the user's turn.",
-        "Add {% if add_generation_prompt %}...{% endif %} to the tokenizer's chat_template, or set data.chat = no and write the prompt format in the data.",
+        f"The chat template ignores add_generation_prompt: the assistant's turn begins with {header!r}, but the "
+        "prompt ends before it, so the model has to write it or continues the user's turn.",
+        "Add {% if add_generation_prompt %}...{% endif %} to the tokenizer's chat_template, or set data.chat = no and "
+        "write the prompt format in the data.",
         header=header,
     )
 
 
 def _header(tokenizer: Any, plain: str) -> str | None:
-    """What stands between the user's turn and the assistant's words; None: it cannot be told."""
-    whole = _replied(tokenizer)
+    """The text between the user's turn and the assistant's message; `None` if unknown."""
+    whole = _with_answer(tokenizer)
     if whole is None or not whole.startswith(plain) or CONTENT not in whole:
         return None
     return whole[len(plain) :].partition(CONTENT)[0]
@@ -88,8 +102,8 @@ def _rendered(tokenizer: Any, *, cue: bool) -> str:
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue))
 
 
-def _replied(tokenizer: Any) -> str | None:
-    """A chat with a reply in it; None if the template refuses it."""
+def _with_answer(tokenizer: Any) -> str | None:
+    """A rendered chat that ends with an assistant's message; `None` if the template refuses it."""
     chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": CONTENT}]
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False))
@@ -106,45 +120,54 @@ def check_ends(case: Case) -> Iterator[Finding]:
     stops = policy.stop_ids
     if not stops:
         yield fail(
-            "Neither the model nor its tokenizer has an end token, so no reply could ever end.",
+            "Neither the model nor its tokenizer has an end token, so no completion could ever end.",
             "Set eos_token in the tokenizer's config.",
         )
         return
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stops)
-    yield ok(f"A reply ends at {named}.", stop_ids=list(stops))
+    yield ok(f"A completion ends at {named}.", stop_ids=list(stops))
     if uses_template(tokenizer, chat=case.config.data.chat):
         yield _end_of_turn(tokenizer, stops)
     yield from _vocabulary(case)
 
 
 def _end_of_turn(tokenizer: Any, stops: tuple[int, ...]) -> Finding:
-    """Whether what closes the assistant's turn in the template also stops a reply."""
-    whole = _replied(tokenizer)
+    """Whether the token that closes the assistant's turn in the template is a stop token."""
+    whole = _with_answer(tokenizer)
     if whole is None or CONTENT not in whole:
-        return note("How the chat template ends a reply could not be told from rendering one.")
+        return note("The rendering of the chat template does not show how it ends the assistant's turn.")
     tail = whole.rpartition(CONTENT)[2]
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     special = [i for i in ids if i in tokenizer.all_special_ids or i in tokenizer.added_tokens_decoder]
     if not special:
         return note(
-            f"The chat template does not close the assistant's turn with a special token ({tail!r} follows a reply); the model must have learned to end it by {tokenizer.eos_token}."
+            f"The chat template does not close the assistant's turn with a special token ({tail!r} follows the "
+            f"message); the model must have been trained to end it with {tokenizer.eos_token}."
         )
     token = tokenizer.convert_ids_to_tokens(special[0])
     if special[0] in stops:
-        return ok(f"The chat template closes the assistant's turn with {token}, which stops a reply.")
+        return ok(f"The chat template closes the assistant's turn with {token}, which is a stop token.")
     return warning(
-        f"The chat template closes the assistant's turn with {token} ({special[0]}), which does not stop a reply: replies will run on to rollout.max_tokens.",
-        f'Set "eos_token": "{token}" in tokenizer_config.json, or add {special[0]} to eos_token_id in generation_config.json.',
+        f"The chat template closes the assistant's turn with {token} ({special[0]}), which is not a stop token: "
+        "completions will run to rollout.max_tokens.",
+        f'Set "eos_token": "{token}" in tokenizer_config.json, or add {special[0]} to eos_token_id in '
+        "generation_config.json.",
         end_of_turn=special[0],
     )
 
 
 def _vocabulary(case: Case) -> Iterator[Finding]:
-    """Ids that the model has no embedding for end the run in the middle of a forward."""
+    """An id without an embedding would stop the run in the middle of a forward pass."""
     rows = case.skeleton.get_input_embeddings().num_embeddings
     problems = case.problems
     used = max((max(p.token_ids) for p in (*problems.train, *problems.held_out)), default=0) if problems else 0
     if used >= rows:
-        yield fail(f"The data holds token id {used}, but the model's embedding has only {rows} rows.", "The tokenizer is not this model's; use its own.")  # fmt: skip
+        yield fail(
+            f"The data contains token id {used}, but the model's embedding has only {rows} rows.",
+            "The tokenizer belongs to another model; use this model's own.",
+        )
     elif len(case.tokenizer) > rows:
-        yield warning(f"The tokenizer knows {len(case.tokenizer)} tokens, but the model's embedding has only {rows} rows.", "Make sure that the tokenizer is this model's.")  # fmt: skip
+        yield warning(
+            f"The tokenizer has {len(case.tokenizer)} tokens, but the model's embedding has only {rows} rows.",
+            "Make sure that the tokenizer belongs to this model.",
+        )

@@ -158,9 +158,8 @@ def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
         "padding/saved": 1 - learned.positions.computed / learned.positions.padded,
     }
     metrics |= _shaping(learned) if objective.shape == "soft_overlong" else {}
-    region: Any = objective.trust_region
-    if hasattr(region, "clip_low"):
-        metrics |= {"clip/low": region.clip_low, "clip/high": region.clip_high}
+    if clip_range := objective.trust_region.clip_range:
+        metrics |= {"clip/low": clip_range[0], "clip/high": clip_range[1]}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
     metrics |= _noise(objective, learned)
     return metrics | (_routing(learned.routed) if learned.routed else {})

@@ -1,4 +1,4 @@
-"""Small tokenizers: one token per character, with and without a chat template."""
+"""Fixtures of the data tests: tokenizers with one token per character, with and without a chat template."""
 
 from __future__ import annotations
 

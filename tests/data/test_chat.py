@@ -1,4 +1,4 @@
-"""What the model reads: chat template or raw text, special tokens once."""
+"""The model's input: chat template or raw text, special tokens exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo.errors import ConfigError, DataError
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
 
 
-def test_text_is_wrapped_when_there_is_a_template(chat_tokenizer):
+def test_text_is_wrapped_in_the_template(chat_tokenizer):
     text, ids = render("1+1", chat_tokenizer, chat="auto")
     assert text == "<user>1+1\n<assistant>"
     assert ids == tuple(chat_tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -57,7 +57,7 @@ def test_template_adds_its_own_special_tokens_only(make_tokenizer):
     assert render("ab", tokenizer, chat="auto")[1] == tuple(make_tokenizer()("ab")["input_ids"])
 
 
-def test_what_the_template_refuses_comes_back_in_its_place(chat_tokenizer):
+def test_a_prompt_that_the_template_refuses_comes_back_as_its_error(chat_tokenizer):
     bad = [{"role": "forbidden", "content": "x"}]
     with pytest.raises(DataError, match="refuses it: no such role"):
         render(bad, chat_tokenizer, chat="auto")
@@ -67,20 +67,23 @@ def test_what_the_template_refuses_comes_back_in_its_place(chat_tokenizer):
     assert third == render(CHAT, chat_tokenizer, chat="auto")
 
 
-def test_many_is_one_at_a_time(plain_tokenizer):
+def test_many_prompts_render_as_one_at_a_time(plain_tokenizer):
     texts = ["a", "", "abc d"]
     assert render_all(texts, plain_tokenizer, chat="auto") == [render(t, plain_tokenizer, chat="auto") for t in texts]
     assert render_all([], plain_tokenizer, chat="auto") == []
 
 
 ENDLESS = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}"
+    ),
     "one operation": "{% set x = 10 ** 9000000 // 7 ** 6000000 %}",
 }
 
 
 @pytest.mark.parametrize("name", list(ENDLESS))
-def test_a_template_that_never_ends_is_an_error_that_names_it(make_tokenizer, monkeypatch, name):
+def test_an_endless_template_is_an_error_that_names_the_model(make_tokenizer, monkeypatch, name):
     monkeypatch.setattr("gspo.data.chat.MOST_SECONDS", 1)
     tokenizer = make_tokenizer(template=ENDLESS[name])
     tokenizer.name_or_path = "some/model"
@@ -93,7 +96,7 @@ def test_a_template_that_never_ends_is_an_error_that_names_it(make_tokenizer, mo
 @pytest.mark.parametrize(
     "template", ["{{ 'x' * 10 ** 10 }}", "{{ ('x' * 10 ** 8) | center(10 ** 10) }}", "{{ 'x' * 10 ** 8 }}"]
 )
-def test_a_template_that_takes_all_memory_is_refused(make_tokenizer, template):
+def test_a_template_that_allocates_too_much_memory_is_refused(make_tokenizer, template):
     done = render_all(["a", "b"], make_tokenizer(template=template), chat="auto")
     assert all(isinstance(row, DataError) for row in done)
     assert re.search(r"memory|characters|refuses", str(done[0]))
@@ -129,20 +132,20 @@ def test_a_range_without_end_is_refused(make_tokenizer):
     assert "the chat template refuses it: Range too big" in str(done[0])
 
 
-def test_the_rows_before_a_template_that_ends_the_process_are_counted(make_tokenizer, monkeypatch):
+def test_the_error_names_the_prompt_that_kills_the_template_process(make_tokenizer, monkeypatch):
     monkeypatch.setattr("gspo.data.chat.MOST_SECONDS", 1)
     template = f"{{% if messages[0].content == 'b' %}}{ENDLESS['loops']}{{% endif %}}ok"
     with pytest.raises(ConfigError, match="for prompt 3"):
         render_all(["a", "c", "b", "a"], make_tokenizer(template=template), chat="auto")
 
 
-def test_any_text_comes_back_from_a_template_as_it_was(chat_tokenizer):
+def test_the_template_process_returns_any_text_unchanged(chat_tokenizer):
     for text in ("a\nb\r\n\t", "\u2028 \x00 \x85", "東京 👩", '"quotes" \\ {{ x }}', ""):
         assert render_all([text], chat_tokenizer, chat="auto")[0][0] == render(text, chat_tokenizer, chat="auto")[0]
         assert text in render_all([text], chat_tokenizer, chat="auto")[0][0]
 
 
-def test_a_tokenizer_that_panics_is_an_error_that_names_it(make_tokenizer):
+def test_a_tokenizer_that_panics_is_an_error_that_names_the_model(make_tokenizer):
     from tokenizers import Tokenizer
 
     tokenizer = make_tokenizer(bos=True)

@@ -1,4 +1,4 @@
-"""Problems from files, the hub and tasks: every bad row named by place, held-out apart, an order that resumes."""
+"""Problems from files, the hub and tasks: bad rows are named, held-out problems are separate, the order resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_jsonl(path, rows):
 
 @pytest.fixture
 def load(plain_tokenizer):
-    """Load with few words; nothing held out unless asked."""
+    """Load problems; nothing is held out by default."""
 
     def run(path="", *, tokenizer=None, seed=0, **settings):
         config = DataConfig(path=str(path), **{"held_out": 0, **settings})
@@ -75,7 +75,8 @@ def test_every_format_gives_the_same_problems(tmp_path, load, name, compressed):
         pytest.skip("parquet is binary and compresses itself")
     data = (b"\xef\xbb\xbf" if "bom" in compressed else b"") + path.read_bytes()
     if compressed.endswith(".gz"):
-        path, data = tmp_path / f"{name}.gz", gzip.compress(data)
+        path = tmp_path / f"{name}.gz"
+        data = gzip.compress(data)
     path.write_bytes(data)
     problems = load(path)
     levels = map(str, range(20)) if "csv" in name else range(20)
@@ -86,7 +87,7 @@ def test_every_format_gives_the_same_problems(tmp_path, load, name, compressed):
     assert len(problems.train[3].token_ids) == 3
 
 
-def test_hub_data_set(tmp_path, load):
+def test_hub_dataset(tmp_path, load):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     problems = load(hub=str(tmp_path))
     assert [p.content for p in problems.train] == [row["prompt"] for row in ROWS]
@@ -96,19 +97,19 @@ def test_hub_data_set(tmp_path, load):
         load(hub=str(tmp_path), prompt_field="question")
 
 
-def test_a_hub_data_set_without_a_network_is_refused_without_a_request(load, monkeypatch):
+def test_without_a_network_a_hub_dataset_is_refused_without_a_request(load, monkeypatch):
     def refuse(*given, **options):
         raise AssertionError("a request was made")
 
     monkeypatch.setattr(sources, "unreachable_host", lambda: "hub.invalid")
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
-    with pytest.raises(DataError, match=r"someone/nothing: is not among .* and hub\.invalid cannot be reached"):
+    with pytest.raises(DataError, match=r"someone/nothing: is not in the cache .* and hub\.invalid cannot be reached"):
         load(hub="someone/nothing")
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_without_a_network_the_copy_that_was_fetched_before_is_read(load, monkeypatch):
+def test_without_a_network_the_cached_copy_of_a_hub_dataset_is_read(load, monkeypatch):
     def load_dataset(name, config, *, split):
         assert datasets.config.HF_HUB_OFFLINE, "with this set, datasets reads its cache and makes no request"
         return ROWS
@@ -189,7 +190,7 @@ def test_field_names_and_answer_kinds(tmp_path, load):
     assert [p.columns for p in problems.train] == [{**row, "answer": row["gold"]} for row in rows]
 
 
-def test_the_answer_and_the_field_that_it_comes_from_both_reach_rewards(tmp_path, load):
+def test_rewards_receive_both_the_answer_and_its_source_field(tmp_path, load):
     path = write_jsonl(tmp_path / "d.jsonl", [{"question": "1", "solution": "so #### 7", "answer": "other"}])
     problems = load(path, prompt_field="question", answer_field="solution", answer_after="####")
     assert problems.train[0].columns == {"question": "1", "solution": "so #### 7", "answer": "7"}
@@ -244,10 +245,10 @@ def test_settings_that_cannot_work(tmp_path, load, settings, message):
 SVAMP = [{"Body": "Dan had 3 left.", "Question": "How many {more}?", "Answer": 4.0, "Type": "Sum"}]
 
 
-def test_a_template_makes_the_problem_of_several_fields(load, tmp_path):
+def test_a_template_combines_several_fields(load, tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", SVAMP)
-    made = load(path, prompt_template="{Body} {Question} ({Type})", answer_field="Answer", instruction="Be brief.")
-    (prompt,) = made.train
+    template = "{Body} {Question} ({Type})"
+    (prompt,) = load(path, prompt_template=template, answer_field="Answer", instruction="Be brief.").train
     assert prompt.content == "Dan had 3 left. How many {more}? (Sum)"
     assert prompt.text == "Dan had 3 left. How many {more}? (Sum)\nBe brief."
     assert prompt.columns == {**SVAMP[0], "answer": 4.0}
@@ -257,7 +258,8 @@ def test_rows_that_do_not_fit_the_template_are_bad(load, tmp_path):
     path = write_jsonl(
         tmp_path / "d.jsonl", [*SVAMP, {"Body": "x", "Answer": 1}, {"Body": ["x"], "Question": "", "Answer": 1}]
     )
-    with pytest.raises(DataError, match=r"d.jsonl:2: field 'Question': missing, the row has: Body, Answer; change data.prompt_template") as raised:  # fmt: skip
+    message = r"d.jsonl:2: field 'Question': missing, the row has: Body, Answer; change data.prompt_template"
+    with pytest.raises(DataError, match=message) as raised:
         load(path, prompt_template="{Body} {Question}", answer_field="Answer")
     assert "d.jsonl:3: field 'Body': must be text or a number" in str(raised.value)
 
@@ -266,11 +268,11 @@ def test_rows_that_do_not_fit_the_template_are_bad(load, tmp_path):
     ("settings", "message"),
     [
         ({"prompt_template": "no field"}, "data.prompt_template: names no field"),
-        ({"prompt_template": "{Body}", "prompt_field": "Body"}, "data.prompt_field: has no effect with data.prompt_template"),
+        ({"prompt_template": "{Body}", "prompt_field": "Body"}, "data.prompt_field: has no effect with data.prompt_t"),
         ({"prompt_template": "{Body} {Answer}"}, "data.prompt_template: shows the model {Answer}"),
     ],
-)  # fmt: skip
-def test_templates_that_cannot_be_meant(load, tmp_path, settings, message):
+)
+def test_templates_that_make_no_sense(load, tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         load(write_jsonl(tmp_path / "d.jsonl", SVAMP), answer_field="Answer", **settings)
 
@@ -278,37 +280,67 @@ def test_templates_that_cannot_be_meant(load, tmp_path, settings, message):
 # ------------------------------------------------------------------------------------------------- bad rows
 
 GOOD = {"prompt": "1+1", "answer": "2"}
+
+
+def bad(row, message, **settings):
+    return row, settings, message
+
+
+def question(prompt):
+    return {"prompt": prompt, "answer": "2"}
+
+
+def answered(answer):
+    return {"prompt": "1", "answer": answer}
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
 BAD_ROWS = {
-    "no prompt": ({"question": "1", "answer": "2"}, {}, r"field 'prompt': missing, the row has: question, answer; set data\.prompt_field"),
-    "no answer": ({"prompt": "1", "gold": 1}, {}, r"field 'answer': missing, the row has: prompt, gold; set data\.answer_field"),
-    "null answer": ({"prompt": "1", "answer": None}, {}, r"field 'answer': null"),
-    "empty answer": ({"prompt": "1", "answer": " "}, {}, r"field 'answer': empty"),
-    "no mark": ({"prompt": "1", "answer": "3"}, {"answer_after": "##"}, r"field 'answer': has no '##' in it; .*data\.answer_after"),
-    "number and mark": ({"prompt": "1", "answer": 3}, {"answer_after": "##"}, r"field 'answer': has no '##'"),
-    "nothing after mark": ({"prompt": "1", "answer": "3 ## "}, {"answer_after": "##"}, r"field 'answer': empty after '##'"),
-    "empty": ({"prompt": "", "answer": "2"}, {}, r"field 'prompt': empty"),
-    "whitespace": ({"prompt": " \n\t", "answer": "2"}, {}, r"field 'prompt': empty"),
-    "no messages": ({"prompt": [], "answer": "2"}, {}, r"field 'prompt': empty"),
-    "empty messages": ({"prompt": [{"role": "user", "content": " "}], "answer": "2"}, {}, r"field 'prompt': empty"),
-    "number": ({"prompt": 17, "answer": "2"}, {}, r"field 'prompt': must be text or a list .*, not int 17"),
-    "null": ({"prompt": None, "answer": "2"}, {}, r"field 'prompt': must be text or a list .*, not null"),
-    "object": ({"prompt": {"a": 1}, "answer": "2"}, {}, r"field 'prompt': must be text or a list"),
-    "list of text": ({"prompt": ["a"], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
-    "no role": ({"prompt": [{"content": "a"}], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
-    "content null": ({"prompt": [{"role": "user", "content": None}], "answer": "2"}, {}, r"field 'prompt': message 1 is wrong"),
-    "ends with reply": ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"}, {}, r"field 'prompt': ends with a reply"),
-    "surrogate": ('{"prompt": "\\ud800", "answer": 2}', {}, r"field 'prompt': half of a surrogate pair"),
-    "too long": ({"prompt": "x" * 31, "answer": "2"}, {}, r"field 'prompt': 49 tokens, more than data\.max_prompt_tokens=40; raise"),
-    "not JSON": ('{"prompt": "1', {}, r"invalid JSON: "),
-    "huge number": ('{"prompt": ' + "1" * 5000 + "}", {}, r"invalid JSON: "),
-    "list row": ("[1, 2]", {}, r"the row is a list, not an object"),
-    "text row": ('"x"', {}, r"the row is text, not an object"),
-    "null row": ("null", {}, r"the row is null, not an object"),
-    "template refuses": ({"prompt": [{"role": "forbidden", "content": "a"}], "answer": "2"}, {}, r"field 'prompt': the chat template refuses it: no such role"),
-    "second system": ({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "2"},
-                      {"system": "s"}, r"field 'prompt': begins with a system message already; leave data\.system empty"),
-    "no user": ({"prompt": [{"role": "system", "content": "a"}], "answer": "2"}, {"instruction": "i"}, r"field 'prompt': no user message"),
-}  # fmt: skip
+    "no prompt": bad(
+        {"question": "1", "answer": "2"},
+        r"field 'prompt': missing, the row has: question, answer; set data\.prompt_field",
+    ),
+    "no answer": bad(
+        {"prompt": "1", "gold": 1}, r"field 'answer': missing, the row has: prompt, gold; set data\.answer_field"
+    ),
+    "null answer": bad(answered(None), r"field 'answer': null"),
+    "empty answer": bad(answered(" "), r"field 'answer': empty"),
+    "no mark": bad(answered("3"), r"field 'answer': does not contain '##'; .*data\.answer_after", answer_after="##"),
+    "number and mark": bad(answered(3), r"field 'answer': does not contain '##'", answer_after="##"),
+    "nothing after mark": bad(answered("3 ## "), r"field 'answer': empty after '##'", answer_after="##"),
+    "empty": bad(question(""), r"field 'prompt': empty"),
+    "whitespace": bad(question(" \n\t"), r"field 'prompt': empty"),
+    "no messages": bad(question([]), r"field 'prompt': empty"),
+    "empty messages": bad(question([message("user", " ")]), r"field 'prompt': empty"),
+    "number": bad(question(17), r"field 'prompt': must be text or a list .*, not int 17"),
+    "null": bad(question(None), r"field 'prompt': must be text or a list .*, not null"),
+    "object": bad(question({"a": 1}), r"field 'prompt': must be text or a list"),
+    "list of text": bad(question(["a"]), r"field 'prompt': message 1 is wrong"),
+    "no role": bad(question([{"content": "a"}]), r"field 'prompt': message 1 is wrong"),
+    "content null": bad(question([message("user", None)]), r"field 'prompt': message 1 is wrong"),
+    "ends with an assistant message": bad(
+        question([message("assistant", "a")]), r"field 'prompt': ends with an assistant message"
+    ),
+    "surrogate": bad('{"prompt": "\\ud800", "answer": 2}', r"field 'prompt': half of a surrogate pair"),
+    "too long": bad(question("x" * 31), r"field 'prompt': 49 tokens, more than data\.max_prompt_tokens=40; raise"),
+    "not JSON": bad('{"prompt": "1', r"invalid JSON: "),
+    "huge number": bad('{"prompt": ' + "1" * 5000 + "}", r"invalid JSON: "),
+    "list row": bad("[1, 2]", r"the row is a list, not an object"),
+    "text row": bad('"x"', r"the row is text, not an object"),
+    "null row": bad("null", r"the row is null, not an object"),
+    "template refuses": bad(
+        question([message("forbidden", "a")]), r"field 'prompt': the chat template refuses it: no such role"
+    ),
+    "second system": bad(
+        question([message("system", "a"), message("user", "b")]),
+        r"field 'prompt': already begins with a system message; leave data\.system empty",
+        system="s",
+    ),
+    "no user": bad(question([message("system", "a")]), r"field 'prompt': no user message", instruction="i"),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
@@ -317,9 +349,7 @@ def test_bad_row_is_named_by_file_line_and_field(tmp_path, load, chat_tokenizer,
     good = {"prompt": "1+1", "answer": "2 ## 3"}
     settings = {"tokenizer": chat_tokenizer, "max_prompt_tokens": 40, **settings}
     path = write_jsonl(tmp_path / "d.jsonl", [good, "", row, good])
-    with pytest.raises(
-        DataError, match=rf"1 bad row:\n{path}:3: {message}.*\nset data\.on_bad_row=skip to leave them out$"
-    ):
+    with pytest.raises(DataError, match=rf"1 bad row:\n{path}:3: {message}.*\nset data\.on_bad_row=skip to skip them$"):
         load(path, **settings)
     problems = load(path, on_bad_row="skip", **settings)
     assert problems.skipped == 1
@@ -343,7 +373,7 @@ def test_first_five_bad_rows_are_listed_in_order(tmp_path, load):
     lines = str(caught.value).splitlines()
     assert lines[0] == "12 bad rows:"
     assert [line.split(": ")[0] for line in lines[1:6]] == [f"{path}:{n}" for n in range(1, 6)]
-    assert lines[6:] == ["and 7 more bad rows; set data.on_bad_row=skip to leave them out"]
+    assert lines[6:] == ["and 7 more bad rows; set data.on_bad_row=skip to skip them"]
 
 
 def test_csv_bad_rows_are_named_by_the_line_they_start_on(tmp_path, load):
@@ -353,8 +383,8 @@ def test_csv_bad_rows_are_named_by_the_line_they_start_on(tmp_path, load):
         load(path)
     assert str(caught.value).splitlines()[1:4] == [
         f"{path}:5: field 'prompt': empty; write the problem there or remove the row",
-        f"{path}:6: has 3 cells, but the header has 2; put cells that hold commas in quotes",
-        f"{path}:7: has 1 cells, but the header has 2; put cells that hold commas in quotes",
+        f"{path}:6: has 3 cells, but the header has 2; put cells that contain commas in quotes",
+        f"{path}:7: has 1 cells, but the header has 2; put cells that contain commas in quotes",
     ]
 
 
@@ -369,16 +399,16 @@ def test_formats_without_lines_name_the_row(tmp_path, load, name):
     ("name", "data", "message"),
     [
         ("missing.jsonl", None, r"missing\.jsonl: no such file"),
-        ("d.txt", b"x", r"d\.txt: unknown kind of file; known: \.jsonl, \.json, \.csv, \.parquet"),
-        ("d.parquet.gz", b"x", r"unknown kind of file"),
+        ("d.txt", b"x", r"d\.txt: unknown file type; known: \.jsonl, \.json, \.csv, \.parquet"),
+        ("d.parquet.gz", b"x", r"unknown file type"),
         ("d.jsonl", b"", r"d\.jsonl: has no rows"),
         ("d.jsonl", b"\n \n", r"d\.jsonl: has no rows"),
         ("d.json", b"", r"d\.json: has no rows"),
         ("d.json", b"[]", r"d\.json: has no rows"),
         ("d.json", b'[{"a": 1},\n{]', r"d\.json:2: invalid JSON"),
         ("d.json", b'{"a": 1}\n{"a": 2}\n', r"d\.json:2: invalid JSON: Extra data; one object per line\?"),
-        ("d.json", b'{"a": 1}', r"must hold a list of objects"),
-        ("d.json", b'{"a": [1], "b": [2]}', r"must hold a list of objects"),
+        ("d.json", b'{"a": 1}', r"must contain a list of objects"),
+        ("d.json", b'{"a": [1], "b": [2]}', r"must contain a list of objects"),
         ("d.json", b'["\n\xff"]', r"d\.json:2: not UTF-8"),
         ("d.json", b"[" * 100_000, r"d\.json: nested deeper than 100 levels"),
         ("d.csv", b"", r"d\.csv: has no rows"),
@@ -410,7 +440,7 @@ def ids(prompts):
     return [p.id for p in prompts]
 
 
-def test_held_out_is_split_off_by_seed(tmp_path, load):
+def test_the_seed_determines_the_held_out_set(tmp_path, load):
     path = write_jsonl(tmp_path / "d.jsonl", ROWS)
     problems = load(path, held_out=5, seed=3)
     assert len(problems.held_out) == 5
@@ -421,7 +451,7 @@ def test_held_out_is_split_off_by_seed(tmp_path, load):
     assert problems.overlapping == 0
 
 
-def test_held_out_must_leave_something(tmp_path, load):
+def test_the_held_out_set_must_leave_something_to_train_on(tmp_path, load):
     path = write_jsonl(tmp_path / "d.jsonl", ROWS)
     for size in (20, 256):
         with pytest.raises(DataError, match=rf"data\.held_out={size} leaves nothing to train on, there are 20 usable"):
@@ -437,7 +467,7 @@ def test_duplicates_of_held_out_prompts_are_not_trained_on(tmp_path, load):
     assert problems.overlapping >= 5
 
 
-def test_white_space_case_and_wide_characters_make_no_other_problem(tmp_path, load):
+def test_problems_that_differ_in_white_space_case_or_width_are_duplicates(tmp_path, load):
     rows = [{"prompt": f"What is {word}?", "answer": "x"} for word in ("one plus two", "four", "Five")]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     same = ["what IS  one\nplus two? ", "What is four\uff1f"]
@@ -462,7 +492,7 @@ def test_held_out_file(tmp_path, load):
         load(path, held_out=4, held_out_path=other)
 
 
-def test_the_same_prompt_as_text_and_as_messages_is_one_prompt(tmp_path, load, chat_tokenizer):
+def test_text_and_messages_with_the_same_content_are_duplicates(tmp_path, load, chat_tokenizer):
     path = write_jsonl(tmp_path / "train.jsonl", ROWS)
     chat = [{"role": "user", "content": "3+3"}]
     other = write_jsonl(tmp_path / "test.jsonl", [{"prompt": chat, "answer": 6}])
@@ -487,10 +517,13 @@ def test_generated_problems_are_distinct_and_seeded(load):
     assert problems.held_out == load(task="addition", task_size=10, held_out=50).held_out
 
 
-def test_every_problem_of_a_small_task_can_be_had(load):
+def test_every_problem_of_a_small_task_can_be_generated(load):
     settings = {"task": "addition", "task_options": {"digits": 1}}
     assert len({p.content for p in load(task_size=100, held_out=0, **settings).train}) == 100
-    message = r"data\.task=addition with digits=1 has at most 100 different problems, .*data\.task_size=91 and data\.held_out=10"
+    message = (
+        r"data\.task=addition with digits=1 has at most 100 different problems, "
+        r".*data\.task_size=91 and data\.held_out=10"
+    )
     with pytest.raises(DataError, match=message):
         load(task_size=91, held_out=10, **settings)
 
@@ -507,7 +540,7 @@ def test_no_held_out_problem_is_a_training_problem_in_another_order(load, task):
     options, meaning = SMALL_TASKS[task]
     problems = load(task=task, task_options=options, task_size=4000, held_out=256)
     assert (len(problems.train), len(problems.held_out)) == (4000, 256)
-    assert problems.overlapping > 0  # there was something to leave out
+    assert problems.overlapping > 0  # some training problems were dropped
     held_out, train = ({meaning(p.content) for p in prompts} for prompts in (problems.held_out, problems.train))
     assert not held_out & train
 
@@ -525,34 +558,32 @@ def test_no_held_out_word_problem_shares_kind_and_numbers_with_a_training_proble
     assert not held_out & train
 
 
-def test_a_space_that_held_out_problems_fill_is_refused_or_told(load):
+def test_a_held_out_set_that_covers_most_problems_is_refused_or_warned_about(load):
     settings = {"task": "addition", "task_options": {"digits": 1}}
-    message = (
-        r"hardly more than \d+ different problems besides those that ask the same as a held-out one, .*held_out=60"
-    )
+    message = r"hardly more than \d+ different problems other than duplicates of held-out ones, .*held_out=60"
     with pytest.raises(DataError, match=message):
         load(task_size=40, held_out=60, **settings)
     assert "lower data.held_out" in load(task_size=5, held_out=60, **settings).crowded
     assert load(task_size=40, held_out=5, **settings).crowded == ""
 
 
-def test_fresh_problems_are_neither_trained_on_nor_their_equals(plain_tokenizer):
+def test_fresh_problems_are_not_duplicates_of_training_problems(plain_tokenizer):
     config = DataConfig(task="addition", task_options={"digits": 2}, task_size=3000, held_out=50)
     trained = {p.key for p in load_problems(config, plain_tokenizer, 0).train}
     fresh = fresh_problems(config, plain_tokenizer, 0, count=200, exclude=trained)
     assert len({p.content for p in fresh}) == 200
     assert not {p.key for p in fresh} & trained
-    with pytest.raises(DataError, match=r"besides those that the model was trained on .*fewer than 8000"):
+    with pytest.raises(DataError, match=r"other than those that the model was trained on .*fewer than 8000"):
         fresh_problems(config, plain_tokenizer, 0, count=8000, exclude=trained)
 
 
-def test_a_task_that_runs_dry_says_so(load):
+def test_a_task_with_too_few_problems_is_an_error(load):
     settings = {"task": "countdown", "task_options": {"numbers": 2, "max_number": 2, "max_target": 100}}
     with pytest.raises(DataError, match=r"hardly more than \d+ different problems, .*lower them"):
         load(task_size=100, **settings)
 
 
-def test_generated_prompts_go_through_template_and_limits(load, chat_tokenizer):
+def test_template_and_limits_apply_to_generated_prompts(load, chat_tokenizer):
     settings = {"task": "addition", "task_size": 5, "tokenizer": chat_tokenizer, "instruction": "Go."}
     problem = load(**settings).train[0]
     assert problem.text == f"<user>{problem.content}\nGo.\n<assistant>"
@@ -590,7 +621,7 @@ def test_demonstrations_are_endless_seeded_and_never_held_out(load):
         next(demonstrations(config, 0, exclude=everything))
 
 
-def test_shown_leaves_its_argument_alone():
+def test_shown_does_not_change_its_argument():
     chat = [{"role": "user", "content": "a"}]
     config = DataConfig(instruction="i", system="s")
     assert shown(chat, config) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\ni"}]
@@ -602,7 +633,7 @@ def test_shown_leaves_its_argument_alone():
 
 
 @given(st.integers(1, 40), st.integers(), st.integers(0, 5))
-def test_each_epoch_is_a_permutation_of_its_own(count, seed, epoch):
+def test_each_epoch_has_its_own_permutation(count, seed, epoch):
     assert sorted(PromptOrder(count, seed).take(epoch * count, count)) == list(range(count))
 
 
@@ -622,14 +653,14 @@ def test_order_differs_between_epochs_and_seeds():
 
 @pytest.mark.parametrize("depth", [150, 400, 100_000])
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json"])
-def test_a_field_that_is_nested_without_end_is_named(tmp_path, load, name, depth):
+def test_a_field_that_is_nested_too_deeply_is_named(tmp_path, load, name, depth):
     row = '{"prompt": "p", "answer": "a", "meta": ' + "[" * depth + "]" * depth + "}"
     (tmp_path / name).write_text(row + "\n" if name == "d.jsonl" else f"[{row}]")
     with pytest.raises(DataError, match=r"d\.jsonl?.*nested deeper than 100 levels"):
         load(path=tmp_path / name)
 
 
-def test_a_compressed_file_that_grows_out_of_proportion_is_refused(tmp_path, load):
+def test_a_decompression_bomb_is_refused(tmp_path, load):
     with gzip.open(tmp_path / "d.jsonl.gz", "wb") as out:
         for _ in range(80):
             out.write(b" " * (1 << 20))
@@ -638,7 +669,7 @@ def test_a_compressed_file_that_grows_out_of_proportion_is_refused(tmp_path, loa
         load(path=tmp_path / "d.jsonl.gz")
 
 
-def test_a_parquet_file_whose_one_value_stands_in_every_row_is_refused(tmp_path, load):
+def test_a_parquet_file_with_one_huge_value_in_every_row_is_refused(tmp_path, load):
     import pyarrow
     import pyarrow.parquet
 
@@ -660,7 +691,7 @@ def test_a_parquet_file_of_too_many_rows_is_refused(tmp_path, load, monkeypatch)
         load(path=tmp_path / "d.parquet")
 
 
-def test_a_line_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path, load, monkeypatch):
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path, load, monkeypatch):
     def never(*_: object, **__: object) -> None:
         raise AssertionError("it was tokenized")
 

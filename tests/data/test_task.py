@@ -1,4 +1,4 @@
-"""Tasks are found by name, and every one keeps the promises of the protocol."""
+"""Tasks are found by name, and every task keeps the protocol."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_unknown_names_and_options_are_named(name, options, message):
 
 def test_the_package_imports_nothing_heavy():
     code = (
-        "import sys, gspo.data.problems, gspo.data.task as t; [t.build_task(n, {}) for n in ('addition', 'countdown')]; "
+        "import sys, gspo.data.problems, gspo.data.task as t; "
+        "[t.build_task(n, {}) for n in ('addition', 'countdown')]; "
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'reasoning_gym'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
-"""Inputs for the objective tests: padded batches with ragged masks, and one way to call `gspo.policy_loss` on them."""
+"""Inputs for the objective tests: padded batches with ragged masks, and a helper that calls `gspo.policy_loss` on
+them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,11 +9,11 @@ import torch
 import gspo
 
 SEQUENCE_ROWS = ("gspo", "luspo", "gmpo", "vespo", "rloo")
-"""Rows that refuse an advantage that varies within a sequence."""
+"""Objectives that refuse an advantage that varies within a sequence."""
 COV_ROWS = ("clip_cov", "kl_cov")
 HARD_CLIP_ROWS = ("gspo", "gspo_token", "luspo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "clip_cov")
 OWN_SAMPLER_ROWS = ("vespo", "minirl")
-"""Rows that divide by the sampler's probabilities themselves and so refuse `mismatch`."""
+"""Objectives that already divide by the sampler's probabilities and so refuse `mismatch`."""
 ALL_ROWS = (
     "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo", "gmpo", "sapo", "vespo", "maspo", "cispo", "gpg", "rloo",
     "reinforce_pp", "minirl", "clip_cov", "kl_cov", "ppo_clip",
@@ -23,7 +24,7 @@ MIXED_CLIP = {
     "gspo_token": {"clip_low": 8e-3, "clip_high": 9e-3},
     "luspo": {"clip_low": 8e-3, "clip_high": 9e-3},
 }
-"""Clip ranges for the sequence rows that clip some but not all sequences of `random_case(scale=0.05)`."""
+"""Clip ranges for sequence-level objectives that clip some but not all sequences of `random_case(scale=0.05)`."""
 ROWS = gspo.objective_names()
 ADVANTAGE_ROWS = [row for row in ROWS if row != "ppo_clip"]
 GSPO_LIKE = ("gspo", "gspo_token", "luspo")
@@ -45,7 +46,7 @@ class Case:
         return dataclasses.replace(self, **changes)
 
     def map(self, f):
-        """f on every tensor that is there."""
+        """Apply f to every tensor that is not `None`."""
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         return Case(**{k: None if v is None else f(v) for k, v in fields.items()})
 
@@ -57,7 +58,7 @@ class Case:
 
 
 def random_mask(generator, B, T, empty=True):
-    """Ragged, with holes in the middle (tool tokens), the first and the last position masked somewhere."""
+    """Ragged, with holes (tool tokens); the first and the last position are masked in some rows."""
     mask = torch.rand(B, T, generator=generator) < 0.75
     length = torch.randint(1, T + 1, (B,), generator=generator)
     mask &= torch.arange(T) < length[:, None]
@@ -68,7 +69,7 @@ def random_mask(generator, B, T, empty=True):
 
 
 def random_case(seed, *, B=6, T=8, scale=0.3, empty=True, mask=None, advantage=None, per_token=False):
-    """Float64. `scale` is the spread of log pi - log pi_old."""
+    """Float64. `scale` is the standard deviation of log pi - log pi_old."""
     g = torch.Generator().manual_seed(seed)
     noise = lambda: torch.randn(B, T, generator=g, dtype=torch.float64)  # noqa: E731
     old = -0.05 - 3 * torch.rand(B, T, generator=g, dtype=torch.float64)
@@ -91,7 +92,8 @@ def random_case(seed, *, B=6, T=8, scale=0.3, empty=True, mask=None, advantage=N
 
 
 def evaluate(objective, case, *, row=None, sampler=False, ref=False, entropy=False, weights=None, selected=True):
-    """(out, d loss / d logp). Optional inputs are passed only when asked for; `selected` only to the two cov rows."""
+    """(out, d loss / d logp). Optional inputs are passed only on request; `selected` only to the two covariance
+    objectives."""
     row = row or objective
     logp = case.logp.detach().clone().requires_grad_(True)
     optional = {}
@@ -112,7 +114,7 @@ def evaluate(objective, case, *, row=None, sampler=False, ref=False, entropy=Fal
 
 
 def bare(row, **settings):
-    """The row with its KL term off, so that no reference is needed."""
+    """The objective without its KL term, so that no reference is needed."""
     return gspo.objective(row, **({"kl": 0.0} if row in ("grpo", "reinforce_pp") else {}), **settings)
 
 

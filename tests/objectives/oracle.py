@@ -1,8 +1,9 @@
-"""Every objective a second time, as plain formulas over a ragged list of sequences, written from the papers only.
+"""An independent implementation of every objective: the papers' formulas over a ragged list of sequences.
 
-In: padded [B, T] tensors (a `cases.Case`). Out: the scalar loss (-J), differentiable in `logp`. Nothing is shared with
-`gspo.objective`: masked positions are cut away by indexing first, so a padded position cannot take part by construction,
-and no weight per token exists; each row divides by its own counts. Empty sequences are gone before anything is counted.
+In: padded [B, T] tensors (a `cases.Case`). Out: the scalar loss (-J), differentiable in `logp`. Invariant: nothing is
+shared with `gspo.objectives`. Indexing removes masked positions first, so padding cannot contribute by construction.
+There are no token weights; each objective divides by its own counts. Empty sequences are removed before anything is
+counted.
 """
 
 import math
@@ -24,13 +25,13 @@ class Sequence:
     entropy: torch.Tensor | None
     selected: torch.Tensor | None
     factor: torch.Tensor
-    """Constant that multiplies the policy term of each token: mismatch correction and off-policy mask."""
+    """Constant factor of each token's policy term: mismatch correction and off-policy mask."""
 
     def __len__(self):
         return len(self.logp)
 
     @property
-    def behaviour(self):
+    def behavior(self):
         return self.old if self.sampler is None else self.sampler
 
     @property
@@ -66,7 +67,7 @@ def sequences(case):
     return ragged
 
 
-# --- aggregation: a list with one vector of token values per sequence -> scalar ---------------------------------------
+# --- aggregation: one vector of token values per sequence -> scalar ---------------------------------------------------
 
 
 def token_mean(values):
@@ -101,7 +102,7 @@ def _token_ppo(seqs, aggregate, clip_low, clip_high, dual_clip):
     )
 
 
-# --- one function per row: sequences -> J without KL and entropy ------------------------------------------------------
+# --- one function per objective: sequences -> J without KL and entropy ------------------------------------------------
 
 
 def ppo_clip(seqs, clip_low=0.2, clip_high=0.2, dual_clip=None):
@@ -125,9 +126,9 @@ def dr_grpo(seqs, clip_low=0.2, clip_high=0.2, dual_clip=None, max_length=3000):
 
 
 def weighted_mean(x, factor):
-    """Value mean_t(factor) * exp(mean_t x), where token t passes factor_t (not the mean factor) on to its own gradient.
+    """Value mean_t(factor) * exp(mean_t x), where the gradient of token t has factor_t, not the mean factor.
 
-    A sequence ratio with a correction per token: s_i is formed from all tokens, then every token's copy of it
+    A sequence ratio with a correction per token: s_i is computed from all tokens, then every token's copy of it
     (equation 14) is multiplied by that token's weight. With a constant factor this is exp(mean x) times the factor.
     """
     mean = x.mean()
@@ -137,7 +138,7 @@ def weighted_mean(x, factor):
 
 
 def sequence_ppo(q, clip_low, clip_high, dual_clip):
-    """mean_t factor_t * min(s A, clip(s) A), written by cases."""
+    """mean_t factor_t * min(s A, clip(s) A), case by case."""
     A, s = q.sequence_advantage, (q.logp - q.old).detach().mean().exp().item()
     flat = q.factor.mean() * A
     if A > 0 and s > 1 + clip_high:
@@ -195,7 +196,7 @@ def vespo_phi(log_w, c1, c2):
 def vespo(seqs, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
     per_token = []
     for q in seqs:
-        log_w = (q.logp.detach() - q.behaviour).clamp(-20, 20).sum().item()
+        log_w = (q.logp.detach() - q.behavior).clamp(-20, 20).sum().item()
         c1, c2 = (k_pos, lambda_pos) if q.sequence_advantage >= 0 else (k_neg, lambda_neg)
         per_token.append(q.factor * vespo_phi(log_w, c1, c2) * q.advantage * q.logp)
     return token_mean(per_token)
@@ -248,7 +249,7 @@ def minirl(seqs, clip_low=0.2, clip_high=0.27, weight_cap=5.0):
     for q in seqs:
         stale = q.log_ratio.exp().detach()
         dropped = ((q.advantage > 0) & (stale > 1 + clip_high)) | ((q.advantage < 0) & (stale < 1 - clip_low))
-        weight = (q.logp.detach() - q.behaviour).clamp(-20, 20).exp().clamp(max=weight_cap)
+        weight = (q.logp.detach() - q.behavior).clamp(-20, 20).exp().clamp(max=weight_cap)
         total = total + (q.factor * (~dropped) * weight * q.advantage * q.logp).sum()
     return total / len(seqs)
 
@@ -297,17 +298,17 @@ AGGREGATE = {
     "kl_cov": token_mean,
     "ppo_clip": token_mean,
 }
-"""How each row averages a quantity per token: its KL and entropy terms, and its fixed token weights."""
+"""How each objective averages per-token values: its KL and entropy terms, and its token weights."""
 
 KL_DEFAULT = {"grpo": 0.04}
-"""Rows whose loss has a KL term unless told otherwise (reinforce_pp has one too, but in the reward)."""
+"""Objectives whose loss has a KL term by default. reinforce_pp has one too, but in the reward."""
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
 def mismatch_factor(q, mode, low, high):
-    """[tokens of q]: the mismatch correction, a function of pi_old/mu."""
+    """The correction of pi_old/mu for each token of q."""
     rho = (q.old - q.sampler).exp()
     if mode == "token_tis":
         return rho.clamp(max=2.0 if high is None else high)
@@ -335,10 +336,20 @@ def kl_values(q, estimator):
 
 
 def loss(
-    row, case, *, kl=None, kl_estimator="k3", kl_in="loss", entropy=0.0, off_policy_mask=None, mismatch="none",
-    mismatch_low=None, mismatch_high=None, **settings,
-):  # fmt: skip
-    """-J of one whole optimiser step."""
+    row,
+    case,
+    *,
+    kl=None,
+    kl_estimator="k3",
+    kl_in="loss",
+    entropy=0.0,
+    off_policy_mask=None,
+    mismatch="none",
+    mismatch_low=None,
+    mismatch_high=None,
+    **settings,
+):
+    """-J of one whole optimizer step."""
     seqs = sequences(case)
     if not seqs:
         return case.logp.new_zeros(())
@@ -346,7 +357,7 @@ def loss(
         if mismatch != "none":
             q.factor = q.factor * mismatch_factor(q, mismatch, mismatch_low, mismatch_high)
         if off_policy_mask is not None:
-            drift = (q.behaviour - q.logp).mean().item()
+            drift = (q.behavior - q.logp).mean().item()
             q.factor = q.factor * (0.0 if q.sequence_advantage < 0 and drift > off_policy_mask else 1.0)
     J = ROWS[row](seqs, **settings)
     aggregate = AGGREGATE[row]
@@ -371,7 +382,7 @@ def loss_and_grad(row, case, **settings):
 
 
 def token_weights(row, mask, **settings):
-    """d aggregate / d token value: the fixed weight of every token."""
+    """d aggregate / d token value: the weight of every token."""
     value = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
     ragged = [value[i][mask[i]] for i in range(len(mask)) if mask[i].any()]
     aggregate = AGGREGATE[row]
@@ -381,7 +392,7 @@ def token_weights(row, mask, **settings):
 
 
 def covariance(case):
-    """[B, T] of Cov_j over all valid tokens, 0 at masked positions (arXiv:2505.22617)."""
+    """Cov_j `[B, T]` over all unmasked tokens, 0 at masked positions."""
     m = case.mask
     A = case.advantage if case.advantage.ndim == 2 else case.advantage[:, None].expand(m.shape)
     logp, adv = case.logp[m], A[m]
@@ -392,14 +403,12 @@ def covariance(case):
 
 # --- group advantages -------------------------------------------------------------------------------------------------
 
-Z_SCORE = (
-    "gspo", "gspo_token", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov",
-)  # fmt: skip
-CENTRED = ("dr_grpo", "vespo", "minirl")
+Z_SCORE = ("gspo", "gspo_token", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov")
+CENTERED = ("dr_grpo", "vespo", "minirl")
 
 
 def group_advantage(row, rewards, groups):
-    """Plain floats; None and NaN are unscored."""
+    """Python floats; `None` and NaN are unscored."""
     scored = [r is not None and not math.isnan(r) for r in rewards]
     members = {}
     for i, g in enumerate(groups):
@@ -423,7 +432,7 @@ def group_advantage(row, rewards, groups):
             centered = rewards[i] - mean
             if row in Z_SCORE:
                 out[i] = centered / statistics.stdev(values)
-            elif row in CENTRED:
+            elif row in CENTERED:
                 out[i] = centered
             elif row == "rloo":
                 out[i] = k / (k - 1) * centered

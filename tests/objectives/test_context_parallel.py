@@ -1,4 +1,4 @@
-"""A sequence spread over processes: the mean log-ratio is added up before exp, so every process sees the same ratio."""
+"""A sequence split over processes: the mean log-ratio is reduced before exp, so every process sees the same ratio."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ weight = torch.rand(N, generator=generator, dtype=torch.float64)
 
 def run(objective, part, reduce):
     mine = logp[part].clone().requires_grad_()
-    tokens = Tokens(logp_N=mine, logp_old_N=old[part], advantage_N=advantage[index[part]], sequences=Sequences(index[part], B, reduce))
+    tokens = Tokens(
+        logp_N=mine,
+        logp_old_N=old[part],
+        advantage_N=advantage[index[part]],
+        sequences=Sequences(index[part], B, reduce),
+    )
     loss = loss_of(objective, tokens, weight[part]).total
     loss.backward()
     return loss.detach(), mine.grad
@@ -50,7 +55,7 @@ for name in sys.argv[3:]:
     assert torch.allclose(gradient, whole_gradient[mine], rtol=1e-12, atol=1e-14), name
     assert torch.allclose(add_up(loss), whole_loss, rtol=1e-12), name
     alone, wrong = run(objective, mine, None)
-    assert not torch.allclose(wrong, whole_gradient[mine]), f"{name}: half a sequence would have gone unnoticed"
+    assert not torch.allclose(wrong, whole_gradient[mine]), f"{name}: the ratio of half a sequence would go unnoticed"
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -58,7 +63,7 @@ dist.destroy_process_group()
 ROWS = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
 
 
-def test_two_processes_share_their_sequences(tmp_path: Path) -> None:
+def test_two_processes_agree_on_the_ratios_of_shared_sequences(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER]
     children = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store"), *ROWS], stderr=subprocess.PIPE)

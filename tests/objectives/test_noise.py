@@ -1,4 +1,4 @@
-"""Rounding as a ratio: at which level it is judged, that it is the size of the real thing, and who is warned."""
+"""Rounding noise: the level at which it is judged, that it has the size of the noise in real ratios, and the alarm."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from gspo.trainer import train
 TWO = Sequences(torch.tensor([0, 0, 1, 1]), 2)
 
 
-def test_a_reply_averages_what_its_tokens_do_not() -> None:
-    """+-0.01 within a reply cancels; the other reply is off by 0.02 as a whole."""
+def test_a_sequence_ratio_averages_the_noise_of_its_tokens() -> None:
+    """+-0.01 cancels within the first sequence; the second is off by 0.02 as a whole."""
     rounding_N = torch.tensor([0.01, -0.01, 0.02, 0.02])
-    reply = rounding_noise(build("gspo", clip_low=3e-3, clip_high=4e-3), TWO, rounding_N)
+    sequence = rounding_noise(build("gspo", clip_low=3e-3, clip_high=4e-3), TWO, rounding_N)
     token = rounding_noise(build("grpo", clip_low=0.015, clip_high=0.015), TWO, rounding_N)
-    assert reply is not None
+    assert sequence is not None
     assert token is not None
-    assert reply.log_ratio == pytest.approx(0.02 / 2**0.5)
-    assert reply.beyond_clip == 0.5
+    assert sequence.log_ratio == pytest.approx(0.02 / 2**0.5)
+    assert sequence.beyond_clip == 0.5
     assert token.log_ratio == pytest.approx((0.001 / 4) ** 0.5)
     assert token.beyond_clip == 0.5
 
@@ -46,7 +46,7 @@ def test_each_side_of_the_range_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["sapo", "vespo", "rloo"])
-def test_a_row_without_a_range_has_no_such_noise(name: str) -> None:
+def test_an_objective_without_a_clip_range_has_no_rounding_noise(name: str) -> None:
     assert rounding_noise(build(name), TWO, torch.ones(4)) is None
 
 
@@ -57,9 +57,9 @@ def test_a_row_without_a_range_has_no_such_noise(name: str) -> None:
         (("model.dtype=bfloat16", "objective.name=grpo"), (0.0, 0.0)),
         (("objective.clip_low=1e-4", "objective.clip_high=1e-4"), (0.0, 0.0)),
     ],
-    ids=["bfloat16, narrow range of replies", "bfloat16, range of tokens", "float32, narrow range"],
+    ids=["bfloat16, narrow sequence range", "bfloat16, token range", "float32, narrow sequence range"],
 )
-def test_the_alarm_is_raised_where_rounding_exceeds_the_range(
+def test_the_alarm_is_raised_if_rounding_exceeds_the_clip_range(
     tiny: Callable[..., Config], display: Any, overrides: tuple[str, ...], beyond: tuple[float, float]
 ) -> None:
     run = train(tiny(*overrides, "alarms.steps=3", "eval.every=0", "checkpoint.every=50"), display).run
@@ -73,14 +73,14 @@ def test_the_alarm_is_raised_where_rounding_exceeds_the_range(
 @pytest.mark.parametrize(
     "override", ["learner.mini_batches=1", "rollout.top_k=5", "rollout.engine=scripted", "objective.name=sapo"]
 )
-def test_what_is_more_than_rounding_or_cannot_clip_is_not_called_noise(
+def test_no_noise_metric_if_the_difference_is_more_than_rounding_or_nothing_clips(
     tiny: Callable[..., Config], parts_of: Any, override: str
 ) -> None:
     assert "noise/log_ratio" in _metrics(parts_of(tiny()))
     assert "noise/log_ratio" not in _metrics(parts_of(tiny(override, run_dir="other")))
 
 
-def test_replies_of_older_weights_are_not_noise(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_completions_of_older_weights_are_not_noise(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     collected = collect(parts, step=1, cursor=0, clock=Clock())
     parts.optimizer.updates += 1
@@ -97,12 +97,15 @@ def _metrics(parts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("build_as", ["tiny_dense", "tiny_moe"])
-def test_it_is_the_size_of_the_noise_in_real_ratios(tiny: Callable[..., Config], parts_of: Any, build_as: str) -> None:
-    """Against what an update does in bfloat16 less what it does in float32, for weights moved by an update's size."""
+def test_rounding_noise_has_the_size_of_the_noise_in_real_ratios(
+    tiny: Callable[..., Config], parts_of: Any, build_as: str
+) -> None:
+    """The true noise is the log-ratio of a weight change in bfloat16 minus the log-ratio of the same change in
+    float32."""
     parts = parts_of(tiny(f"model.build={build_as}", "model.dtype=bfloat16", "rollout.max_tokens=24"))
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
-    replies = trainable(groups, parts.objective, max_tokens=24)
-    plan, model = plan_batch(parts, replies, 1), parts.policy.model
+    samples = trainable(groups, parts.objective, max_tokens=24)
+    plan, model = plan_batch(parts, samples, 1), parts.policy.model
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in moved.parameters():
@@ -112,9 +115,9 @@ def test_it_is_the_size_of_the_noise_in_real_ratios(tiny: Callable[..., Config],
         return plan_logprobs(which, plan, 1.0, parts.policy.device)[0]
 
     old, new = logp(model), logp(moved)
-    sampler = torch.tensor([x for r in replies for x in r.completion.logp_sampler])
+    sampler = torch.tensor([x for r in samples for x in r.completion.logp_sampler])
     truth = (new - old) - (logp(copy.deepcopy(moved).float()) - logp(copy.deepcopy(model).float()))
-    sequences = Sequences(plan.sequence_N, len(replies))
+    sequences = Sequences(plan.sequence_N, len(samples))
     for objective in (build("gspo"), build("grpo")):
         measured, real = (rounding_noise(objective, sequences, x) for x in (old - sampler, truth))
         assert measured is not None

@@ -1,4 +1,7 @@
-"""Value and gradient of every row, default and changed settings and every option, against the oracle in float64."""
+"""Value and gradient of every objective against the oracle in float64: default settings, changed settings, options."""
+
+import copy
+import pickle
 
 import cases
 import oracle
@@ -60,19 +63,26 @@ def assert_matches(
     return out, grad
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_a_copy_of_an_objective_is_equal_to_it(row):
+    """Objectives travel between processes, and a copy still knows its components."""
+    objective = gspo.objective(row)
+    assert copy.deepcopy(objective) == objective
+    assert pickle.loads(pickle.dumps(objective)) == objective
+
+
 def test_every_row_has_an_oracle():
     assert sorted(ROWS) == sorted(oracle.ROWS) == sorted(oracle.AGGREGATE) == sorted(CHANGED)
 
 
 def test_the_oracle_is_not_vacuous():
-    """At the scales used below every row has a loss and a gradient, and no two rows agree on both defaults."""
+    """At the scales used below every objective has a gradient, and no two objectives have the same one."""
     case = random_case(0, B=40, T=20, scale=0.5).replace(logp_ref=None, logp_sampler=None)
     grads = {row: oracle.loss_and_grad(row, case)[1] for row in oracle.ROWS}
     for row, grad in grads.items():
         assert grad[case.mask].abs().max() > 1e-5, row
-    same = [
-        (a, b) for a in grads for b in grads if a < b and torch.allclose(grads[a], grads[b], rtol=1e-6, atol=1e-12)
-    ]  # fmt: skip
+    pairs = [(a, b) for a in grads for b in grads if a < b]
+    same = [(a, b) for a, b in pairs if torch.allclose(grads[a], grads[b], rtol=1e-6, atol=1e-12)]
     assert set(same) <= {("ppo_clip", "reinforce_pp"), ("gspo", "gspo_token")}
 
 
@@ -112,7 +122,7 @@ def test_changed_settings(row, changed):
 
 @pytest.mark.parametrize(("row", "changed"), [(row, kw) for row in CHANGED for kw in CHANGED[row] if kw], ids=str)
 def test_changed_settings_take_effect(row, changed):
-    """Each changed setting moves value or gradient of at least one of the cases above: none is read nowhere."""
+    """Each changed setting changes the value or gradient of at least one of the cases above: none is ignored."""
     for name in changed:
         without = {k: v for k, v in changed.items() if k != name}
         moved = False
@@ -126,21 +136,20 @@ def test_changed_settings_take_effect(row, changed):
 
 
 @st.composite
-def drawn_cases(draw):
+def any_case(draw):
     B, T = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     bits = draw(st.lists(st.booleans(), min_size=B * T, max_size=B * T))
     advantage = draw(st.lists(st.sampled_from([-2.0, -0.7, -1e-3, 0.0, 1e-3, 0.6, 1.9]), min_size=B, max_size=B))
     scale = draw(st.sampled_from([0.0, 1e-6, 3e-4, 1e-2, 0.3, 1.0, 4.0]))
     mask = torch.tensor(bits).view(B, T)
     seed = draw(st.integers(0, 2**20))
-    return random_case(
-        seed, B=B, T=T, scale=scale, mask=mask, advantage=torch.tensor(advantage, dtype=torch.float64)
-    )  # fmt: skip
+    advantage_B = torch.tensor(advantage, dtype=torch.float64)
+    return random_case(seed, B=B, T=T, scale=scale, mask=mask, advantage=advantage_B)
 
 
 @pytest.mark.parametrize("row", ROWS)
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(case=drawn_cases(), change=st.integers(0, 3))
+@given(case=any_case(), change=st.integers(0, 3))
 def test_any_input(row, case, change):
     """Ragged masks with holes, empty sequences, empty batches, log-ratios of every size, A of both signs and zero."""
     changed = (CHANGED[row] + [{}] * 4)[change]
@@ -158,7 +167,7 @@ def test_float32_is_close(row):
 
 @pytest.mark.parametrize("row", ["gspo", "gspo_token", "luspo", "gmpo", "sapo", "grpo", "maspo"])
 def test_gradient_is_the_finite_difference_of_the_loss(row):
-    """maspo holds its gate constant in the gradient, so its difference quotient only matches where the gate is 1."""
+    """maspo detaches its gate, so its difference quotient only matches where the gate is 1."""
     changed = cases.MIXED_CLIP.get(row, {})
     objective = bare(row, **changed)
     case = random_case(5, B=4, T=4, scale=0.03)
@@ -168,7 +177,7 @@ def test_gradient_is_the_finite_difference_of_the_loss(row):
     assert grad.abs().max() > 1e-3
     h = 1e-6
     for i, t in case.mask.nonzero().tolist():
-        if row == "gspo_token":  # its value is s_i at every token: the quotient of GSPO, which has the same gradient
+        if row == "gspo_token":  # its value is s_i at every token; GSPO has the same gradient
             objective = bare("gspo", **changed)
         step = torch.zeros_like(case.logp)
         step[i, t] = h
@@ -196,7 +205,7 @@ def test_kl_in_the_reward_adds_nothing_to_the_loss(row):
 
 
 def test_default_kl():
-    """grpo .04 k3 in the loss; reinforce_pp .001 k1 in the reward; the others none, even when a reference is there."""
+    """grpo: 0.04 k3 in the loss. reinforce_pp: 0.001 k1 in the reward. The others: none, even with a reference."""
     case = random_case(3, scale=0.2)
     for row in ROWS:
         with_ref, _ = evaluate(row, case, ref=True)
@@ -214,9 +223,8 @@ def test_entropy_bonus(row):
     objective = gspo.objective(row, entropy=0.1, **({"kl": 0.0} if row in ("grpo", "reinforce_pp") else {}))
     entropy = case.entropy.clone().requires_grad_(True)
     selected = {"selected": case.selected} if row in COV_ROWS else {}
-    out = gspo.policy_loss(
-        objective, case.logp, case.logp_old, case.advantage, case.mask, entropy=entropy, **selected
-    )  # fmt: skip
+    inputs = (case.logp, case.logp_old, case.advantage, case.mask)
+    out = gspo.policy_loss(objective, *inputs, entropy=entropy, **selected)
     want = oracle.loss(row, case.replace(logp_ref=None, logp_sampler=None), entropy=0.1, kl=0.0)
     assert out.loss.item() == pytest.approx(want.item(), rel=1e-10)
     (grad,) = torch.autograd.grad(out.loss, entropy)
@@ -254,17 +262,18 @@ MISMATCH = [
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in OWN_SAMPLER_ROWS])
 @pytest.mark.parametrize("kw", MISMATCH, ids=str)
 def test_mismatch_correction(row, kw):
-    """In a sequence row each token's weight multiplies that token's part of the gradient (`oracle.weighted_mean`)."""
+    """At the sequence level each token's weight multiplies that token's part of the gradient
+    (`oracle.weighted_mean`)."""
     for seed in range(3):
         case = random_case(seed, scale=0.1)
-        if len(kw) == 1:  # a wider gap, so that the default bounds act
-            spread = {"token_tis": 15, "icepop": 30, "sequence_mask": 0.03, "sequence_tis": 8}[kw["mismatch"]]
-            case = case.replace(logp_sampler=case.logp_old + spread * (case.logp_sampler - case.logp_old))
+        if len(kw) == 1:  # widen the gap, so that the default bounds act
+            factor = {"token_tis": 15, "icepop": 30, "sequence_mask": 0.03, "sequence_tis": 8}[kw["mismatch"]]
+            case = case.replace(logp_sampler=case.logp_old + factor * (case.logp_sampler - case.logp_old))
         assert_matches(row, case, bare(row, **kw), sampler=True, kl=0.0, **kw)
 
 
 @pytest.mark.parametrize("row", OWN_SAMPLER_ROWS)
-def test_rows_that_divide_by_the_sampler(row):
+def test_objectives_that_divide_by_the_sampler(row):
     for seed in range(4):
         case = random_case(seed, scale=0.2)
         with_sampler, _ = assert_matches(row, case, row, sampler=True)
@@ -325,7 +334,7 @@ def test_group_advantage(row):
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "ppo_clip"])
 def test_group_advantage_with_unscored_samples(row):
     rewards = [None if i in (3, 7) else float("nan") if i == 2 else r for i, r in enumerate(REWARDS)]
-    if row == "reinforce_pp":  # whether a group of one scored sample takes part in a batch mean is not laid down
+    if row == "reinforce_pp":  # the paper does not say if a single scored completion of a group is in the batch mean
         rewards[7] = 1.0
     want = oracle.group_advantage(row, rewards, GROUPS)
     got = gspo.group_advantage(row, rewards, GROUPS)
@@ -339,7 +348,7 @@ def test_ppo_clip_takes_its_advantages_from_outside():
         gspo.group_advantage("ppo_clip", [1.0, 0.0], [0, 0])
 
 
-# --- the two covariance rows ------------------------------------------------------------------------------------------
+# --- the two covariance objectives ------------------------------------------------------------------------------------
 
 
 def cov_case(seed, B=8, T=40):
@@ -367,9 +376,8 @@ def test_clip_cov_selects_among_the_unclipped_tokens_in_the_band():
     for seed in range(5):
         case = cov_case(seed)
         kw = {"select_fraction": 0.05, "cov_low": 0.1, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.15}
-        got = gspo.select_tokens(
-            gspo.objective("clip_cov", **kw), case.logp, case.logp_old, case.advantage, case.mask, seed=seed
-        )  # fmt: skip
+        objective = gspo.objective("clip_cov", **kw)
+        got = gspo.select_tokens(objective, case.logp, case.logp_old, case.advantage, case.mask, seed=seed)
         cov, A = oracle.covariance(case), case.advantage[:, None]
         r = (case.logp - case.logp_old).exp()
         clipped = ((A > 0) & (r > 1.15)) | ((A < 0) & (r < 0.9))
@@ -392,15 +400,15 @@ def test_clip_cov_takes_all_candidates_when_they_are_few():
 def test_clip_cov_selection_is_seeded_and_random():
     case = cov_case(1)
     objective = gspo.objective("clip_cov", select_fraction=0.05, cov_low=0.0, cov_high=10.0)
-    draw = lambda seed: gspo.select_tokens(  # noqa: E731
-        objective, case.logp, case.logp_old, case.advantage, case.mask, seed=seed
-    )
-    assert torch.equal(draw(3), draw(3))
+
+    def select(seed):
+        return gspo.select_tokens(objective, case.logp, case.logp_old, case.advantage, case.mask, seed=seed)
+
+    assert torch.equal(select(3), select(3))
     candidates = case.mask & (oracle.covariance(case) >= 0)
-    often = sum(draw(seed).double() for seed in range(300))[candidates]
-    expected = often.mean()
-    assert often.min() > 0, "some candidate is never drawn"
-    assert often.max() < 3.5 * expected, "the draw is not uniform"
+    counts = sum(select(seed).double() for seed in range(300))[candidates]
+    assert counts.min() > 0, "some candidate is never selected"
+    assert counts.max() < 3.5 * counts.mean(), "the selection is not uniform"
 
 
 @pytest.mark.parametrize("row", COV_ROWS)
@@ -419,7 +427,7 @@ def test_default_selection_is_the_published_one(row):
         assert 4.9 < cov.max() <= 5
 
 
-def test_kl_cov_selects_by_itself_when_the_whole_step_is_one_batch():
+def test_kl_cov_selects_without_selected_when_the_whole_step_is_one_batch():
     case = cov_case(0)
     objective = gspo.objective("kl_cov", select_fraction=0.1)
     selected = gspo.select_tokens(objective, case.logp, case.logp_old, case.advantage, case.mask)
@@ -429,7 +437,7 @@ def test_kl_cov_selects_by_itself_when_the_whole_step_is_one_batch():
     torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-14)
 
 
-def test_clip_cov_selects_by_itself_when_the_whole_step_is_one_batch():
+def test_clip_cov_selects_without_selected_when_the_whole_step_is_one_batch():
     case = cov_case(0)
     case = case.replace(advantage=torch.where(case.advantage == 0, 0.5, case.advantage))
     objective = gspo.objective("clip_cov", select_fraction=0.1, cov_low=0.0, cov_high=10.0)
@@ -440,7 +448,7 @@ def test_clip_cov_selects_by_itself_when_the_whole_step_is_one_batch():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in COV_ROWS])
-def test_other_rows_select_nothing(row):
+def test_other_objectives_select_nothing(row):
     case = random_case(0)
     with pytest.raises(ValueError, match=row):
         gspo.select_tokens(row, case.logp, case.logp_old, case.advantage, case.mask)

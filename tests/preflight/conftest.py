@@ -1,4 +1,4 @@
-"""Cases for the doctor: a tiny recipe, and as many of its checks as a test asks for."""
+"""Fixtures of the pre-flight tests: run some checks on a tiny recipe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gspo.preflight.examine import CHECKS, run_checks
 
 
 @pytest.fixture(autouse=True, scope="package")
-def help_is_read_once() -> Iterator[None]:
-    """Every check of settings reads the help texts from the source, which takes longer than most checks here."""
+def help_texts_are_parsed_once() -> Iterator[None]:
+    """Every check of the settings parses the help texts from the source, which takes longer than most checks here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "field_docs", functools.cache(settings.field_docs))
         yield

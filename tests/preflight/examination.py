@@ -1,4 +1,4 @@
-"""What the doctor's tests share: the findings of some checks by name, and rewards without processes."""
+"""Helpers of the pre-flight tests: findings by check, and rewards without processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gspo.preflight.findings import Finding
 from gspo.types import Completion, Prompt, Score, Status
 
 SAMPLED = ("tokenizer", "model files", "data", "model", "sampling")
-"""What must have been checked before sampled replies can be looked at."""
+"""Checks that must run before those on sampled completions."""
 
 
 class FixedRewards:
-    """Rewards of the test's own choosing, without processes: `value(group, sample)`."""
+    """Rewards given by `value(group, sample)`, without processes."""
 
     names = ("fixed",)
 
@@ -31,10 +31,11 @@ class FixedRewards:
 
 
 class Examination:
-    """Findings by check, and the case they are of."""
+    """Findings by check, and the case."""
 
     def __init__(self, case: Case, findings: list[Finding]) -> None:
-        self.case, self.findings = case, findings
+        self.case = case
+        self.findings = findings
 
     def __getitem__(self, check: str) -> list[Finding]:
         return [f for f in self.findings if f.check == check]

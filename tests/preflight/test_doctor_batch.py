@@ -1,4 +1,4 @@
-"""A fresh batch: the ratio is 1, the temperatures agree, groups differ; and each is noticed when it is not so."""
+"""Checks on a fresh batch: ratios are 1, temperatures agree, rewards differ within groups. Deviations are reported."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def varied(group: int, sample: int) -> float:
     return float(sample % 2)
 
 
-@pytest.mark.parametrize("override", ["model.build=tiny_dense", "model.build=tiny_moe", "model.gradient_checkpointing=true"])  # fmt: skip
-def test_the_ratio_is_one_and_nothing_is_changed(
+@pytest.mark.parametrize(
+    "override", ["model.build=tiny_dense", "model.build=tiny_moe", "model.gradient_checkpointing=true"]
+)
+def test_the_ratio_is_one_and_no_weight_changes(
     tiny: Callable[..., Config], examined: Any, override: str, monkeypatch: Any
 ) -> None:
     before: dict[str, torch.Tensor] = {}
@@ -49,7 +51,7 @@ def test_the_ratio_is_one_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize(("noise", "level"), [(1e-7, "warning"), (0.05, "FAIL")])
-def test_a_noisy_model_is_noticed(
+def test_a_noisy_model_is_reported(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any, noise: float, level: str
 ) -> None:
     def noisy(*args: Any, **options: Any) -> Any:
@@ -65,7 +67,7 @@ def test_a_noisy_model_is_noticed(
 
 
 @pytest.mark.parametrize(("dtype", "levels"), [("bfloat16", ["ok", "warning"]), ("float32", ["ok"])])
-def test_rounding_beyond_the_clip_range_is_noticed(
+def test_rounding_beyond_the_clip_range_is_reported(
     tiny: Callable[..., Config], examined: Any, dtype: str, levels: list[str]
 ) -> None:
     narrow = ("objective.clip_low=1e-4", "objective.clip_high=1e-4")
@@ -74,11 +76,13 @@ def test_rounding_beyond_the_clip_range_is_noticed(
     assert all("model.dtype" in f.do for f in found["temperature"][1:])
 
 
-class Deaf:
-    """An engine that draws at temperature 1 whatever it is told."""
+class IgnoresTemperature:
+    """An engine that always samples at temperature 1."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.reports_routes, self.close = engine, engine.reports_routes, engine.close
+        self.engine = engine
+        self.reports_routes = engine.reports_routes
+        self.close = engine.close
 
     def generate(self, prompts: Any, *, sampling: Any, **options: Any) -> Any:
         return self.engine.generate(prompts, sampling=replace(sampling, temperature=1.0), **options)
@@ -87,7 +91,7 @@ class Deaf:
 def test_an_engine_that_ignores_the_temperature_fails(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("gspo.build.build_engine", lambda *args: Deaf(build_engine(*args)))
+    monkeypatch.setattr("gspo.build.build_engine", lambda *args: IgnoresTemperature(build_engine(*args)))
     finding = examined(tiny("rollout.temperature=0.7"), *LEARNING, value=varied).only("temperature")
     assert finding.level == "FAIL"
     assert finding.numbers["mean_difference_ignored"] < 1e-5 < finding.numbers["mean_difference"]
@@ -96,23 +100,23 @@ def test_an_engine_that_ignores_the_temperature_fails(
 
 
 @pytest.mark.parametrize(("override", "name"), [("rollout.top_p=0.5", "top_p = 0.5"), ("rollout.top_k=3", "top_k = 3")])
-def test_truncated_sampling_is_named(tiny: Callable[..., Config], examined: Any, override: str, name: str) -> None:
+def test_top_p_and_top_k_are_named(tiny: Callable[..., Config], examined: Any, override: str, name: str) -> None:
     finding = examined(tiny(override), *LEARNING, value=varied).only("temperature")
     assert finding.level == "note"
     assert name in finding.what
     assert finding.numbers["mean_difference"] > 0.1
 
 
-class Shifted(Deaf):
-    """An engine whose log-probabilities are off for some other reason."""
+class ShiftedLogprobs(IgnoresTemperature):
+    """An engine whose log-probs are off for another reason."""
 
     def generate(self, prompts: Any, **options: Any) -> Any:
-        made = self.engine.generate(prompts, **options)
-        return [[replace(c, logp_sampler=tuple(x - 0.2 for x in c.logp_sampler)) for c in group] for group in made]
+        groups = self.engine.generate(prompts, **options)
+        return [[replace(c, logp_sampler=tuple(x - 0.2 for x in c.logp_sampler)) for c in group] for group in groups]
 
 
 def test_another_disagreement_is_a_warning(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gspo.build.build_engine", lambda *args: Shifted(build_engine(*args)))
+    monkeypatch.setattr("gspo.build.build_engine", lambda *args: ShiftedLogprobs(build_engine(*args)))
     finding = examined(tiny("rollout.temperature=0.7"), *LEARNING, value=varied).only("temperature")
     assert finding.level == "warning"
     assert finding.numbers["mean_difference"] == pytest.approx(0.2, abs=1e-3)
@@ -141,17 +145,17 @@ def test_uniform_groups(
     finding = found.only("uniform groups")
     assert (finding.level, finding.numbers["share"]) == (level, share)
     assert finding.numbers["low"] <= share <= finding.numbers["high"]
-    assert finding.numbers["high"] - finding.numbers["low"] > 0.3, "four groups tell little, and the interval says so"
+    assert finding.numbers["high"] - finding.numbers["low"] > 0.3, "four groups give a wide interval"
     assert words in finding.do
 
 
-@pytest.mark.parametrize(("name", "told"), [("gspo", True), ("dapo", False)])
-def test_uniform_groups_teach_a_length_penalty_unless_they_are_discarded(
-    tiny: Callable[..., Config], examined: Any, name: str, told: bool
+@pytest.mark.parametrize(("name", "mentioned"), [("gspo", True), ("dapo", False)])
+def test_uniform_groups_have_a_length_penalty_unless_they_are_discarded(
+    tiny: Callable[..., Config], examined: Any, name: str, mentioned: bool
 ) -> None:
     config = tiny(f"objective.name={name}", "objective.shape=soft_overlong")
     found = examined(config, *SAMPLED, "objective", "uniform groups", value=uniform_half, prompts=4)
-    assert ("teach nothing but the length penalty" in found["uniform groups"][0].what) is told
+    assert ("no training signal apart from the length penalty" in found["uniform groups"][0].what) is mentioned
 
 
 def test_a_refill_budget_that_is_too_small(tiny: Callable[..., Config], examined: Any) -> None:
@@ -169,7 +173,7 @@ def test_a_refill_budget_that_is_too_small(tiny: Callable[..., Config], examined
     assert "refill_budget" not in hopeless.do
 
 
-def test_before_a_cold_start_little_is_concluded(tiny: Callable[..., Config], examined: Any) -> None:
+def test_before_a_cold_start_nothing_is_worse_than_a_note(tiny: Callable[..., Config], examined: Any) -> None:
     config = tiny("cold_start.steps=5", "cold_start.stop_accuracy=0.5")
     found = examined(config, *SAMPLED, "objective", "uniform groups", value=lambda g, i: 0.0)
     assert found.levels("sampling") == ["note"]
@@ -177,23 +181,23 @@ def test_before_a_cold_start_little_is_concluded(tiny: Callable[..., Config], ex
     assert found.only("uniform groups").numbers["least_after_cold_start"] == pytest.approx(2 * 0.5**4)
 
 
-def test_replies_that_are_cut_are_a_warning(tiny: Callable[..., Config], examined: Any) -> None:
+def test_truncated_completions_are_a_warning(tiny: Callable[..., Config], examined: Any) -> None:
     assert examined(tiny("rollout.max_tokens=2"), *SAMPLED, value=varied).levels("sampling") == ["warning"]
     assert examined(tiny("rollout.max_tokens=120"), *SAMPLED, value=varied).levels("sampling") == ["ok"]
 
 
-def test_the_replies_are_those_of_the_first_step(tiny: Callable[..., Config], examined: Any, parts_of: Any) -> None:
+def test_the_completions_are_those_of_the_first_step(tiny: Callable[..., Config], examined: Any, parts_of: Any) -> None:
     from gspo.clock import Clock
     from gspo.step import collect
 
     config = tiny()
     groups = examined(config, *SAMPLED, value=varied).case.groups
-    drawn = collect(parts_of(config), step=1, cursor=0, clock=Clock()).gathered.sampled
-    assert [g.prompt.id for g in groups] == [g.prompt.id for g in drawn]
-    assert [c.text for g in groups for c in g.completions] == [c.text for g in drawn for c in g.completions]
+    sampled = collect(parts_of(config), step=1, cursor=0, clock=Clock()).gathered.sampled
+    assert [g.prompt.id for g in groups] == [g.prompt.id for g in sampled]
+    assert [c.text for g in groups for c in g.completions] == [c.text for g in sampled for c in g.completions]
 
 
-def test_a_slow_machine_samples_less(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
+def test_a_slow_machine_samples_fewer_groups(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
     for module in (sampling, ratio):
         monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     found = examined(tiny("rollout.prompts=16"), *LEARNING, value=varied)

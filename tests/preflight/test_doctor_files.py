@@ -1,4 +1,4 @@
-"""Settings, data, tokenizer and chat template: one recipe that passes, and one for everything that can be wrong."""
+"""Settings, data, tokenizer and chat template: a recipe that passes, and one for each thing that can be wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_settings_and_objective_pass(tiny: Callable[..., Config], examined: Any)
     found = examined(tiny(), "settings", "objective")
     assert found.levels("settings") == ["ok"]
     assert found.levels("objective") == ["ok"]
-    assert "16 replies per step in 2 optimiser steps" in found.only("objective").what
+    assert "16 completions per step in 2 optimizer steps" in found.only("objective").what
 
 
 def test_an_option_without_effect_fails(tiny: Callable[..., Config], examined: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_sink_that_is_not_installed_fails(tiny: Callable[..., Config], examine
         ("rollout.replies=1", "FAIL", "at least 2"),
     ],
 )
-def test_what_is_wrong_with_an_objective_is_said(
+def test_doubtful_objective_settings_are_reported(
     tiny: Callable[..., Config], examined: Any, override: str, level: str, words: str
 ) -> None:
     last = examined(tiny(override), "objective")["objective"][-1]
@@ -86,7 +86,7 @@ def test_data_passes(on_file: Callable[..., Config], examined: Any) -> None:
     assert found.levels("prompt lengths") == ["ok", "ok"]
 
 
-def test_a_missing_field_fails_and_later_checks_go_on(on_file: Callable[..., Config], examined: Any) -> None:
+def test_a_missing_field_fails_and_later_checks_still_run(on_file: Callable[..., Config], examined: Any) -> None:
     found = examined(
         on_file(rows(), "data.prompt_field=question"), "tokenizer", "data", "prompt lengths", "run directory"
     )
@@ -105,7 +105,7 @@ def test_a_missing_answer_fails(on_file: Callable[..., Config], examined: Any) -
 
 
 @pytest.mark.parametrize(("bad", "level"), [(1, "note"), (10, "warning")])
-def test_skipped_rows_are_counted_with_their_fault(
+def test_skipped_rows_are_counted_with_the_first_errors(
     on_file: Callable[..., Config], examined: Any, bad: int, level: str
 ) -> None:
     broken = [*rows(40), *({"prompt": f"{i}"} for i in range(bad))]
@@ -129,13 +129,13 @@ def test_overlap_repetition_and_too_few_problems(on_file: Callable[..., Config],
     data = [{"prompt": f"What is {i % 3} + 1?", "answer": "1"} for i in range(9)]
     config = on_file(data, f"data.held_out_path={tmp_path}/held.jsonl", "rollout.prompts=50")
     what = [f"{f.level}: {f.what}" for f in examined(config, "tokenizer", "data")["data"]]
-    assert any("note: 3 training problems ask the same as a held-out" in w for w in what)
+    assert any("note: 3 training problems duplicate a held-out" in w for w in what)
     assert any("note: 4 training rows repeat" in w for w in what)
-    assert any("warning: A step draws 50 prompts, but there are only 6" in w for w in what)
+    assert any("warning: A step samples 50 prompts, but there are only 6" in w for w in what)
     assert any("only to ±" in w for w in what)
 
 
-def test_a_reply_that_could_outgrow_the_model_fails(tiny: Callable[..., Config], examined: Any) -> None:
+def test_a_completion_that_could_exceed_the_positions_fails(tiny: Callable[..., Config], examined: Any) -> None:
     config = tiny("rollout.max_tokens=4095")
     finding = examined(config, "tokenizer", "model files", "data", "prompt lengths")["prompt lengths"][-1]
     assert finding.level == "FAIL"
@@ -154,12 +154,15 @@ def test_characters_the_tokenizer_does_not_know(on_file: Callable[..., Config], 
 USER = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
 CLOSED = "{% if m['role'] == 'assistant' %}{{ 'END' }}{% endif %}{% endfor %}"
 CUE = "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-BARE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<user>' + m['content'] + '|' }}{% else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}"
+BARE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<user>' + m['content'] + '|' }}"
+    "{% else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture
 def with_template(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> Any:
-    """The tokenizer checks of a tokenizer with another chat template."""
+    """Run the tokenizer checks on a tokenizer with this chat template."""
 
     def run(template: str | None, *overrides: str, **attributes: Any) -> Any:
         tokenizer = char_tokenizer("".join(map(chr, range(32, 127))))
@@ -168,7 +171,7 @@ def with_template(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) 
             setattr(tokenizer, name, value)
         monkeypatch.setattr(tokens, "load_tokenizer", lambda *args, **options: tokenizer)
         config = tiny(*overrides)
-        return examined(config, "tokenizer", "model files", "data", "chat template", "end of a reply")
+        return examined(config, "tokenizer", "model files", "data", "chat template", "stop tokens")
 
     return run
 
@@ -177,7 +180,7 @@ def test_a_good_template_passes(with_template: Any) -> None:
     found = with_template(USER + CLOSED.replace("END", "<end>") + CUE)
     assert found.levels("tokenizer") == ["ok"]
     assert found.levels("chat template") == ["ok", "ok"]
-    assert found.levels("end of a reply") == ["ok", "ok"]
+    assert found.levels("stop tokens") == ["ok", "ok"]
     assert found["chat template"][0].numbers["prompt"].startswith("<user>")
     assert "'<assistant>'" in found["chat template"][1].what
 
@@ -193,8 +196,8 @@ def test_a_template_that_needs_no_generation_prompt_passes(with_template: Any) -
     assert with_template(BARE).levels("chat template") == ["ok", "ok"]
 
 
-def test_an_end_of_turn_that_stops_nothing_is_a_warning(with_template: Any) -> None:
-    finding = with_template(USER + CLOSED.replace("END", "<pad>") + CUE)["end of a reply"][1]
+def test_an_end_of_turn_that_is_no_stop_token_is_a_warning(with_template: Any) -> None:
+    finding = with_template(USER + CLOSED.replace("END", "<pad>") + CUE)["stop tokens"][1]
     assert finding.level == "warning"
     assert finding.numbers["end_of_turn"] == 0
     assert "<pad>" in finding.what
@@ -202,13 +205,13 @@ def test_an_end_of_turn_that_stops_nothing_is_a_warning(with_template: Any) -> N
 
 
 def test_a_turn_that_is_never_closed_is_noted(with_template: Any) -> None:
-    assert with_template(USER + CLOSED.replace("END", "") + CUE).levels("end of a reply") == ["ok", "note"]
+    assert with_template(USER + CLOSED.replace("END", "") + CUE).levels("stop tokens") == ["ok", "note"]
 
 
-def test_plain_prompts_are_noted(with_template: Any) -> None:
+def test_prompts_without_a_template_are_noted(with_template: Any) -> None:
     found = with_template(None)
     assert found.levels("chat template") == ["note"]
-    assert found.levels("end of a reply") == ["ok"]
+    assert found.levels("stop tokens") == ["ok"]
     assert with_template(USER + CUE, "data.chat=no").levels("chat template") == ["note"]
 
 
@@ -216,9 +219,9 @@ def test_padding_that_is_the_end_token_is_noted(with_template: Any) -> None:
     assert with_template(USER + CUE, pad_token="<end>").levels("tokenizer") == ["ok", "note"]
 
 
-def test_a_model_without_any_end_fails(with_template: Any) -> None:
+def test_a_model_without_a_stop_token_fails(with_template: Any) -> None:
     found = with_template(USER + CUE, eos_token=None)
-    assert found.levels("end of a reply") == ["FAIL"]
+    assert found.levels("stop tokens") == ["FAIL"]
 
 
 def test_a_tokenizer_of_another_model(tiny: Callable[..., Config], examined: Any) -> None:

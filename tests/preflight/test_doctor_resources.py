@@ -1,4 +1,4 @@
-"""Memory, disk and time: estimates against what was really used, and against machines that are too small."""
+"""Memory, disk and time: estimates against measurements, and against machines that are too small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.preflight import disk, machine, memory, model, pace, ratio, sampling
@@ -29,7 +29,7 @@ PLAN = ("tokenizer", "model files", "data", "objective")
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most that was allocated at once, beyond what was before."""
+    """Peak of the allocated bytes, relative to the start."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -44,9 +44,14 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 SIZES = {
-    "hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 64,
-}  # fmt: skip
+    "hidden_size": 96,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 WIDE = {**SIZES, "vocab_size": 8000}
 EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 
@@ -62,31 +67,31 @@ EXPERTS = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediat
         ("qwen3_moe", EXPERTS, torch.float32, False),
     ],
 )
-def test_the_memory_of_learning_is_estimated_within_a_factor_of_two(
+def test_the_memory_of_training_is_estimated_within_a_factor_of_two(
     kind: str, sizes: dict[str, int], dtype: torch.dtype, checkpointing: bool
 ) -> None:
     net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype).eval()
     if checkpointing:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         net.train()
-    prompt, reply, rows = 16, 48, 8
-    made = [TokenSequence(prompt_ids=(1,) * prompt, completion_ids=(2,) * reply)] * rows
-    micro = make_plan(made, range(rows), mini_batches=1, token_budget=10**6, pad_id=0, seed="").updates[0][0]
+    prompt, completion, count = 16, 48, 8
+    rows = [TokenSequence(prompt_ids=(1,) * prompt, completion_ids=(2,) * completion)] * count
+    micro = make_plan(rows, range(count), mini_batches=1, token_budget=10**6, pad_id=0, seed="").updates[0][0]
 
-    def learn() -> None:
+    def train() -> None:
         logp_N, _ = completion_logprobs(net, micro, 1.0)
         (-logp_N.mean()).backward()
 
-    learn()  # gradients exist from now on, so that only activations and logits are new
-    measured = peak_bytes(learn)
+    train()  # allocates the gradients, so that only activations and logits are new below
+    measured = peak_bytes(train)
     shape = memory.shape_of(net)
-    width = prompt + reply
-    activations = rows * width * memory.activation_bytes(shape, dtype.itemsize, width, checkpointing=checkpointing)
-    estimated = activations + rows * reply * shape.vocabulary * memory.LOGIT_BYTES
+    width = prompt + completion
+    activations = count * width * memory.activation_bytes(shape, dtype.itemsize, width, checkpointing=checkpointing)
+    estimated = activations + count * completion * shape.vocabulary * memory.LOGIT_BYTES
     assert 0.5 < estimated / measured < 2, f"estimated {estimated / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
 
 
-def test_only_a_part_of_the_logits_is_held(tiny: Callable[..., Config], examined: Any) -> None:
+def test_only_part_of_the_logits_is_in_memory(tiny: Callable[..., Config], examined: Any) -> None:
     case = examined(tiny(), *SAMPLED, "ratio", value=lambda g, i: 0.0).case
     assert memory.logits_held(case, 10, 40) == 400
     assert memory.logits_held(case, 10**4, 150_000) == memory.HELD_CPU
@@ -104,10 +109,10 @@ def test_what_autograd_keeps_is_measured_on_the_batch(tiny: Callable[..., Config
         estimated = memory.activation_bytes(shape, 4, 20, checkpointing=False)
         assert case.activation_bytes is not None
         assert 0.5 < estimated / case.activation_bytes < 2
-        assert "measured" in memory._learning(case)[0].how
+        assert "measured" in memory._training(case)[0].how
 
 
-def test_keys_and_values_are_counted_as_they_are_stored(tiny: Callable[..., Config], examined: Any) -> None:
+def test_the_kv_cache_is_counted_in_full(tiny: Callable[..., Config], examined: Any) -> None:
     case = examined(tiny("rollout.max_tokens=100"), *PLAN).case
     line = memory._sampling(case)[0]
     rows, columns = 16, case.longest_prompt + 100
@@ -124,7 +129,7 @@ def with_memory(monkeypatch: Any, free: float) -> None:
 def test_enough_memory_passes(tiny: Callable[..., Config], examined: Any) -> None:
     finding = examined(tiny(), *PLAN, "memory").only("memory")
     assert finding.level == "ok"
-    assert any("optimiser moments" in line and "2 x 4 bytes per weight" in line for line in finding.detail)
+    assert any("optimizer moments" in line and "2 x 4 bytes per weight" in line for line in finding.detail)
     assert finding.numbers["total"] >= finding.numbers["free"] > finding.numbers["need"] > 0
 
 
@@ -145,7 +150,7 @@ def test_too_little_memory_fails_and_the_remedy_helps(
     assert examined(config, *PLAN, "memory").levels("memory") == ["warning"]
 
 
-def test_on_a_gpu_a_run_would_cut_its_micro_batches(
+def test_on_a_gpu_a_run_would_split_its_micro_batches(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any
 ) -> None:
     config = tiny("rollout.prompts=64", "rollout.max_tokens=50")
@@ -170,7 +175,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(tiny: Callable[..., Config], ex
     assert not loaded
 
 
-def test_sampling_and_learning_that_would_be_killed_are_refused(
+def test_sampling_and_training_that_would_run_out_of_memory_are_refused(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any
 ) -> None:
     def with_free(size: int) -> None:
@@ -183,7 +188,7 @@ def test_sampling_and_learning_that_would_be_killed_are_refused(
     assert [f.level for f in ratio.check_ratio(found.case)] == ["FAIL"]
     assert [f.level for f in ratio.check_temperature(found.case)] == ["note"]
     with_free(3_000_000)
-    assert [f.level for f in ratio.check_ratio(found.case)] == ["note", "ok"], "smaller micro-batches will do"
+    assert [f.level for f in ratio.check_ratio(found.case)] == ["note", "ok"], "smaller micro-batches fit"
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
@@ -204,7 +209,7 @@ def test_precision_and_reference_are_counted(tiny: Callable[..., Config], examin
     assert half["float32 masters"] == full["weights"]
     assert half["reference model"] == half["weights"]
     assert "float32 masters" not in full
-    assert full["optimiser moments"] == half["optimiser moments"] == 2 * full["weights"]
+    assert full["optimizer moments"] == half["optimizer moments"] == 2 * full["weights"]
 
 
 def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examined: Any, tmp_path: Path) -> None:
@@ -214,18 +219,19 @@ def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examine
     shape = AutoConfig.for_model("qwen3", **{**SIZES, "hidden_size": 128, "eos_token_id": 1})
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     char_tokenizer("sort 0123456789").save_pretrained(tmp_path / "model")
-    common = ("model.build=", f"model.path={tmp_path / 'model'}", "model.dtype=bfloat16", "model.lora.rank=2", "objective.name=grpo")  # fmt: skip
+    saved = ("model.build=", f"model.path={tmp_path / 'model'}", "model.dtype=bfloat16")
+    common = (*saved, "model.lora.rank=2", "objective.name=grpo")
     for quantize in ("", "nf4"):
         config = tiny(*common, f"model.quantize={quantize}")
         case = examined(config, *PLAN).case
         held = {line.name: line.bytes for line in memory.estimate(case, gpu=False).held}
         loaded = load_policy(config.model, load_tokenizer(config.model), seed=0).model
         trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
-        assert (held["optimiser moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
+        assert (held["optimizer moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
         assert "reference model" not in held
         assert disk.checkpoint_bytes(case) == size_of(loaded)
         real = sum(p.numel() * p.element_size() for p in loaded.parameters())
-        assert held["weights"] == pytest.approx(real, rel=0.04)  # the scales of 4-bit weights, 3 %, are no parameters
+        assert held["weights"] == pytest.approx(real, rel=0.04)  # the scales of 4-bit weights (3 %) are not parameters
 
 
 # ------------------------------------------------------------------------------------------------- disk
@@ -244,7 +250,9 @@ def test_disk(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> N
     assert levels == ["ok", "warning", "FAIL"]
 
 
-def test_sizes_on_disk_are_those_of_a_run(tiny: Callable[..., Config], examined: Any, display: Any) -> None:
+def test_estimated_sizes_on_disk_match_a_run(
+    tiny: Callable[..., Config], examined: Any, display: Any, monkeypatch: Any
+) -> None:
     from gspo.trainer import train
 
     config = tiny("model.dtype=bfloat16", "rollout.prompts=16", "steps=1", "eval.every=0")
@@ -258,7 +266,7 @@ def test_sizes_on_disk_are_those_of_a_run(tiny: Callable[..., Config], examined:
     assert 0.5 < disk.rollout_bytes(case) / logged < 2
 
 
-def test_how_many_checkpoints_lie_there(tiny: Callable[..., Config], examined: Any) -> None:
+def test_the_number_of_checkpoints_on_disk(tiny: Callable[..., Config], examined: Any) -> None:
     def count(*overrides: str) -> int:
         return disk.checkpoints(examined(tiny(*overrides), "objective").case)
 
@@ -286,19 +294,22 @@ def test_the_run_directory(tiny: Callable[..., Config], examined: Any, tmp_path:
 
 def group(rewards: list[float]) -> Group:
     prompt = Prompt(id="p", content="p", text="p", token_ids=(1,))
-    reply = Completion(prompt_id="p", sample=0, token_ids=(1, 2), text="", logp_sampler=(0.0, 0.0), stop=StopReason.EOS, version=0)  # fmt: skip
+    completion = Completion(
+        prompt_id="p", sample=0, token_ids=(1, 2), text="", logp_sampler=(0.0, 0.0), stop=StopReason.EOS, version=0
+    )
     scores = [Score(status=Status.SCORED, reward=r, correct=r > 0.5) for r in rewards]
-    return Group(prompt=prompt, completions=[reply] * len(rewards), scores=scores)
+    return Group(prompt=prompt, completions=[completion] * len(rewards), scores=scores)
 
 
 def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examined: Any) -> None:
-    config = tiny("rollout.prompts=40", "rollout.replies=10", "steps=100", "eval.every=50", "rollout.engine_options.slots=100")  # fmt: skip
+    rollout = ("rollout.prompts=40", "rollout.replies=10", "rollout.engine_options.slots=100")
+    config = tiny(*rollout, "steps=100", "eval.every=50")
     case = examined(config, *PLAN).case
     case.groups = [group([0.0, 1.0])]
-    case.pace = Timings(replies=40, rollout_s=2.0, reward_s=0.4, learned=20, learn_s=3.0)
+    case.pace = Timings(completions=40, rollout_s=2.0, reward_s=0.4, trained=20, train_s=3.0)
     (finding,) = pace.check_time(case)
     low, high = finding.numbers["step_s"]
-    assert finding.numbers["reward_s"] == pytest.approx(4.0)  # ten times as many replies
+    assert finding.numbers["reward_s"] == pytest.approx(4.0)  # ten times as many completions
     assert finding.numbers["learn_s"] == pytest.approx(60.0)
     assert low == pytest.approx(4 * 2.0 + 64)  # four rounds of a hundred slots
     assert high == pytest.approx(10 * 2.0 + 64)
@@ -310,7 +321,7 @@ def test_refills_and_references_take_time(tiny: Callable[..., Config], examined:
     def step(*overrides: str) -> Any:
         case = examined(tiny(*overrides), *PLAN).case
         case.groups = [group([0.0, 1.0]), group([0.0, 0.0])]
-        case.pace = Timings(replies=16, rollout_s=1.0, reward_s=0.5, learned=16, learn_s=1.0)
+        case.pace = Timings(completions=16, rollout_s=1.0, reward_s=0.5, trained=16, train_s=1.0)
         (finding,) = pace.check_time(case)
         return finding.numbers["step_s"][1]
 
@@ -338,7 +349,7 @@ def test_durations() -> None:
 def test_page_cache_of_a_container_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, stat: str
 ) -> None:
-    """After a model was read, the usage of a container is at its limit, and nearly all of it is cache."""
+    """After a model was read, the usage of a container is at its limit, and nearly all of it is page cache."""
     most, cache = 1 << 30, 900 << 20
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text(f"{most}\n")

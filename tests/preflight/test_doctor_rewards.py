@@ -1,4 +1,4 @@
-"""Rewards tried before the run: on the data's own answers, on sampled replies, and whether programs are locked in."""
+"""Rewards before the run: on the data's own answers, on sampled completions, and the sandbox for programs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from gspo.preflight import rewards
 from gspo.reward.sandbox import probe
 
 FILE = ["data.task=", "data.task_options={}", "data.task_size=20000", "data.held_out=2"]
-REPLIES = (*SAMPLED, "reward functions", "reward on replies")
+COMPLETIONS = (*SAMPLED, "reward functions", "reward on completions")
 KNOWN = ("data", "reward functions", "known answers")
 
 
 @pytest.fixture
 def rewarded(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
-    """A config whose reward is a function with this body; `c` is a reply."""
+    """A config whose reward is a function with this body; `c` is a completion."""
 
     def make(body: str, *overrides: str) -> Config:
         file = tmp_path / "mine.py"
-        file.write_text(f"import time\ndef one(c):\n    {body}\ndef score(completions, **columns):\n    return [one(c) for c in completions]\n")  # fmt: skip
+        score = "def score(completions, **columns):\n    return [one(c) for c in completions]\n"
+        file.write_text(f"import time\ndef one(c):\n    {body}\n{score}")
         return tiny(f"reward.functions={file}:score", *overrides)
 
     return make
 
 
-def test_a_reward_that_tells_replies_apart_passes(rewarded: Callable[..., Config], examined: Any) -> None:
-    found = examined(rewarded("return len(c) % 3"), *REPLIES)
+def test_a_reward_that_differs_between_completions_passes(rewarded: Callable[..., Config], examined: Any) -> None:
+    found = examined(rewarded("return len(c) % 3"), *COMPLETIONS)
     assert found.levels("reward functions") == ["ok"]
-    assert found.levels("reward on replies") == ["ok", "ok"]
-    spread = found["reward on replies"][0].numbers
-    assert (spread["low"], spread["high"]) == (0, 2)
-    assert spread["std"] > 0.3
+    assert found.levels("reward on completions") == ["ok", "ok"]
+    numbers = found["reward on completions"][0].numbers
+    assert (numbers["low"], numbers["high"]) == (0, 2)
+    assert numbers["std"] > 0.3
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,14 @@ def test_a_reward_that_tells_replies_apart_passes(rewarded: Callable[..., Config
 def test_a_reward_that_is_broken(
     rewarded: Callable[..., Config], examined: Any, body: str, level: str, words: str
 ) -> None:
-    finding = examined(rewarded(body), *REPLIES)["reward on replies"][0]
+    finding = examined(rewarded(body), *COMPLETIONS)["reward on completions"][0]
     assert finding.level == level
     assert words in finding.what
 
 
 def test_a_slow_reward_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
     config = rewarded("time.sleep(0.3); return len(c) % 3", "rollout.prompts=500")
-    finding = examined(config, *REPLIES, prompts=2)["reward on replies"][-1]
+    finding = examined(config, *COMPLETIONS, prompts=2)["reward on completions"][-1]
     assert finding.level == "warning"
     assert finding.numbers["seconds"] >= 0.1
     assert "reward.workers" in finding.do
@@ -98,8 +99,8 @@ def with_answers(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., C
 @pytest.mark.parametrize(
     ("answers", "overrides", "level", "words"),
     [
-        (["72", "1/2", "-3"], ["reward.functions=math_answer"], "ok", "full marks"),
-        (["a #### 72", "b #### 7"], ["reward.functions=exact_answer", "data.answer_after=####"], "ok", "full marks"),
+        (["72", "1/2", "-3"], ["reward.functions=math_answer"], "ok", "as correct"),
+        (["a #### 72", "b #### 7"], ["reward.functions=exact_answer", "data.answer_after=####"], "ok", "as correct"),
         (["Paris", "Rome"], ["reward.functions=math_answer"], "FAIL", "abstains on every one"),
         (["72", "Paris"], ["reward.functions=math_answer"], "warning", "and abstains on"),
     ],
@@ -112,13 +113,13 @@ def test_the_data_s_own_answers(
     assert words in finding.what
 
 
-def test_a_marker_that_the_reward_reads_is_tried(with_answers: Callable[..., Config], examined: Any) -> None:
+def test_the_marker_option_of_a_reward_is_used(with_answers: Callable[..., Config], examined: Any) -> None:
     marker = 'reward.options.exact_answer={marker = "####"}'
     found = examined(with_answers(["7"] * 8, "reward.functions=exact_answer", marker), *KNOWN)
     assert found.levels("known answers") == ["ok"]
 
 
-def test_a_function_of_ones_own_is_judged_kindly(rewarded: Callable[..., Config], examined: Any) -> None:
+def test_a_custom_reward_that_requires_more_is_only_noted(rewarded: Callable[..., Config], examined: Any) -> None:
     finding = examined(rewarded("return 0.0"), *KNOWN).only("known answers")
     assert finding.level == "note"
     assert "0 of 32" in finding.what
@@ -126,10 +127,10 @@ def test_a_function_of_ones_own_is_judged_kindly(rewarded: Callable[..., Config]
     assert failing.level == "FAIL"
 
 
-def test_an_empty_reply_that_is_right_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
+def test_an_empty_completion_that_is_correct_is_a_warning(rewarded: Callable[..., Config], examined: Any) -> None:
     found = examined(rewarded("return 1.0"), *KNOWN)
     assert found.levels("known answers") == ["ok", "warning", "warning"]
-    assert "empty reply" in found["known answers"][2].what
+    assert "empty completion" in found["known answers"][2].what
 
 
 @pytest.mark.parametrize(
@@ -139,15 +140,15 @@ def test_an_empty_reply_that_is_right_is_a_warning(rewarded: Callable[..., Confi
         ("return float(answer in c.split('</think>')[-1])", True),
         ("return float(answer == c.rpartition('####')[2].strip())", False),
     ],
-    ids=["anywhere", "anywhere after the thinking", "at last"],
+    ids=["anywhere", "anywhere after the thinking", "final answer only"],
 )
-def test_a_wrong_final_answer_after_right_working_is_planted(
+def test_a_wrong_final_answer_after_correct_working_is_scored(
     with_answers: Callable[..., Config], tmp_path: Path, examined: Any, body: str, fooled: bool
 ) -> None:
-    code = f"def one(c, answer):\n    {body}\ndef score(completions, answer, **_):\n    return list(map(one, completions, answer))\n"
-    (tmp_path / "mine.py").write_text(code)
+    score = "def score(completions, answer, **_):\n    return list(map(one, completions, answer))\n"
+    (tmp_path / "mine.py").write_text(f"def one(c, answer):\n    {body}\n{score}")
     found = examined(with_answers(["72", "18"] * 4, f"reward.functions={tmp_path}/mine.py:score"), *KNOWN)
-    warned = [f for f in found["known answers"] if "wrong after right working" in f.what]
+    warned = [f for f in found["known answers"] if "wrong after correct working" in f.what]
     assert bool(warned) == fooled
     assert not fooled or "73" in "".join(warned[0].detail) or "19" in "".join(warned[0].detail)
 
@@ -156,7 +157,7 @@ def test_a_wrong_final_answer_after_right_working_is_planted(
 @pytest.mark.parametrize(
     "answers", [["72", "18"], ["1/2", "3/4"], ["1,080", "-7"]], ids=["whole", "fractions", "signs"]
 )
-def test_built_in_rewards_are_not_fooled_by_right_working(
+def test_built_in_rewards_are_not_fooled_by_correct_working(
     with_answers: Callable[..., Config], examined: Any, name: str, answers: list[str]
 ) -> None:
     found = examined(with_answers(answers * 4, f"reward.functions={name}"), *KNOWN)
@@ -166,12 +167,12 @@ def test_built_in_rewards_are_not_fooled_by_right_working(
 def test_demonstrations_of_a_task_score(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
     config = tiny("reward.functions=[]")
     assert examined(config, *KNOWN).levels("known answers") == ["ok"]
-    made = rewards._demonstrated
+    demonstrated = rewards._demonstrated
 
-    def spoilt(case: Any) -> Any:
-        return [rewards.KnownAnswer(prompt=k.prompt, texts=("nonsense",)) for k in made(case)]
+    def nonsense(case: Any) -> Any:
+        return [rewards.KnownAnswer(prompt=k.prompt, texts=("nonsense",)) for k in demonstrated(case)]
 
-    monkeypatch.setattr(rewards, "_demonstrated", spoilt)
+    monkeypatch.setattr(rewards, "_demonstrated", nonsense)
     finding = examined(config, *KNOWN).only("known answers")
     assert finding.level == "warning"
     assert finding.numbers["right"] == 0
@@ -201,8 +202,13 @@ def test_solutions_of_programming_problems_are_tried() -> None:
 
 @pytest.mark.parametrize(
     ("functions", "works", "level"),
-    [("code_tests", True, "ok"), ("code_tests", False, "FAIL"), ("exact_answer", True, "ok"), ("exact_answer", False, "note")],
-)  # fmt: skip
+    [
+        ("code_tests", True, "ok"),
+        ("code_tests", False, "FAIL"),
+        ("exact_answer", True, "ok"),
+        ("exact_answer", False, "note"),
+    ],
+)
 def test_the_sandbox(
     tiny: Callable[..., Config], examined: Any, monkeypatch: Any, functions: str, works: bool, level: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""`gspo doctor` as a user meets it: the report, the exit code, JSON, and nothing left behind."""
+"""`gspo doctor` from the command line: the report, the exit code, JSON, and no files or processes left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def recipe(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., str]:
 
     def write(*overrides: str) -> str:
         path = tmp_path / "recipe.toml"
-        path.write_text(to_toml(tiny("data.held_out=100", "data.task_size=100", "data.task_options.max_items=4", *overrides)))  # fmt: skip
+        data = ("data.held_out=100", "data.task_size=100", "data.task_options.max_items=4")
+        path.write_text(to_toml(tiny(*data, *overrides)))
         return str(path)
 
     return write
@@ -33,18 +34,19 @@ def recipe(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., str]:
 
 def test_a_good_recipe(recipe: Callable[..., str], capsys: Any, tmp_path: Path) -> None:
     path = recipe("model.build=tiny_moe", "rollout.max_tokens=40")
-    before, files_before = children_of(os.getpid()), sorted(tmp_path.rglob("*"))
+    processes_before = children_of(os.getpid())
+    files_before = sorted(tmp_path.rglob("*"))
     code = cli.main(["doctor", path, "--rollout.temperature=0.9"])
     text = capsys.readouterr().out
     assert code == 0, text
     for check in CHECKS:
-        assert f"\n{check.name}\n" in text, "every check says something"
-    assert "every ratio is exactly 1" in " ".join(text.split()), "wherever the line was broken"
+        assert f"\n{check.name}\n" in text, "every check reports something"
+    assert "every ratio is exactly 1" in " ".join(text.split()), "wherever the line is wrapped"
     assert "At temperature 0.9" in text
     assert "Nothing would fail" in text.splitlines()[-1]
     assert "not checked" not in text
     assert sorted(tmp_path.rglob("*")) == files_before, "the doctor writes nothing"
-    assert children_of(os.getpid()) == before, "the doctor leaves no process"
+    assert children_of(os.getpid()) == processes_before, "the doctor leaves no process"
 
 
 def test_a_bad_recipe(recipe: Callable[..., str], capsys: Any, monkeypatch: Any) -> None:
@@ -90,9 +92,9 @@ def test_quick_loads_no_weights(recipe: Callable[..., str], capsys: Any, monkeyp
     path = recipe()
     assert cli.main(["doctor", path, "--quick", "--steps", "7"]) == 0
     text = capsys.readouterr().out
-    assert "left out by --quick" in " ".join(text.split())
+    assert "skipped by --quick" in " ".join(text.split())
     assert "7 steps of" in text
-    for check in ("end of a reply", "memory", "disk", "known answers"):
+    for check in ("stop tokens", "memory", "disk", "known answers"):
         assert f"\n{check}\n" in text
     assert cli.main(["doctor", path]) == 1
     assert "weights were loaded" in capsys.readouterr().out
@@ -107,7 +109,7 @@ def test_a_recipe_that_cannot_be_read(recipe: Callable[..., str], capsys: Any) -
         cli.main(["doctor", recipe(), "--prompts=0"])
 
 
-def test_a_narrow_terminal_and_colours(recipe: Callable[..., str], monkeypatch: Any) -> None:
+def test_a_narrow_terminal_and_colors(recipe: Callable[..., str], monkeypatch: Any) -> None:
     import io
 
     from gspo.preflight.findings import warning
@@ -123,6 +125,6 @@ def test_a_narrow_terminal_and_colours(recipe: Callable[..., str], monkeypatch: 
     assert all(len(line) <= 60 + len("\033[33m\033[0m") for line in out.getvalue().splitlines())
 
 
-def test_what_is_shown_of_a_long_text() -> None:
+def test_long_texts_are_shortened() -> None:
     assert files.shown("a\nb") == "a⏎b"
     assert len(files.shown("x" * 1000)) < 420

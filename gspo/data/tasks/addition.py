@@ -1,7 +1,8 @@
 """Add two numbers, with the working shown column by column from the right.
 
-Prompt `437+385`, demonstration `7+5=12;3+8+1=12;4+3+1=8|822`: a carry is shown as `+1` only when there is one, and the
-answer follows `|`. A reply is right iff it holds exactly one `|` and what follows it is the answer.
+In: a random stream. Out: problems such as prompt `437+385` with demonstration `7+5=12;3+8+1=12;4+3+1=8|822`. A carry
+is written as `+1` only if there is one, and the answer follows `|`. Invariant: a completion is correct iff it
+contains exactly one `|` and the text after it is the answer.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ class Addition:
         self.unique_problems: int | None = (self.high - self.low + 1) ** 2
 
     def generate(self, rng: random.Random) -> Problem:
-        a, b = rng.randint(self.low, self.high), rng.randint(self.low, self.high)
+        a = rng.randint(self.low, self.high)
+        b = rng.randint(self.low, self.high)
         key = f"{min(a, b)}+{max(a, b)}"
         return Problem(prompt=f"{a}+{b}", answer=str(a + b), key=key, demonstration=f"{_working(a, b)}|{a + b}")
 
-    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
-        _, mark, answer = reply.partition("|")
+    def score(self, completion: str, columns: Mapping[str, Any]) -> float:
+        # A second `|` would be part of `answer`, so it is not equal to the expected one.
+        _, mark, answer = completion.partition("|")
         return float(bool(mark) and answer.strip() == columns["answer"])
 
 
 def _working(a: int, b: int) -> str:
-    columns, carry = [], 0
+    columns = []
+    carry = 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
         columns.append(f"{x}+{y}{'+1' if carry else ''}={total}")

@@ -1,8 +1,9 @@
-"""Reach a target from given numbers with + - * / and parentheses, each number used exactly once.
+"""Reach a target from given numbers with + - * / and parentheses, using each number exactly once.
 
-Prompt `3 5 7 -> 22`, demonstration `3*5+7`. Every generated problem has a solution. A reply is right iff it is such an
-expression and its exact rational value is the target. Model text is tokenised and parsed here and never handed to
-Python's own evaluator; length and nesting are bounded, so no reply can be slow or raise.
+In: a random stream. Out: problems such as prompt `3 5 7 -> 22` with demonstration `3*5+7`; every problem has a
+solution. Invariant: a completion is correct iff it is such an expression and its exact rational value is the target.
+Model text is tokenized and parsed here and never passed to Python's `eval`. Its length and nesting are limited, so no
+completion is slow or raises.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Countdown:
     has_demonstrations = True
 
     def __init__(self, numbers: int, max_number: int, max_target: int) -> None:
-        self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
+        self.numbers = numbers
+        self.max_number = max_number
+        self.max_target = max_target
         self.unique_problems: int | None = max_number**numbers * max_target
 
     def generate(self, rng: random.Random) -> Problem:
@@ -52,8 +55,8 @@ class Countdown:
             f"up to {self.max_number}; raise max_target or lower max_number"
         )
 
-    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
-        tokens = _tokens(reply.strip())
+    def score(self, completion: str, columns: Mapping[str, Any]) -> float:
+        tokens = _tokens(completion.strip())
         used = sorted(t for t in tokens or () if isinstance(t, int))
         if tokens is None or used != sorted(columns["numbers"]):
             return 0.0
@@ -61,12 +64,12 @@ class Countdown:
 
 
 def evaluate(expression: str) -> Fraction | None:
-    """Exact value of an arithmetic expression; None if it is malformed, too long, too deep, or divides by zero."""
+    """Exact value of an arithmetic expression; `None` if it is malformed, too long, too deep, or divides by zero."""
     tokens = _tokens(expression)
     return None if tokens is None else _value(tokens)
 
 
-# ------------------------------------------------------------------------------------------------- making problems
+# --------------------------------------------------------------------------------------------- generating problems
 
 
 def _random_expression(numbers: list[int], rng: random.Random) -> tuple[int, str]:
@@ -94,7 +97,7 @@ def _combine(left: tuple[int, str, int], right: tuple[int, str, int], rng: rando
     return results[sign], f"{a_text}{sign}{b_text}", level
 
 
-# ------------------------------------------------------------------------------------------------- reading replies
+# --------------------------------------------------------------------------------------------- parsing completions
 
 
 class _Malformed(Exception):
@@ -102,7 +105,7 @@ class _Malformed(Exception):
 
 
 def _tokens(text: str) -> list[int | str] | None:
-    """Whole numbers and signs; None if anything else is there. ASCII digits only: `int` would take many others."""
+    """Whole numbers and signs; `None` if there is anything else. ASCII digits only: `int` accepts many others."""
     if len(text) > MAX_LENGTH:
         return None
     tokens: list[int | str] = []

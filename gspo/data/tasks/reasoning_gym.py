@@ -1,9 +1,9 @@
-"""Any of the hundred-odd generated tasks of the `reasoning-gym` package: `data.task = "reasoning_gym:leg_counting"`.
+"""The roughly one hundred generated tasks of the `reasoning-gym` package: `data.task = "reasoning_gym:leg_counting"`.
 
-Options go to `reasoning_gym.create_dataset`; `size` bounds how many problems there are. The prompt is the task's
-question, which states its own instructions. A reply is scored by the task's own verifier, on what stands between the
-last `<answer>` and `</answer>` if there are such tags, else on the whole reply; partial credit is passed on as it is.
-There are no demonstrations, so no cold start.
+In: a random stream, and options for `reasoning_gym.create_dataset`, of which `size` limits the number of problems.
+Out: problems whose prompt is the task's question with its own instructions. Invariant: the task's own verifier scores
+a completion, on the text between the last `<answer>` and `</answer>`, or on the whole completion without such tags.
+Partial credit is kept. There are no demonstrations, so no cold start.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ReasoningGym:
         question = entry["question"].strip()
         return Problem(prompt=question, answer=answer, key=same_text(question), columns={"entry": _pack(dict(entry))})
 
-    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
-        return float(self.dataset.score_answer(_final_answer(reply), _unpack(columns["entry"])))
+    def score(self, completion: str, columns: Mapping[str, Any]) -> float:
+        return float(self.dataset.score_answer(_final_answer(completion), _unpack(columns["entry"])))
 
 
 def _unknown_variant(variant: str, names: list[str]) -> str:
@@ -69,14 +69,14 @@ def _unknown_variant(variant: str, names: list[str]) -> str:
     return f"data.task: reasoning-gym has no task {variant!r}; write reasoning_gym:NAME with one of: {', '.join(close)}"
 
 
-def _final_answer(reply: str) -> str:
-    end = reply.rfind("</answer>")
-    start = reply.rfind("<answer>", 0, max(end, 0))
-    return reply[start + len("<answer>") : end].strip() if start >= 0 else reply.strip()
+def _final_answer(completion: str) -> str:
+    end = completion.rfind("</answer>")
+    start = completion.rfind("<answer>", 0, max(end, 0))
+    return completion[start + len("<answer>") : end].strip() if start >= 0 else completion.strip()
 
 
-# Verifiers compare tuples and look up whole-number keys, which JSON does not have. Making the entry anew from its index
-# is no way out: a few tasks depend on Python's per-process hash seed.
+# Verifiers compare tuples and look up integer keys, which JSON does not have. Regenerating the entry from its index
+# does not work: a few tasks depend on Python's per-process hash seed.
 def _pack(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [_pack(v) for v in value]}

@@ -1,6 +1,7 @@
-"""Sort digits in ascending order; repeats are kept.
+"""Sort digits in ascending order; repeated digits are kept.
 
-Prompt `sort 5 2 9 2`, demonstration `2 2 5 9`. A reply is right iff it is exactly the sorted list.
+In: a random stream. Out: problems such as prompt `sort 5 2 9 2` with demonstration `2 2 5 9`. Invariant: a completion
+is correct iff it is exactly the sorted list.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Sorting:
     has_demonstrations = True
 
     def __init__(self, min_items: int, max_items: int) -> None:
-        self.min_items, self.max_items = min_items, max_items
+        self.min_items = min_items
+        self.max_items = max_items
         self.unique_problems: int | None = sum(10**n for n in range(min_items, max_items + 1))
 
     def generate(self, rng: random.Random) -> Problem:
@@ -35,5 +37,5 @@ class Sorting:
         answer = " ".join(sorted(digits))
         return Problem(prompt=f"sort {' '.join(digits)}", answer=answer, key=answer, demonstration=answer)
 
-    def score(self, reply: str, columns: Mapping[str, Any]) -> float:
-        return float(reply.strip() == columns["answer"])
+    def score(self, completion: str, columns: Mapping[str, Any]) -> float:
+        return float(completion.strip() == columns["answer"])

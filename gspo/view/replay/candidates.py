@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from gspo import config as settings
 from gspo.config import Config
 from gspo.errors import ConfigError
-from gspo.objectives.advantage import external
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.objectives.table import TABLE
 from gspo.objectives.table import objective as build
@@ -52,7 +51,7 @@ def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidat
     for arm in [a for given in parse_arms(text) for a in (every if given.label == ALL else [given])]:
         objective = _objective(config, arm)
         twin = next((c for c in found if _same(c.objective, objective)), None)
-        if objective.advantage is external:
+        if objective.advantage.scope == "external":
             left_out.append(
                 SkippedObjective(
                     label=arm.label, reason="its advantages come from outside (a critic), and the run has none"

@@ -80,12 +80,12 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     sequences = view.tokens.sequences
     counted_B = torch.zeros(sequences.count, dtype=torch.bool, device=advantage_N.device)
     counted_B[rows] = True
-    at_N = sequences.spread(counted_B).nonzero().squeeze(-1)
+    at_N = sequences.expand(counted_B).nonzero().squeeze(-1)
     weight_B = torch.zeros(sequences.count, dtype=torch.float64, device=advantage_N.device)
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
     tokens = _leaves(_part(replace(view.tokens, advantage_N=advantage_N), at_N))
     chosen_N = select(objective, tokens, view.seed)
-    loss = loss_of(objective, replace(tokens, selected_N=chosen_N), sequences.spread(weight_B)[at_N].float())
+    loss = loss_of(objective, replace(tokens, selected_N=chosen_N), sequences.expand(weight_B)[at_N].float())
     logp_n, entropy_n = _gradients(loss.total, tokens)
     zeros_N = torch.zeros_like(view.tokens.logp_N)
     clipped_N = loss.surrogate.clipped_N
@@ -129,7 +129,7 @@ def _advantages(objective: Objective, view: View, mine: Sequence[tuple[int, Trai
         return advantage_N
     number_B = torch.full((view.tokens.sequences.count,), -1, device=advantage_N.device)
     number_B[[i for i, _ in mine]] = torch.arange(len(mine), device=advantage_N.device)
-    number_N = view.tokens.sequences.spread(number_B)
+    number_N = view.tokens.sequences.expand(number_B)
     at_N = (number_N >= 0).nonzero().squeeze(-1)
     part = _part(replace(view.tokens, logp_N=view.tokens.logp_old_N), at_N)  # a KL in the reward is the old policy's
     part = replace(part, sequences=Sequences(number_N[at_N], len(mine)))

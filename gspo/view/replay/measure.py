@@ -183,7 +183,7 @@ def _moved(view: View, rows: Sequence[int]) -> dict[str, Any]:
     sequences, log_ratio_N = view.tokens.sequences, (view.tokens.logp_N - view.tokens.logp_old_N).detach()
     in_rows = torch.zeros(sequences.count, dtype=torch.bool, device=log_ratio_N.device)
     in_rows[rows] = True
-    mine_N, log_ratio_B = log_ratio_N[sequences.spread(in_rows)], sequences.mean(log_ratio_N)[rows]
+    mine_N, log_ratio_B = log_ratio_N[sequences.expand(in_rows)], sequences.mean(log_ratio_N)[rows]
     return {
         "replies": tuple(_reply(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
         "tokens": len(mine_N),

@@ -1,4 +1,4 @@
-"""Column addition: demonstrations are right, corrupted answers are wrong."""
+"""Column addition: demonstrations score 1, corrupted answers score 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspo.data.task import build_task
 
 
 class Fixed(random.Random):
-    """Draws the given numbers."""
+    """Returns the given numbers."""
 
     def __init__(self, *numbers):
         self.numbers = list(numbers)
@@ -50,5 +50,5 @@ def test_demonstrations_score_one_and_corrupted_answers_zero(digits, seed, chang
     assert task.score(f"|{problem.demonstration}", columns) == 0.0
 
 
-def test_small_task_says_how_many_problems_there_are():
+def test_a_small_task_knows_its_number_of_problems():
     assert build_task("addition", {"digits": 1}).unique_problems == 100

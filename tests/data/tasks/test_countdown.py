@@ -1,4 +1,4 @@
-"""Countdown: an exact evaluator of its own that no reply can break."""
+"""Countdown: its own exact evaluator, which no completion can break."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SIGNS = st.sampled_from("+-*/")
 TREES = st.recursive(st.integers(0, 30), lambda t: st.tuples(SIGNS, t, t), max_leaves=8)
 
 
-def written(tree):
-    return str(tree) if isinstance(tree, int) else f"({written(tree[1])}{tree[0]}{written(tree[2])})"
+def text_of(tree):
+    return str(tree) if isinstance(tree, int) else f"({text_of(tree[1])}{tree[0]}{text_of(tree[2])})"
 
 
 def value_of(tree):
@@ -33,7 +33,7 @@ def value_of(tree):
 
 
 def python_value(text):
-    """Python's own precedence, for flat expressions that the test itself wrote."""
+    """Python's own precedence, for flat expressions that the test itself builds."""
     try:
         return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
     except ZeroDivisionError:
@@ -42,7 +42,7 @@ def python_value(text):
 
 @given(TREES)
 def test_evaluates_trees_like_an_independent_evaluator(tree):
-    assert evaluate(written(tree)) == value_of(tree)
+    assert evaluate(text_of(tree)) == value_of(tree)
 
 
 @given(st.lists(st.tuples(SIGNS, st.integers(0, 99)), max_size=8), st.integers(0, 99))
@@ -61,10 +61,35 @@ def test_hostile_text_never_raises(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ", "()", "(", "1+", "+1", "-1", "1 2", "1//2", "2**3", "9**9**9", "1/0", "1/(2-2)", "(1", "1)", "1+2=3", "٣+1", "²",
-        "1.5", "1e3", "1_0", "0x1", "__import__('os')", "(" * 10_000, "(" * 50 + "1" + ")" * 50, "1" * 1_000_000, "1\n+2",
+        "",
+        " ",
+        "()",
+        "(",
+        "1+",
+        "+1",
+        "-1",
+        "1 2",
+        "1//2",
+        "2**3",
+        "9**9**9",
+        "1/0",
+        "1/(2-2)",
+        "(1",
+        "1)",
+        "1+2=3",
+        "٣+1",
+        "²",
+        "1.5",
+        "1e3",
+        "1_0",
+        "0x1",
+        "__import__('os')",
+        "(" * 10_000,
+        "(" * 50 + "1" + ")" * 50,
+        "1" * 1_000_000,
+        "1\n+2",
     ],
-)  # fmt: skip
+)
 def test_malformed_too_long_or_too_deep_has_no_value(text):
     start = time.process_time()
     assert evaluate(text) is None
@@ -76,14 +101,22 @@ def test_nesting_up_to_the_limit_is_read():
 
 
 @pytest.mark.parametrize(
-    ("reply", "score"),
+    ("completion", "score"),
     [
-        ("3*5+7", 1), (" 7 + (5*3) \n", 1), ("22", 0), ("3*5+7+0", 0), ("3*5+7*1", 0), ("3+5+7", 0), ("15+7", 0),
-        ("3*5+7=22", 0), ("the answer is 3*5+7", 0), ("3*5*7/7+7", 0),
+        ("3*5+7", 1),
+        (" 7 + (5*3) \n", 1),
+        ("22", 0),
+        ("3*5+7+0", 0),
+        ("3*5+7*1", 0),
+        ("3+5+7", 0),
+        ("15+7", 0),
+        ("3*5+7=22", 0),
+        ("the answer is 3*5+7", 0),
+        ("3*5*7/7+7", 0),
     ],
-)  # fmt: skip
-def test_score_wants_the_target_from_each_number_once(reply, score):
-    assert build_task("countdown", {}).score(reply, {"numbers": [3, 5, 7], "target": 22}) == score
+)
+def test_score_requires_the_target_and_each_number_once(completion, score):
+    assert build_task("countdown", {}).score(completion, {"numbers": [3, 5, 7], "target": 22}) == score
 
 
 def test_rational_steps_are_exact():
@@ -103,7 +136,7 @@ def test_every_generated_problem_is_solved_by_its_demonstration(seed, numbers, m
     assert "((" not in problem.demonstration or numbers > 3
 
 
-def test_hopeless_options_end_in_an_error():
+def test_options_without_solvable_problems_are_an_error():
     task = build_task("countdown", {"numbers": 2, "max_number": 1_000_000, "max_target": 1})
     with pytest.raises(ConfigError, match="raise max_target"):
         task.generate(random.Random(0))

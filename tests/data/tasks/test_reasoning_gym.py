@@ -1,4 +1,4 @@
-"""The bridge to reasoning-gym: its questions, its verifiers, exact entries through JSON."""
+"""reasoning-gym tasks: their questions and verifiers, and entries that survive JSON exactly."""
 
 from __future__ import annotations
 

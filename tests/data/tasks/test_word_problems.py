@@ -1,4 +1,4 @@
-"""Arithmetic in words: every answer is right by the demonstration's own reckoning, and only right replies score."""
+"""Word problems: every answer agrees with its demonstration, and only correct completions score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ["add", "subtract", "multiply", "divide", "chain", "plain"]
 
 
 @given(st.integers(), st.integers(1, 10_000), st.sampled_from(KINDS))
-def test_demonstrations_are_right_and_other_numbers_wrong(seed, largest, kind):
+def test_demonstrations_are_correct_and_other_numbers_are_not(seed, largest, kind):
     task = build_task("word_problems", {"largest": largest, "kinds": [kind]})
     problem = task.generate(random.Random(seed))
     columns = {"answer": problem.answer, **problem.columns}
@@ -36,7 +36,7 @@ def test_demonstrations_are_right_and_other_numbers_wrong(seed, largest, kind):
 
 
 @given(st.integers(), st.sampled_from(KINDS))
-def test_the_prompt_holds_the_numbers_of_the_working(seed, kind):
+def test_the_prompt_contains_the_numbers_of_the_working(seed, kind):
     problem = build_task("word_problems", {"kinds": [kind]}).generate(random.Random(seed))
     given_numbers = re.findall(r"\d+", problem.prompt)
     first = problem.demonstration.split(" = ")[0]
@@ -48,7 +48,8 @@ def test_the_prompt_holds_the_numbers_of_the_working(seed, kind):
 
 
 def test_numbers_stay_below_the_largest():
-    task, rng = build_task("word_problems", {"largest": 9, "kinds": ["add", "subtract"]}), random.Random(0)
+    task = build_task("word_problems", {"largest": 9, "kinds": ["add", "subtract"]})
+    rng = random.Random(0)
     for _ in range(200):
         assert max(map(int, re.findall(r"\d+", task.generate(rng).prompt))) <= 9
 
