@@ -29,7 +29,7 @@ from gspo.clock import Clock
 from gspo.context import LearnContext, RunContext
 from gspo.learner.batch import TrainBatch, micro_tokens, prepare, select_tokens, token_weights
 from gspo.learner.forward import training_forward
-from gspo.learner.halving import halve_on_oom
+from gspo.learner.halving import attempts
 from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, trainable
@@ -80,9 +80,11 @@ def learn(
     for index in range(len(batch.plan.updates)):
         if before_update is not None:
             before_update(batch, index)
-        # If memory runs out, the update restarts with micro-batches half as large. The gradient is the same.
-        result, batch = halve_on_oom(accumulate_gradients, context, batch, index)
-        stats.add(result, optimizer.step(loss_finite=result.finite))
+        for attempt in attempts(context, batch, index):  # with smaller micro-batches each time memory runs out
+            with attempt:
+                result = accumulate_gradients(context, attempt.batch, index)
+        batch = attempt.batch
+        stats.add(result, optimizer.step(loss_finite=result.finite), attempt.halvings)
     return stats.result(batch, context.policy.model)
 
 

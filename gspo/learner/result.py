@@ -35,8 +35,6 @@ class UpdateResult:
     logp_N: Tensor
     ratio_N: Tensor
     clipped_N: Tensor
-    halvings: int = 0
-    """How often its micro-batches were halved because memory ran out."""
 
     @property
     def finite(self) -> bool:
@@ -103,9 +101,11 @@ class LearnStats:
         self._positions = batch.plan.positions  # of the plan as made, before any halving
         self._results: list[UpdateResult] = []
         self._updates: list[Update] = []
+        self._halvings = 0
 
-    def add(self, result: UpdateResult, update: Update) -> None:
-        """Add an optimizer step and what the optimizer did with it."""
+    def add(self, result: UpdateResult, update: Update, halvings: int) -> None:
+        """Add an optimizer step, what the optimizer did with it, and how often its micro-batches were halved."""
+        self._halvings = max(self._halvings, halvings)
         self._results.append(result)
         self._updates.append(update)
 
@@ -130,7 +130,7 @@ class LearnStats:
             updates=tuple(self._updates),
             routed=batch.routing.outcome(model),
             positions=self._positions,
-            halvings=max(r.halvings for r in self._results),
+            halvings=self._halvings,
             rounding_N=batch.rounding_N,
         )
 
