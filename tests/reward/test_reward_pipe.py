@@ -66,7 +66,7 @@ def test_a_line_that_is_no_answer_is_ignored(
 def test_a_forged_answer_fails_its_call_alone(
     make_pool: Any, group: Any, reward_file: Callable[..., str], data: str
 ) -> None:
-    pool = make_pool(reward_file(CODE.format(data=data)))
+    pool = make_pool(reward_file(CODE.format(data=data)), timeout_s=120.0)  # 32 MiB take a while on a busy machine
     good, bad, other = pool.score([group(["a", "bad", "b"])])[0]
     assert [s.reward for s in (good, other)] == [1.0, 1.0]
     assert (bad.status, bad.failure.partition(": ")[0]) == (Status.UNSCORED, "died")
