@@ -47,7 +47,9 @@ def base_of(path: str) -> str | None:
     except (ValueError, KeyError, TypeError):
         base = None
     if not base or not isinstance(base, str):
-        raise ConfigError(f"model.path: {file}: does not say which model the adapter belongs to; set base_model_name_or_path in it")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {file}: does not say which model the adapter belongs to; set base_model_name_or_path in it"
+        )
     return base
 
 
@@ -69,9 +71,13 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     settings = Settings(
-        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, lora_dropout=0.0, target_modules=targets(model, config),
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
-    )  # fmt: skip
+        r=config.rank,
+        lora_alpha=config.alpha or 2 * config.rank,
+        lora_dropout=0.0,
+        target_modules=targets(model, config),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=model.device.type == "meta")
@@ -89,12 +95,16 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
     special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
     special = special or getattr(settings, "lora_bias", False) or settings.fan_in_fan_out
     if settings.peft_type != "LORA" or special or settings.target_parameters:
-        raise ConfigError(f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that"
+        )
     inject_adapter_in_model(settings, model, NAME)
     _settle_precision(model)
     saved, weights = load_file(folder / WEIGHTS), _weights(model)
     if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
-        raise ConfigError(f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {settings.base_model_name_or_path}; give the model it was trained on")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {settings.base_model_name_or_path}; give the model it was trained on"
+        )
     with torch.no_grad():
         for key, weight in weights.items():
             weight.copy_(saved[key])
@@ -155,17 +165,27 @@ def targets(model: Any, config: LoraConfig) -> list[str]:
             raise ConfigError(_refusal(model, name, possible))
     chosen = sorted(set(config.targets) or possible)
     if not chosen:
-        raise ConfigError(f"model.lora.rank: {type(model).__name__} has no linear layers that adapters could be put into; set it to 0")  # fmt: skip
-    widest = max(min(m.in_features, m.out_features) for path, m in linear_layers(model) if path.rpartition(".")[2] in chosen)  # fmt: skip
+        raise ConfigError(
+            f"model.lora.rank: {type(model).__name__} has no linear layers that adapters could be put into; set it to 0"
+        )
+    widest = max(
+        min(m.in_features, m.out_features) for path, m in linear_layers(model) if path.rpartition(".")[2] in chosen
+    )
     if config.rank > widest:
-        raise ConfigError(f"model.lora.rank: {config.rank} is more than any of the layers has ({widest}), so the adapters would be larger than what they adapt; 8 to 64 is usual")  # fmt: skip
+        raise ConfigError(
+            f"model.lora.rank: {config.rank} is more than any of the layers has ({widest}), so the adapters would be larger than what they adapt; 8 to 64 is usual"
+        )
     return chosen
 
 
 def _possible(model: Any) -> set[str]:
     """The last parts of the names of all linear layers that may be adapted; none that is also another layer's."""
     kept = [path for path, _ in linear_layers(model)]
-    others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name not in kept}  # fmt: skip
+    others = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name not in kept
+    }
     return {path.rpartition(".")[2] for path in kept} - others
 
 
@@ -173,13 +193,13 @@ def _refusal(model: Any, name: str, possible: set[str]) -> str:
     there = f"there are: {', '.join(sorted(possible))}"
     last = name.rpartition(".")[2]
     if any(n.rpartition(".")[2] == last for n, m in model.named_modules() if m is model.get_output_embeddings()):
-        return f"model.lora.targets: {name!r} is the output layer, which gets no adapter: log-probabilities are computed from its plain weight; {there}"  # fmt: skip
+        return f"model.lora.targets: {name!r} is the output layer, which gets no adapter: log-probabilities are computed from its plain weight; {there}"
     if any(n.rpartition(".")[2] == last and p.dim() == 3 for n, p in model.named_parameters()):
         return (
             f"model.lora.targets: {name!r} holds all experts of a layer in one tensor, which gets no adapter; {there}"
         )
     close = difflib.get_close_matches(name, possible, n=1)
-    return f"model.lora.targets: {type(model).__name__} has no linear layer {name!r}{f' (did you mean {close[0]}?)' if close else ''}; {there}"  # fmt: skip
+    return f"model.lora.targets: {type(model).__name__} has no linear layer {name!r}{f' (did you mean {close[0]}?)' if close else ''}; {there}"
 
 
 def _check_peft() -> None:

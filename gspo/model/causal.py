@@ -26,10 +26,14 @@ def check_causal(model: Any) -> None:
     far = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     name = type(model).__name__
     if float((apart_RT[0] > far).float().mean()) > MOST:
-        raise ConfigError(f"model.path: {name} gives other probabilities for the same tokens in the same batch, so ratios would mean nothing; it adds noise to its forward: use a model without it")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {name} gives other probabilities for the same tokens in the same batch, so ratios would mean nothing; it adds noise to its forward: use a model without it"
+        )
     before = torch.arange(LENGTH) < torch.tensor(CHANGED_FROM[1:])[:, None]
     if float((apart_RT[1:][before] > far).float().mean()) > MOST:
-        raise ConfigError(f"model.path: {name} is not a causal language model: later tokens change its probabilities of earlier ones (an encoder, or is_decoder = false in its config.json); give a decoder")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {name} is not a causal language model: later tokens change its probabilities of earlier ones (an encoder, or is_decoder = false in its config.json); give a decoder"
+        )
 
 
 def _differences(model: Any) -> Tensor:

@@ -25,7 +25,11 @@ def lm_head(model: Any) -> torch.nn.Linear | None:
     if model not in _found:
         obstacle = obstacle_to_head(model)
         if obstacle is not None:
-            warnings.warn(f"log-probabilities are computed from all logits at once, which takes memory: {obstacle}", RuntimeWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"log-probabilities are computed from all logits at once, which takes memory: {obstacle}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         _found[model] = model.get_output_embeddings() if obstacle is None else None
         keeps_last(model)
     return _found[model]

@@ -94,7 +94,9 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     with load_errors(config), _tokenizer_errors(Path(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ConfigError(f"model.path: {path}: its tokenizer knows no tokens; its files ({', '.join(TOKENIZER_FILES)}) are missing: fetch them again")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {path}: its tokenizer knows no tokens; its files ({', '.join(TOKENIZER_FILES)}) are missing: fetch them again"
+        )
     return tokenizer
 
 
@@ -111,7 +113,9 @@ def _tokenizer_errors(folder: Path) -> Iterator[None]:
         if broken is None and isinstance(error, OSError | ValueError):
             raise
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise ValueError(f"{broken or ' or '.join(TOKENIZER_FILES)} is damaged ({reason:.200}); fetch the tokenizer's files again") from error  # fmt: skip
+        raise ValueError(
+            f"{broken or ' or '.join(TOKENIZER_FILES)} is damaged ({reason:.200}); fetch the tokenizer's files again"
+        ) from error
 
 
 def _broken_json(file: Path) -> bool:
@@ -125,7 +129,9 @@ def _check_vocabulary(model: Any, tokenizer: Any, config: ModelConfig) -> None:
     """Ids that the model has no embedding for would end the run at the first prompt that holds one."""
     known = model.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > known:
-        raise ConfigError(f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {known}: they do not belong together; fetch the tokenizer's files again")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {known}: they do not belong together; fetch the tokenizer's files again"
+        )
 
 
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
@@ -145,7 +151,9 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     reads_packed(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
-        raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip
+        raise ConfigError(
+            f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config"
+        )
     return policy
 
 
@@ -187,7 +195,9 @@ def device_of(name: str) -> torch.device:
 def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
     beside = adapter.trained_beside(config.path)
     if beside and config.lora.rank and config.quantize != beside:
-        raise ConfigError(f'model.quantize: the adapter in {config.path} was trained beside weights in 4 bits; set model.quantize = "{beside}", or merge it first: gspo merge')  # fmt: skip
+        raise ConfigError(
+            f'model.quantize: the adapter in {config.path} was trained beside weights in 4 bits; set model.quantize = "{beside}", or merge it first: gspo merge'
+        )
     model = _load_plain(config)
     if config.quantize or beside:
         quantize(model, device)
@@ -215,12 +225,16 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
         with load_errors(config):
             rank, alpha, targets = adapter.attach_saved(model, Path(config.path).expanduser())
         if config.lora.targets and set(config.lora.targets) != targets:
-            raise ConfigError(f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and goes on with them; leave it out")  # fmt: skip
+            raise ConfigError(
+                f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and goes on with them; leave it out"
+            )
         if not config.lora.rank:
             adapter.merge(model)
         for key, given, saved in (("rank", config.lora.rank, rank), ("alpha", config.lora.alpha, alpha)):
             if given and given != saved:
-                raise ConfigError(f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and goes on with it; give that")  # fmt: skip
+                raise ConfigError(
+                    f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and goes on with it; give that"
+                )
     elif config.lora.rank:
         place = Path(config.path).expanduser()
         # The adapter must find its model wherever it is loaded from.
@@ -233,20 +247,36 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-        "initializer_range": 0.05, "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "max_position_embeddings": 4096,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     kind = "qwen3"
     if config.build == "tiny_moe":
         kind = "qwen3_moe"
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}  # fmt: skip
+    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {
+        "vocab_size",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+    }
     for option in config.build_options:
         if option not in known:
             hint = difflib.get_close_matches(option, known, n=1)
-            raise ConfigError(f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}")  # fmt: skip
+            raise ConfigError(
+                f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}"
+            )
     shape |= config.build_options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -269,10 +299,15 @@ def char_tokenizer(alphabet: str) -> Any:
         "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>",
-        additional_special_tokens=["<user>", "<assistant>"], chat_template=template,
-        clean_up_tokenization_spaces=False, model_max_length=4096,
-    )  # fmt: skip
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unknown>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
 
 
 def _settle(model: Any, config: ModelConfig) -> None:
@@ -300,7 +335,11 @@ def _settle_generation(model: Any) -> None:
             return given.validate(strict=True)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-    warnings.warn(f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep its token ids alone", RuntimeWarning, stacklevel=2)  # fmt: skip
+    warnings.warn(
+        f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep its token ids alone",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     kept = {key: getattr(given, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**kept)
 

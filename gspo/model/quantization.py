@@ -39,15 +39,25 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
 def quantize(model: Any, device: torch.device) -> None:
     """Replace the linear layers by 4-bit ones on the device, one at a time."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError('model.quantize: 4-bit weights need the bitsandbytes package; run: pip install bitsandbytes, or set it to ""')  # fmt: skip
+        raise ConfigError(
+            'model.quantize: 4-bit weights need the bitsandbytes package; run: pip install bitsandbytes, or set it to ""'
+        )
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, layer in list(linear_layers(model)):
         kind = layer.weight.dtype
         small = Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=kind, compress_statistics=True, quant_type="nf4", device="meta",
-        )  # fmt: skip
-        small.weight = Params4bit(layer.weight.data.contiguous(), requires_grad=False, quant_type="nf4", compress_statistics=True)  # fmt: skip
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=kind,
+            compress_statistics=True,
+            quant_type="nf4",
+            device="meta",
+        )
+        small.weight = Params4bit(
+            layer.weight.data.contiguous(), requires_grad=False, quant_type="nf4", compress_statistics=True
+        )
         small.bias = layer.bias
         # On a CPU with bfloat16 instructions the layer would repack its weights at the first forward without gradient, for good.
         # The kernel for that layout rounds inputs to bfloat16 and has no gradient, and `dequantize_4bit` cannot read the layout.

@@ -223,7 +223,11 @@ def find_routers(model: Any) -> Routers | None:
     found = [m for m in found if not any(child is not m and child in found for child in m.modules())]
     kinds = {shapes[candidates.index(m)] for m in found}
     if len(kinds) > 1:
-        warnings.warn(f"the layers of {type(model).__name__} differ in how many experts they have or choose ({sorted(kinds)}): their routing cannot be recorded", RuntimeWarning, stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"the layers of {type(model).__name__} differ in how many experts they have or choose ({sorted(kinds)}): their routing cannot be recorded",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     experts, top_k = kinds.pop()
     return Routers(found, experts=experts, top_k=top_k)

@@ -29,7 +29,9 @@ def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     named = _named(config)
     path = os.path.expanduser(named)
     if named != config.path and not Path(path).exists() and _looks_local(path):
-        raise ConfigError(f"model.path: {named}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {named}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it"
+        )
     if not path.endswith(".gguf"):
         _check_local(path)
         return (path if Path(path).is_dir() else _from_hub(path)), {}
@@ -91,7 +93,9 @@ def _from_hub(name: str) -> str:
         kept = None  # no hub name at all
     if isinstance(kept, str):
         return os.path.dirname(kept)
-    raise ConfigError(f"model.path: {name!r} is not here, neither as a directory nor among the models fetched before, and {host} cannot be reached; give a directory or a .gguf file")  # fmt: skip
+    raise ConfigError(
+        f"model.path: {name!r} is not here, neither as a directory nor among the models fetched before, and {host} cannot be reached; give a directory or a .gguf file"
+    )
 
 
 def weights_fingerprint(config: ModelConfig) -> str:
@@ -101,7 +105,9 @@ def weights_fingerprint(config: ModelConfig) -> str:
         return ""
     place, options = location(config)
     folder = Path(place)
-    files = [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))  # fmt: skip
+    files = (
+        [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+    )
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

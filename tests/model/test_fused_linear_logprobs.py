@@ -67,14 +67,22 @@ def test_values_and_gradients_are_those_of_plain_logits(
         monkeypatch.setattr(selected, name, held if held != 400 else 37 * 512)
     hidden, weight, target = case(37, 24, 1001, torch.float64)
     gains = gains_of(37, idle)
-    for found, expected in zip(run(fused_linear_logprobs, hidden, weight, target, gains), run(plain, hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(
+        run(fused_linear_logprobs, hidden, weight, target, gains),
+        run(plain, hidden, weight, target, gains),
+        strict=True,
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     hidden, weight, target = case(9, 24, 300, torch.float64)
     gains = gains_of(9, 0.0)
-    for found, expected in zip(run(fused_linear_logprobs, 300 * hidden, weight, target, gains), run(plain, 300 * hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(
+        run(fused_linear_logprobs, 300 * hidden, weight, target, gains),
+        run(plain, 300 * hidden, weight, target, gains),
+        strict=True,
+    ):
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
@@ -118,7 +126,19 @@ def test_the_weights_gradient_adds_up_in_float32() -> None:
         (gains[0] * logp).sum().backward()
     assert weight.grad is None
     assert distance(buffer, exact) < 5e-3
-    rounded = sum((run(plain, hidden.double(), weight.double(), target, (torch.full((8,), size, device=DEVICE), torch.zeros(8, device=DEVICE)))[3].bfloat16() for size in [1.0] + [1e-3] * 30), torch.zeros_like(weight))  # fmt: skip
+    rounded = sum(
+        (
+            run(
+                plain,
+                hidden.double(),
+                weight.double(),
+                target,
+                (torch.full((8,), size, device=DEVICE), torch.zeros(8, device=DEVICE)),
+            )[3].bfloat16()
+            for size in [1.0] + [1e-3] * 30
+        ),
+        torch.zeros_like(weight),
+    )
     assert distance(rounded, exact) > distance(buffer, exact)
 
 
@@ -147,7 +167,13 @@ def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
     ):
         logp_N, entropy_N = function(model, micro, 0.7, entropy_gradient=True)
         (logp_N.sum() + 0.3 * entropy_N.sum()).backward()
-        found.append((logp_N.detach(), entropy_N.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))  # fmt: skip
+        found.append(
+            (
+                logp_N.detach(),
+                entropy_N.detach(),
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+            )
+        )
         model.zero_grad()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # plain logits round to float32
@@ -216,7 +242,9 @@ def test_on_triton(rows: int, size: int, vocabulary: int, idle: float, monkeypat
     hidden, weight, target = case(rows, size, vocabulary, torch.bfloat16 if CUDA else torch.float16)
     gains = gains_of(rows, idle)
     exact = run(plain, hidden.double(), weight.double(), target, gains)
-    torch_only = [distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)]  # fmt: skip
+    torch_only = [
+        distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)
+    ]
     monkeypatch.setattr(selected, "_kernels", lambda hidden: selected_triton)
     found = run(fused_linear_logprobs, hidden, weight, target, gains)
     assert all(part.isfinite().all() for part in found)

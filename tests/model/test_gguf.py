@@ -26,9 +26,16 @@ def given_model() -> Any:
 
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=len(tokens()), hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KEYS, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(tokens()),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEYS,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
     return LlamaForCausalLM(shape).eval()
 
 
@@ -64,10 +71,16 @@ def write(path: Path, model: Any) -> None:
     out.add_pad_token_id(0)
     out.add_chat_template(TEMPLATE)
     names = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+    }
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for key, value in model.state_dict().items():
         name, weight = key.removesuffix(".weight"), value.numpy()
@@ -102,7 +115,9 @@ def test_it_computes_what_the_model_computed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_it_is_trained_and_saved_as_a_plain_model_or_an_adapter(lora: int, file: Path, tiny: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_it_is_trained_and_saved_as_a_plain_model_or_an_adapter(
+    lora: int, file: Path, tiny: Callable[..., Config], display: Any
+) -> None:
     config = tiny("model.build=", f"model.path={file}", f"model.lora.rank={lora}", "steps=1")
     outcome = train(config, display)
     saved = outcome.run / "checkpoints" / "000001"

@@ -21,21 +21,42 @@ from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
 from gspo.trainer import train
 
 SMALL = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 DROPS = {
     "seed_oss": {"residual_dropout": 0.5, "attention_dropout": 0.5},
     "opt": {"ffn_dim": 48, "dropout": 0.5, "word_embed_proj_dim": 32, "layerdrop": 0.5},
-    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "dropout": 0.5, "activation_dropout": 0.5},
+    "xglm": {
+        "d_model": 32,
+        "ffn_dim": 48,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "dropout": 0.5,
+        "activation_dropout": 0.5,
+    },
     "biogpt": {"hidden_dropout_prob": 0.5, "activation_dropout": 0.5},
     "bart": {
-        "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.5,
-        "activation_dropout": 0.5, "decoder_layerdrop": 0.5,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "dropout": 0.5,
+        "activation_dropout": 0.5,
+        "decoder_layerdrop": 0.5,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
-}  # fmt: skip
+}
 """Families with dropout in a module, by a function, or of whole layers."""
 
 

@@ -514,7 +514,9 @@ def routers_with(experts: int, layers: int, top_k: int) -> Routers:
 def test_packed_choices_come_back(data: Any, experts: int, layers: int, top_k: int) -> None:
     routers = routers_with(experts, layers, top_k)
     tokens = data.draw(st.integers(1, 12))
-    numbers = data.draw(st.lists(st.integers(0, experts - 1), min_size=tokens * layers * top_k, max_size=tokens * layers * top_k))  # fmt: skip
+    numbers = data.draw(
+        st.lists(st.integers(0, experts - 1), min_size=tokens * layers * top_k, max_size=tokens * layers * top_k)
+    )
     numbers[-1] = experts - 1
     chosen = torch.tensor(numbers).view(tokens, layers, top_k).to(routers.compact)
     packed = routers.pack(chosen)

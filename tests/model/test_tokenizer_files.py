@@ -22,8 +22,13 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = char_tokenizer("0123456789+= \n")
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    ).save_pretrained(tmp_path)  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 

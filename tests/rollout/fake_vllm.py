@@ -66,10 +66,12 @@ class FakeVllm:
         if ended:
             ids[-1] = STOP
         choice = {
-            "index": 0, "token_ids": ids, "finish_reason": "stop" if ended else "length",
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop" if ended else "length",
             "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
             "weight_versions": [{"version": self.label, "start": 0, "end": length}],
-        }  # fmt: skip
+        }
         return {"choices": [_spoilt(choice, self.faulty)][: 0 if self.faulty == "no choice" else 1]}
 
 

@@ -321,7 +321,9 @@ def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prom
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_memory_that_runs_out_is_used_by_fewer_replies(
+    model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = drawn(engine_of(model), prompts)
     owner: Any = Decoder if paged else rows.KVCacheState
     name = "logits" if paged else "step"

@@ -32,9 +32,15 @@ from gspo.types import Prompt, Sampling
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 VOCABULARY, EOS = 48, 0
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
 MOE = {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PLAIN = {
     "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
@@ -83,7 +89,9 @@ def decoded(
         return batch.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
 
 
-def plainly(model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any) -> Replies:  # fmt: skip
+def plainly(
+    model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
+) -> Replies:
     """The same by the loop that other models are decoded with."""
     context = EngineContext(model=model, tokenizer=None, stop_ids=(EOS,))
     engine = local.LocalEngine(context, slots=5, prefill_tokens=64)
@@ -146,7 +154,9 @@ def _one_by_one(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ weight[e] for e, (a, b) in enumerate(pairwise(starts))])
 
 
-@pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}]
+)
 def test_slots_change_nothing(model: Any, options: dict[str, int]) -> None:
     assert_same(decoded(model, **options), plainly(model))
 
@@ -181,7 +191,11 @@ def test_pages_come_back(model: Any) -> None:
 def test_a_group_reads_its_prompt_once_and_shares_full_pages(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     prefill = Decoder.prefill
-    monkeypatch.setattr(Decoder, "prefill", lambda self, prompts, pages: (read.extend(map(len, prompts)), prefill(self, prompts, pages))[1])  # fmt: skip
+    monkeypatch.setattr(
+        Decoder,
+        "prefill",
+        lambda self, prompts, pages: (read.extend(map(len, prompts)), prefill(self, prompts, pages))[1],
+    )
     queue = make_queue([prompt_of(2 * PAGE + 5)], samples=6, seed=1, stream="train/0")
     with torch.no_grad():
         run = batch.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
@@ -387,8 +401,14 @@ def test_store_on_triton(normed: bool, queries: int, heads: int, size: int) -> N
     given = [random(9, n * size, seed=n + i) for i, n in enumerate((queries, heads, heads))]
     angle = random(9, size // 2, seed=5).repeat(1, 2)
     norms = (random(size, seed=6), random(size, seed=7)) if normed else None
-    caches = [(torch.zeros(28, heads, PAGE, size, device=DEVICE), torch.zeros(28, heads, PAGE, size, device=DEVICE)) for _ in range(2)]  # fmt: skip
-    asked = [k.stored(slots, *given, (angle.cos(), angle.sin()), norms, 1e-6, cache) for k, cache in zip(twins(), caches, strict=True)]  # fmt: skip
+    caches = [
+        (torch.zeros(28, heads, PAGE, size, device=DEVICE), torch.zeros(28, heads, PAGE, size, device=DEVICE))
+        for _ in range(2)
+    ]
+    asked = [
+        k.stored(slots, *given, (angle.cos(), angle.sin()), norms, 1e-6, cache)
+        for k, cache in zip(twins(), caches, strict=True)
+    ]
     torch.testing.assert_close(asked[1], asked[0])
     for ours, theirs in zip(caches[1], caches[0], strict=True):
         torch.testing.assert_close(ours[1:], theirs[1:])
@@ -398,7 +418,9 @@ def test_store_on_triton(normed: bool, queries: int, heads: int, size: int) -> N
 @on_triton
 @pytest.mark.parametrize("programs", [1, 1000])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (32, 1, 16)])
-def test_attention_on_triton(programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_attention_on_triton(
+    programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, fused = twins()
     monkeypatch.setattr(fused, "PROGRAMS", programs)
     monkeypatch.setattr(fused, "STRETCH", 2)
@@ -450,7 +472,10 @@ def test_an_impossible_token_is_never_drawn_on_triton() -> None:
     logits = torch.full((64, 5000), -1e4, device=DEVICE)
     logits[:, [3, 4095, 4999]] = random(64, 3)
     beyond = torch.cat([torch.full((64, 4096), -torch.inf, device=DEVICE), logits], 1)
-    assert torch.equal(fused.drawn(slots, beyond, Sampling(max_tokens=5))[0] - 4096, fused.drawn(slots, logits, Sampling(max_tokens=5))[0])  # fmt: skip
+    assert torch.equal(
+        fused.drawn(slots, beyond, Sampling(max_tokens=5))[0] - 4096,
+        fused.drawn(slots, logits, Sampling(max_tokens=5))[0],
+    )
     token, logp = fused.drawn(slots, logits, Sampling(max_tokens=5))
     assert set(token.tolist()) == {3, 4095, 4999}
     assert logp.isfinite().all()
@@ -476,7 +501,13 @@ def test_bookkeeping_on_triton(stop_ids: list[int]) -> None:
     token, logp = torch.arange(30, device=DEVICE) % 6, random(30)
     made = []
     for k in twins():
-        slots = Slots(state=given.state.clone(), table_SW=given.table_SW, token_ST=given.token_ST.clone(), logp_ST=given.logp_ST.clone(), routes_STLK=None)  # fmt: skip
+        slots = Slots(
+            state=given.state.clone(),
+            table_SW=given.table_SW,
+            token_ST=given.token_ST.clone(),
+            logp_ST=given.logp_ST.clone(),
+            routes_STLK=None,
+        )
         k.advanced(slots, token, logp, stops, 10)
         made.append(slots)
     assert torch.equal(made[0].state, made[1].state)

@@ -28,7 +28,16 @@ NEAR = 1e-4
 
 def small_dense() -> Any:
     torch.manual_seed(0)
-    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512}  # fmt: skip
+    shape = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**shape, initializer_range=0.2, eos_token_id=1)).eval()
 
 

@@ -36,7 +36,15 @@ def test_weights_of_a_dense_model_that_change_are_in_use(tied: bool) -> None:
     """Tied: the output matrix is not sent, it is the input's; kernels may keep a copy of it."""
     needs_vllm()
     torch.manual_seed(0)
-    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+    shape = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
     model = Qwen3ForCausalLM(
         Qwen3Config(**shape, tie_word_embeddings=tied, initializer_range=0.2, eos_token_id=1)
     ).eval()

@@ -83,9 +83,21 @@ def expected(count: int = 12) -> list[tuple[int, ...]]:
 
 
 FAULTS = [
-    "dies", "hangs", "stopped", "half a body", "status 500", "garbage", "no choice", "log-probability missing", "log-probability NaN",
-    "token missing", "aborted", "other weights", "no versions", "text for tokens",
-]  # fmt: skip
+    "dies",
+    "hangs",
+    "stopped",
+    "half a body",
+    "status 500",
+    "garbage",
+    "no choice",
+    "log-probability missing",
+    "log-probability NaN",
+    "token missing",
+    "aborted",
+    "other weights",
+    "no versions",
+    "text for tokens",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -309,7 +321,9 @@ def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, ho
     assert broken.calls.count("/resume") == broken.calls.count("/pause"), "and it is not left paused"
 
 
-def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_file_of_the_weights_is_gone_afterwards(
+    fake: Any, hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
     make = tempfile.mkdtemp
 

@@ -85,7 +85,11 @@ def test_experts_that_the_kernels_keep_in_their_own_layout_are_caught(
     drawn(engine, some_prompts())
     stirred(engine.context.model)
     runner = engine.host.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    mended = [m.quant_method for m in runner.get_model().modules() if "_setup_kernel" in vars(getattr(m, "quant_method", None) or Any)]  # fmt: skip
+    mended = [
+        m.quant_method
+        for m in runner.get_model().modules()
+        if "_setup_kernel" in vars(getattr(m, "quant_method", None) or Any)
+    ]
     assert mended
     for method in mended:
         del method._setup_kernel

@@ -81,7 +81,9 @@ def test_a_folder_that_somebody_removed_is_made_again(place: Path) -> None:
     assert Path(memory_folder(10)).is_dir()
 
 
-def test_without_room_in_memory_a_disk_does(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_without_room_in_memory_a_disk_does(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path_factory.mktemp("disk")
     monkeypatch.setattr("tempfile.tempdir", str(disk))
     assert Path(memory_folder(1 << 60)).parent.parent == disk

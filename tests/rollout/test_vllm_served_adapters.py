@@ -61,7 +61,11 @@ def test_an_adapter_that_was_not_put_in_is_an_error(engine: Any, monkeypatch: py
     (server,) = engine.host.servers
     workers = server.client.workers
     with monkeypatch.context() as patched:
-        patched.setattr(server.client, "workers", lambda method, *a, **kw: ["None"] if method == "gspo_put_adapter" else workers(method, *a, **kw))  # fmt: skip
+        patched.setattr(
+            server.client,
+            "workers",
+            lambda method, *a, **kw: ["None"] if method == "gspo_put_adapter" else workers(method, *a, **kw),
+        )
         with pytest.raises(WeightSyncError, match="adapter that arrived"):
             drawn(engine, prompts)
     assert apart(model, prompts, drawn(engine, prompts)).max() < NEAR

@@ -29,10 +29,21 @@ def small_moe(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
     """Four layers of eight experts; head size 32 is the smallest that vLLM's CPU attention has."""
     torch.manual_seed(0)
     shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "initializer_range": 0.1,
-        "max_position_embeddings": 512, "norm_topk_prob": True, "eos_token_id": STOP, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "initializer_range": 0.1,
+        "max_position_embeddings": 512,
+        "norm_topk_prob": True,
+        "eos_token_id": STOP,
+        "tie_word_embeddings": True,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | sizes)).to(dtype).eval()
 
 
@@ -49,7 +60,13 @@ def some_prompts(count: int = 4, length: int = 12) -> list[Prompt]:
 
 
 def drawn(engine: Any, prompts: Sequence[Prompt], **changes: Any) -> list[Completion]:
-    settings: dict[str, Any] = {"sampling": Sampling(max_tokens=24), "seed": 3, "stream": "train/1", "version": 7, "samples": 3}  # fmt: skip
+    settings: dict[str, Any] = {
+        "sampling": Sampling(max_tokens=24),
+        "seed": 3,
+        "stream": "train/1",
+        "version": 7,
+        "samples": 3,
+    }
     return [reply for group in engine.generate(prompts, **settings | changes) for reply in group]
 
 
@@ -74,7 +91,15 @@ def stirred(model: Any, amount: float = 0.02) -> None:
         p.add_(amount * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def assert_told_apart(engine: Any, prompts: Sequence[Prompt], old: Any, change: Callable[[], None], *, versions: tuple[int, int], near: float) -> None:  # fmt: skip
+def assert_told_apart(
+    engine: Any,
+    prompts: Sequence[Prompt],
+    old: Any,
+    change: Callable[[], None],
+    *,
+    versions: tuple[int, int],
+    near: float,
+) -> None:
     """Weights change while replies are under way: each of these says from which token on, and which were drawn by `old`."""
     found: list[Completion] = []
     settings: dict[str, Any] = {"version": versions[0], "samples": 4, "sampling": Sampling(max_tokens=480)}

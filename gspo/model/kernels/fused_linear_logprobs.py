@@ -73,8 +73,14 @@ class _Selected(torch.autograd.Function):
 
 
 def _accumulate(
-    hidden_N: Tensor, target_N: Tensor, per_row: Tensor, weight: Tensor, scale: float, into: Tensor | None, wants_hidden: bool
-) -> Tensor | None:  # fmt: skip
+    hidden_N: Tensor,
+    target_N: Tensor,
+    per_row: Tensor,
+    weight: Tensor,
+    scale: float,
+    into: Tensor | None,
+    wants_hidden: bool,
+) -> Tensor | None:
     """Go over the vocabulary in parts; add the weight's gradient to `into` and return the hidden states'."""
     rows, kernels = len(hidden_N), _kernels(hidden_N)
     gradient_N = torch.zeros_like(hidden_N, dtype=per_row.dtype) if wants_hidden else None

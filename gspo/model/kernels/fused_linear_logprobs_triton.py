@@ -60,9 +60,22 @@ def statistics(hidden: Tensor, weight: Tensor, target: Tensor, scale: float) -> 
     _statistics[(tiling.programs,)](
         TensorDescriptor.from_tensor(hidden, [tiling.rows, DEPTH]),
         TensorDescriptor.from_tensor(weight, [tiling.columns, DEPTH]),
-        target, *parts, picked, rows, columns, scale, size=size, ROWS=tiling.rows, COLUMNS=tiling.columns,
-        DEPTH=DEPTH, BAND=BAND, NEGATIVE=NEGATIVE, PROGRAMS=tiling.programs, num_warps=8, num_stages=tiling.stages,
-    )  # fmt: skip
+        target,
+        *parts,
+        picked,
+        rows,
+        columns,
+        scale,
+        size=size,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        DEPTH=DEPTH,
+        BAND=BAND,
+        NEGATIVE=NEGATIVE,
+        PROGRAMS=tiling.programs,
+        num_warps=8,
+        num_stages=tiling.stages,
+    )
     merged = torch.empty(3, rows, dtype=torch.float32, device=hidden.device)
     _merge[(triton.cdiv(rows, 32),)](*parts, *merged, rows, parts.shape[1], ROWS=32, TILES=64, NEGATIVE=NEGATIVE)
     return (*merged, picked)
@@ -77,9 +90,20 @@ def logit_gradient(
         TensorDescriptor.from_tensor(hidden, [tiling.rows, DEPTH]),
         TensorDescriptor.from_tensor(weight, [tiling.columns, DEPTH]),
         TensorDescriptor.from_tensor(out, [tiling.rows, tiling.columns // 2]),
-        target, *per_row, rows, columns, scale, size=size, ROWS=tiling.rows, COLUMNS=tiling.columns,
-        DEPTH=DEPTH, BAND=BAND, PROGRAMS=tiling.programs, num_warps=8, num_stages=tiling.stages,
-    )  # fmt: skip
+        target,
+        *per_row,
+        rows,
+        columns,
+        scale,
+        size=size,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        DEPTH=DEPTH,
+        BAND=BAND,
+        PROGRAMS=tiling.programs,
+        num_warps=8,
+        num_stages=tiling.stages,
+    )
 
 
 def precision(hidden: Tensor) -> torch.dtype:
@@ -109,10 +133,24 @@ def _product(
 
 @triton.jit
 def _statistics(
-    hidden, weight, target, most_out, sum_out, dot_out, picked_out, rows, columns, scale, size: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, NEGATIVE: tl.constexpr,
+    hidden,
+    weight,
+    target,
+    most_out,
+    sum_out,
+    dot_out,
+    picked_out,
+    rows,
+    columns,
+    scale,
+    size: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    NEGATIVE: tl.constexpr,
     PROGRAMS: tl.constexpr,
-):  # fmt: skip
+):
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         r, c = _place(tile, down, across, BAND)
@@ -135,8 +173,18 @@ def _statistics(
 
 @triton.jit
 def _merge(
-    most, total, dot, most_out, sum_out, dot_out, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr, NEGATIVE: tl.constexpr
-):  # fmt: skip
+    most,
+    total,
+    dot,
+    most_out,
+    sum_out,
+    dot_out,
+    rows,
+    tiles,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):
     """The statistics of all tiles as those of the row."""
     row, step = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILES)
     highest = tl.full((TILES, ROWS), NEGATIVE, dtype=tl.float32)
@@ -164,9 +212,24 @@ def _merge(
 
 @triton.jit
 def _gradient(
-    hidden, weight, out, target, log_sum, gain, level, slope, rows, columns, scale, size: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    out,
+    target,
+    log_sum,
+    gain,
+    level,
+    slope,
+    rows,
+    columns,
+    scale,
+    size: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         r, c = _place(tile, down, across, BAND)

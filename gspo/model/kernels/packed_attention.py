@@ -98,7 +98,9 @@ class _Shared(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
         replies, prompts = packing.replies, packing.prompts
         answer, log_sum = _flash(query, key, value, packing.parts, packing.parts, scale, causal=True)
-        of_prompt, log_prompt = _flash(query[replies.at], key[prompts.at], value[prompts.at], replies, prompts, scale, causal=False)  # fmt: skip
+        of_prompt, log_prompt = _flash(
+            query[replies.at], key[prompts.at], value[prompts.at], replies, prompts, scale, causal=False
+        )
         log_own = log_sum[:, replies.at]
         log_both = torch.logaddexp(log_own, log_prompt)
         share = (log_prompt - log_both).exp().T.unsqueeze(-1)
@@ -116,9 +118,17 @@ class _Shared(torch.autograd.Function):
         gradient = gradient.contiguous()
         dq, dk, dv = _flash_backward(gradient, query, key, value, answer, log_sum, parts, parts, ctx.scale, causal=True)
         more_q, more_k, more_v = _flash_backward(
-            gradient[replies.at], query[replies.at], key[prompts.at], value[prompts.at], answer[replies.at],
-            log_sum[:, replies.at].contiguous(), replies, prompts, ctx.scale, causal=False,
-        )  # fmt: skip
+            gradient[replies.at],
+            query[replies.at],
+            key[prompts.at],
+            value[prompts.at],
+            answer[replies.at],
+            log_sum[:, replies.at].contiguous(),
+            replies,
+            prompts,
+            ctx.scale,
+            causal=False,
+        )
         dq[replies.at] += more_q
         dk[prompts.at] += more_k
         dv[prompts.at] += more_v
@@ -130,21 +140,53 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """Each sequence of queries over its own of keys: answer [I, heads, size] and log-sum [heads, I]."""
     answer, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, of_query.starts, of_key.starts, of_query.longest, of_key.longest, 0.0, causal, False, scale=scale
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        of_query.starts,
+        of_key.starts,
+        of_query.longest,
+        of_key.longest,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
     return answer, log_sum
 
 
 def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, log_sum: Tensor, of_query: Span,
-    of_key: Span, scale: float, *, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    log_sum: Tensor,
+    of_query: Span,
+    of_key: Span,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout that there is not
     with _in_order():
         return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            gradient, query, key, value, answer, log_sum, of_query.starts, of_key.starts, of_query.longest,
-            of_key.longest, 0.0, causal, unused, unused, scale=scale,
-        )  # fmt: skip
+            gradient,
+            query,
+            key,
+            value,
+            answer,
+            log_sum,
+            of_query.starts,
+            of_key.starts,
+            of_query.longest,
+            of_key.longest,
+            0.0,
+            causal,
+            unused,
+            unused,
+            scale=scale,
+        )
 
 
 @contextmanager

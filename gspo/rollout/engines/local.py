@@ -120,7 +120,11 @@ class LocalEngine:
                     raise
             self.slots = together // 2
             release_memory()
-            warnings.warn(f"engine 'local': out of memory; from now on at most {self.slots} replies at a time (rollout.engine_options.slots)", RuntimeWarning, stacklevel=3)  # fmt: skip
+            warnings.warn(
+                f"engine 'local': out of memory; from now on at most {self.slots} replies at a time (rollout.engine_options.slots)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _decode(self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None) -> Replies:
         assert self.context is not None
@@ -147,7 +151,9 @@ def _can_page(model: Any) -> bool:
     """Whether the model is decoded with pages and graphs; if not, a message says why."""
     obstacle = obstacle_to_pages(model)
     if obstacle is not None:
-        warnings.warn(f"engine 'local' decodes without CUDA graphs, which is slower: {obstacle}", RuntimeWarning, stacklevel=4)  # fmt: skip
+        warnings.warn(
+            f"engine 'local' decodes without CUDA graphs, which is slower: {obstacle}", RuntimeWarning, stacklevel=4
+        )
     return obstacle is None
 
 

@@ -60,11 +60,22 @@ def build(
     experts = experts and bool(layers)
     for name in settings or {}:
         if name.replace("-", "_") in settings_for(context.model, experts=experts, adapters=adapted(context.model)):
-            raise ConfigError(f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out")  # fmt: skip
+            raise ConfigError(
+                f"rollout.engine_options.settings.{name}: is set by gspo, so that vLLM computes what the learner computes; leave it out"
+            )
     served = connect.Options(
-        servers=tuple(servers), start=start, experts=experts, layers=layers, adapters=adapters and adapted(context.model), settings=dict(settings or {}), transfer=transfer,
-        in_flight=in_flight, request_s=request_s, check_s=check_s, absent_s=absent_s,
-    )  # fmt: skip
+        servers=tuple(servers),
+        start=start,
+        experts=experts,
+        layers=layers,
+        adapters=adapters and adapted(context.model),
+        settings=dict(settings or {}),
+        transfer=transfer,
+        in_flight=in_flight,
+        request_s=request_s,
+        check_s=check_s,
+        absent_s=absent_s,
+    )
     connect.check(served)
     room = served.settings.get("max_model_len", served.settings.get("max-model-len"))
     if not servers and not start:
@@ -171,7 +182,9 @@ class VllmEngine:
         """vLLM would cut replies at its own limit, as if they had reached the run's."""
         need = max(len(p.token_ids) for p in prompts) + sampling.max_tokens
         if self.room is not None and need > self.room:
-            raise ConfigError(f"rollout.engine_options.settings.max_model_len: {self.room} is less than the longest prompt with rollout.max_tokens = {sampling.max_tokens} more; set it to at least {need}")  # fmt: skip
+            raise ConfigError(
+                f"rollout.engine_options.settings.max_model_len: {self.room} is less than the longest prompt with rollout.max_tokens = {sampling.max_tokens} more; set it to at least {need}"
+            )
 
     def close(self) -> None:
         self.context = None

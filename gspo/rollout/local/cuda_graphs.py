@@ -44,6 +44,8 @@ class CudaGraphs:
                 raise
             self.captures = False
             reason = str(problem).strip().splitlines()[0]
-            warnings.warn(f"engine 'local' decodes without CUDA graphs, which is slower: {reason}", RuntimeWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"engine 'local' decodes without CUDA graphs, which is slower: {reason}", RuntimeWarning, stacklevel=2
+            )
             return
         self.graph[rows], self.pool = graph, graph.pool()

@@ -98,7 +98,11 @@ class Decoder:
     def _replaced(self, slots: Slots) -> Iterator[None]:
         """The model's own small operations as kernels, for one forward."""
         assert self.attention is not None
-        inside = {id(part) for module in self.attention for part in (module.q_norm, module.k_norm) if part} if self._normed else set()  # fmt: skip
+        inside = (
+            {id(part) for module in self.attention for part in (module.q_norm, module.k_norm) if part}
+            if self._normed
+            else set()
+        )
         with ExitStack() as stack:
             for module, cache in zip(self.attention, self.cache, strict=True):
                 stack.enter_context(patched_forward(module, self._attend(module, cache, slots)))
@@ -211,7 +215,9 @@ def attention_modules(model: Any) -> list[Any] | None:
     if [m.layer_idx for m in found] != list(range(layers)):
         return None
     norms = {hasattr(m, "q_norm") and m.q_norm is not None for m in found}
-    plain = [_is_norm(n) and n.weight.numel() == m.head_dim for m in found if True in norms for n in (m.q_norm, m.k_norm)]  # fmt: skip
+    plain = [
+        _is_norm(n) and n.weight.numel() == m.head_dim for m in found if True in norms for n in (m.q_norm, m.k_norm)
+    ]
     return found if len(norms) == 1 and all(plain) else None
 
 

@@ -102,8 +102,13 @@ def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scal
     seen_RC = torch.arange(keys.shape[2], device=keys.device) < length_R[:, None]
     fits_R = (length_R > 0)[:, None, None]
     answer = functional.scaled_dot_product_attention(
-        query_RHD[:, :, None], keys, values.where(seen_RC[:, None, :, None], 0), attn_mask=seen_RC[:, None, None], scale=scale, enable_gqa=True
-    )  # fmt: skip
+        query_RHD[:, :, None],
+        keys,
+        values.where(seen_RC[:, None, :, None], 0),
+        attn_mask=seen_RC[:, None, None],
+        scale=scale,
+        enable_gqa=True,
+    )
     return answer.squeeze(2).where(fits_R, 0).flatten(1)
 
 

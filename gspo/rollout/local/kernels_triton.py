@@ -67,7 +67,9 @@ def summed(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:
     """For each row the weighted sum over its experts."""
     (rows, chosen), size = place_RK.shape, x_IH.shape[1]
     out, block = x_IH.new_empty(rows, size), min(1024, triton.next_power_of_2(size))
-    _summed[(rows, triton.cdiv(size, block))](x_IH, place_RK, weight_RK.contiguous(), out, K=chosen, SIZE=size, BLOCK=block)  # fmt: skip
+    _summed[(rows, triton.cdiv(size, block))](
+        x_IH, place_RK, weight_RK.contiguous(), out, K=chosen, SIZE=size, BLOCK=block
+    )
     return out
 
 
@@ -88,11 +90,27 @@ def stored(
     out = query.new_empty(len(query), queries, size)
     weights = norms or (query, query)
     _stored[(len(query), queries + heads)](
-        query.contiguous(), key.contiguous(), value.contiguous(), turn[0].contiguous(), turn[1].contiguous(), *weights, eps,
-        slots.state[POSITION], slots.state[LIVE], slots.table_SW, slots.table_SW.stride(0), *cache, out,
-        QUERIES=queries, HEADS=heads, SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE=PAGE, NORMED=norms is not None,
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        turn[0].contiguous(),
+        turn[1].contiguous(),
+        *weights,
+        eps,
+        slots.state[POSITION],
+        slots.state[LIVE],
+        slots.table_SW,
+        slots.table_SW.stride(0),
+        *cache,
+        out,
+        QUERIES=queries,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        PAGE=PAGE,
+        NORMED=norms is not None,
         num_warps=1,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -115,10 +133,24 @@ def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scal
         "SPLITS": splits,
     }
     _attended[(rows, heads, splits)](
-        query_RHD, parts, logs, *cache, slots.table_SW, slots.table_SW.stride(0), slots.state[POSITION], slots.state[LIVE], scale,
-        HEADS=heads, STRETCH=stretch, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), PAGE=PAGE, **common,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+        query_RHD,
+        parts,
+        logs,
+        *cache,
+        slots.table_SW,
+        slots.table_SW.stride(0),
+        slots.state[POSITION],
+        slots.state[LIVE],
+        scale,
+        HEADS=heads,
+        STRETCH=stretch,
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        PAGE=PAGE,
+        **common,
+        num_warps=4,
+        num_stages=3,
+    )
     if splits > 1:
         _combined[(rows, queries)](parts, logs, out, rows, **common, num_warps=1)
     return out.flatten(1)
@@ -139,7 +171,20 @@ def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, 
     scale = 1 / sampling.temperature
     size: dict[str, Any] = {"BLOCK": VOCABULARY_BLOCK}
     _weighed[(rows, blocks)](logits_RV, most[0], most[1], vocabulary, scale, **size)
-    _drawn[(rows,)](logits_RV, most[0], most[1], key_R, drawn_R, token_R, logp_R, vocabulary, blocks, scale, BLOCKS=triton.next_power_of_2(blocks), **size)  # fmt: skip
+    _drawn[(rows,)](
+        logits_RV,
+        most[0],
+        most[1],
+        key_R,
+        drawn_R,
+        token_R,
+        logp_R,
+        vocabulary,
+        blocks,
+        scale,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **size,
+    )
     return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
 
 
@@ -147,10 +192,21 @@ def advanced(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, ma
     """Note what was drawn; it is the next input. A row ends with a stop token or at the limit."""
     state = slots.state
     _advanced[(len(token_R),)](
-        token_R, logp_R, stop_ids, slots.token_ST, slots.logp_ST, slots.token_ST.stride(0),
-        state[INPUT], state[POSITION], state[DRAWN], state[LIVE], max_tokens, len(stop_ids),
-        STOPS=triton.next_power_of_2(max(1, len(stop_ids))), num_warps=1,
-    )  # fmt: skip
+        token_R,
+        logp_R,
+        stop_ids,
+        slots.token_ST,
+        slots.logp_ST,
+        slots.token_ST.stride(0),
+        state[INPUT],
+        state[POSITION],
+        state[DRAWN],
+        state[LIVE],
+        max_tokens,
+        len(stop_ids),
+        STOPS=triton.next_power_of_2(max(1, len(stop_ids))),
+        num_warps=1,
+    )
 
 
 def _warps(size: int) -> int:
@@ -202,7 +258,11 @@ def _halves_gated(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     given = tl.load(x + row * 2 * SIZE + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
     opened = (wide / (1 + tl.exp(-wide))).to(given.dtype)
-    tl.store(out + row * SIZE + at, opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0), mask=at < SIZE)  # fmt: skip
+    tl.store(
+        out + row * SIZE + at,
+        opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0),
+        mask=at < SIZE,
+    )
 
 
 @triton.jit
@@ -238,10 +298,28 @@ def _turned(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _stored(
-    query, key, value, cosine, sine, query_weight, key_weight, eps, position, live, table, width, keys, values, out,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    query,
+    key,
+    value,
+    cosine,
+    sine,
+    query_weight,
+    key_weight,
+    eps,
+    position,
+    live,
+    table,
+    width,
+    keys,
+    values,
+    out,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     NORMED: tl.constexpr,
-):  # fmt: skip
+):
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     cosine += row * SIZE
@@ -263,10 +341,26 @@ def _stored(
 
 @triton.jit
 def _attended(
-    query, parts, logs, keys, values, table, width, position, live, scale,
-    HEADS: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    query,
+    parts,
+    logs,
+    keys,
+    values,
+    table,
+    width,
+    position,
+    live,
+    scale,
+    HEADS: tl.constexpr,
+    STRETCH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """The heads that share keys, of one row, over a stretch of its pages."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.where(tl.load(live + row) != 0, tl.load(position + row) + 1, 0).to(tl.int32)
@@ -346,7 +440,9 @@ def _uniform(key, index):
 
 
 @triton.jit
-def _drawn(logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scale, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _drawn(
+    logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scale, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Invert the cumulative distribution: the block that reaches the threshold, then the entry in it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -371,7 +467,9 @@ def _drawn(logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scal
 
 
 @triton.jit
-def _advanced(token, logp, stop_ids, tokens, logps, columns, given, position, drawn, live, max_tokens, stops, STOPS: tl.constexpr):  # fmt: skip
+def _advanced(
+    token, logp, stop_ids, tokens, logps, columns, given, position, drawn, live, max_tokens, stops, STOPS: tl.constexpr
+):
     row = tl.program_id(0)
     if tl.load(live + row) != 0:
         new, count = tl.load(token + row), tl.load(drawn + row)

@@ -242,7 +242,9 @@ class RecomputeState:
         # No mask and no positions are given: the padding is on the right, where no causal model looks.
         output, routes_ILK = self.noted(lambda: self.model(input_ids=ids, use_cache=False, **self.options))
         row = torch.arange(len(ids), device=ids.device)
-        return output.logits[row, position], None if routes_ILK is None else routes_ILK.unflatten(0, ids.shape)[row, position]  # fmt: skip
+        return output.logits[row, position], None if routes_ILK is None else routes_ILK.unflatten(0, ids.shape)[
+            row, position
+        ]
 
 
 def forward_options(model: Any) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def check(options: Options) -> None:
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{where}.{name}: must be a positive number of seconds, not {value!r}")
     if not options.servers and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"rollout.engine: vLLM is not installed here; docs/engines.md says how to install it; or set {where}.servers")  # fmt: skip
+        raise ConfigError(
+            f"rollout.engine: vLLM is not installed here; docs/engines.md says how to install it; or set {where}.servers"
+        )
     for address in options.servers:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
@@ -83,15 +85,25 @@ def connect(model: Any, options: Options) -> ServedHost:
     try:
         adapters = options.adapters and options.transfer in ("auto", "file") and _take_adapters(model, servers, limits)
         return ServedHost(
-            servers, adapters=adapters, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
+            servers,
+            adapters=adapters,
+            in_flight=options.in_flight,
+            limits=limits,
+            transfer=options.transfer,
+            tell=_tell,
+            experts=options.experts,
+            layers=options.layers,
+            dtype=dtype,
             folder=None if servers[0].process is None else servers[0].process.log.parent,
-        )  # fmt: skip
+        )
     except BaseException as error:
         for server in servers:
             if server.process is not None:
                 server.process.stop()
         if isinstance(error, Fault):
-            raise EngineError(f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one") from error  # fmt: skip
+            raise EngineError(
+                f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one"
+            ) from error
         raise
 
 

@@ -26,9 +26,17 @@ class Request:
         """As vLLM's `SamplingParams` has them. Only our own stop tokens end a reply; no default of the model's acts."""
         s = self.sampling
         return {
-            "n": 1, "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1, "seed": self.seed, "max_tokens": s.max_tokens,
-            "stop_token_ids": list(self.stop_ids), "ignore_eos": True, "logprobs": 0, "detokenize": False,
-        }  # fmt: skip
+            "n": 1,
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k or -1,
+            "seed": self.seed,
+            "max_tokens": s.max_tokens,
+            "stop_token_ids": list(self.stop_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ def check_cpu(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in CPU_HEADS:
-        raise ConfigError(f"rollout.engine: vLLM on a CPU has no attention for heads of size {size}; it has {', '.join(map(str, CPU_HEADS))} (for a built model: model.build_options.head_dim)")  # fmt: skip
+        raise ConfigError(
+            f"rollout.engine: vLLM on a CPU has no attention for heads of size {size}; it has {', '.join(map(str, CPU_HEADS))} (for a built model: model.build_options.head_dim)"
+        )
 
 
 def write_shape(model: Any, folder: Path) -> None:
@@ -87,7 +89,9 @@ class InProcessHost:
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise ConfigError("rollout.engine: 'vllm' in process needs VLLM_ENABLE_V1_MULTIPROCESSING=0; unset it")
         if InProcessHost.alive:
-            raise ConfigError("rollout.engine: vLLM's groups are those of its process, so 'vllm' runs in it one at a time; close the other, or use servers")  # fmt: skip
+            raise ConfigError(
+                "rollout.engine: vLLM's groups are those of its process, so 'vllm' runs in it one at a time; close the other, or use servers"
+            )
         import vllm
 
         self.llm: Any = None

@@ -33,11 +33,31 @@ def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[s
     """The command line of a server; `experts`: it can tell which experts drew a reply."""
     own = ["--enable-return-routed-experts"] if torch.cuda.is_available() else ["--no-enable-prefix-caching"]
     return [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port),
-        "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--skip-tokenizer-init",
-        "--weight-transfer-config", json.dumps({"backend": "gspo"}), "--worker-extension-cls", EXTENSION,
-        "--middleware", GUARD, "--disable-uvicorn-access-log", *(own if experts else ()), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--skip-tokenizer-init",
+        "--weight-transfer-config",
+        json.dumps({"backend": "gspo"}),
+        "--worker-extension-cls",
+        EXTENSION,
+        "--middleware",
+        GUARD,
+        "--disable-uvicorn-access-log",
+        *(own if experts else ()),
+        *more,
+    ]
 
 
 def environment(token: str) -> dict[str, str]:
@@ -87,8 +107,12 @@ class Process:
         argv = command(self.model, host="127.0.0.1", port=port, experts=self.experts, more=self.more)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                argv, env=environment(self.token) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True
-            )  # fmt: skip
+                argv,
+                env=environment(self.token) | {PARENT: str(os.getpid())},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def wait_ready(self, limit_s: float) -> None:
         """Until it answers; `EngineError` with the end of its log when it does not come up."""
@@ -102,7 +126,9 @@ class Process:
             time.sleep(0.3)
         self.stop()
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        raise EngineError(f"a vLLM server did not come up within {limit_s:.0f} s; its log ({self.log}) ends: {last[0][:300]}")  # fmt: skip
+        raise EngineError(
+            f"a vLLM server did not come up within {limit_s:.0f} s; its log ({self.log}) ends: {last[0][:300]}"
+        )
 
     def stop(self) -> None:
         """End it and its children."""

@@ -200,17 +200,23 @@ class ServedHost:
         address = server.client.address
         types = server.client.workers("gspo_dtype", timeout_s=self.limits.sync_s) if self.dtype else [""]
         if any(found != self.dtype for found in types):
-            raise EngineError(f"{address}: computes in {types[0]}, the learner in {self.dtype}; start it with: gspo serve MODEL --dtype={self.dtype}")  # fmt: skip
+            raise EngineError(
+                f"{address}: computes in {types[0]}, the learner in {self.dtype}; start it with: gspo serve MODEL --dtype={self.dtype}"
+            )
         method = "gspo_watch_routes" if self.experts else "gspo_received"
         found = server.client.workers(method, timeout_s=self.limits.sync_s)
         self._workers[address] = len(found)
         if self.experts and "0" in found:
-            raise EngineError(f"{address}: cannot tell the experts of its replies; start it with: gspo serve MODEL --experts, or set rollout.engine_options.experts = false")  # fmt: skip
+            raise EngineError(
+                f"{address}: cannot tell the experts of its replies; start it with: gspo serve MODEL --experts, or set rollout.engine_options.experts = false"
+            )
 
     def _restart(self, server: Server) -> None:
         assert server.process is not None
         if server.restarts >= RESTARTS:
-            raise EngineError(f"a vLLM server was started {RESTARTS} times anew and failed again; its log is {server.process.log}")  # fmt: skip
+            raise EngineError(
+                f"a vLLM server was started {RESTARTS} times anew and failed again; its log is {server.process.log}"
+            )
         server.restarts += 1
         self.tell(
             f"vLLM server {server.client.address} is started anew ({server.restarts} of at most {RESTARTS} times)"
@@ -233,7 +239,9 @@ class ServedHost:
             s.process is not None and s.reviving is not None for s in self.servers
         )  # that has its own deadline
         if time.monotonic() > until and not starting:
-            raise EngineError(f"engine 'vllm': no server has worked for {self.limits.absent_s:g} s; the last fault: {self.last_fault}")  # fmt: skip
+            raise EngineError(
+                f"engine 'vllm': no server has worked for {self.limits.absent_s:g} s; the last fault: {self.last_fault}"
+            )
         time.sleep(min(1.0, self.limits.check_s))
 
     # ---- replies
@@ -376,7 +384,9 @@ class _Batch:
         if any(s.up for s in self.host.servers):
             self.since_any = time.monotonic()
         elif time.monotonic() - self.since_any > self.host.limits.absent_s:
-            raise EngineError(f"engine 'vllm': no server has worked for {self.host.limits.absent_s:g} s; the last fault: {self.host.last_fault}")  # fmt: skip
+            raise EngineError(
+                f"engine 'vllm': no server has worked for {self.host.limits.absent_s:g} s; the last fault: {self.host.last_fault}"
+            )
         for server in self.host.servers:
             at_work = any(s is server for s, _ in self.working.values())
             if not server.up and not at_work and self.host._returns(server):

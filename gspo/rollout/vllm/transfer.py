@@ -90,7 +90,10 @@ def _send_adapter(offer: Offer, client: Client, way: str, workers: int, timeout_
         named = {"lora_name": ADAPTER, "lora_path": offer.adapter}
         client.post("/v1/load_lora_adapter", named, timeout_s=timeout_s, plain=True)
     client.workers("gspo_put_adapter", offer.adapter, timeout_s=timeout_s)
-    arrived, sent = client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s), digest(adapter.applied(offer.model))  # fmt: skip
+    arrived, sent = (
+        client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s),
+        digest(adapter.applied(offer.model)),
+    )
     if any(found != sent for found in arrived):
         raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} is not the learner's")
     client.post("/update_weight_version", {"new_version": offer.label}, timeout_s=timeout_s)
@@ -129,7 +132,9 @@ def sees(client: Client, path: str, timeout_s: float) -> bool:
     return all(answer == "True" for answer in client.workers("gspo_sees", path, timeout_s=timeout_s))
 
 
-def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, beside: Callable[[], None] | None = None) -> None:  # fmt: skip
+def _update(
+    client: Client, label: str, info: dict[str, Any], timeout_s: float, beside: Callable[[], None] | None = None
+) -> None:
     """vLLM's three calls; `beside` is done while the second one waits for it."""
     try:
         client.post("/start_weight_update", timeout_s=timeout_s)
