@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gspo.errors import WeightSyncError
-from gspo.rollout.local.states import evaluating
+from gspo.rollout.local.states import eval_mode
 from gspo.rollout.vllm.host import Draw, Reply, Request
 from gspo.types import Prompt, Sampling
 
@@ -66,7 +66,7 @@ def _apart(model: Any, requests: Sequence[Request], replies: Sequence[Reply], te
     for request, reply in zip(requests, replies, strict=True):
         drawn = len(reply.token_ids)
         ids_1T = torch.tensor([request.prompt_ids + reply.token_ids], device=model.device)
-        with evaluating(model):
+        with eval_mode(model):
             logits = model(input_ids=ids_1T, **({"logits_to_keep": drawn + 1} if keeps else {})).logits[
                 0, -drawn - 1 : -1
             ]
