@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import FAMILIES
 
-from gspo.model.kernels.rms_norm import _Norm, replace_norms
+from gspo.model.kernels.rms_norm import _RMSNorm, replace_norms
 
 DOUBLE = torch.float64
 
@@ -77,4 +77,4 @@ def test_a_copy_has_weights_of_its_own() -> None:
 def test_gradients_against_finite_differences() -> None:
     x = torch.randn(3, 2, 8, dtype=DOUBLE, requires_grad=True)
     weight = torch.randn(8, dtype=DOUBLE, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b: _Norm.apply(a, b, 1e-6), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: _RMSNorm.apply(a, b, 1e-6), (x, weight))

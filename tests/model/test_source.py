@@ -55,7 +55,7 @@ def test_a_name_that_cannot_be_looked_up_is_said_at_once(offline: Path, name: st
     with pytest.raises(ConfigError) as error:
         load_tokenizer(ModelConfig(path=name))
     assert time.monotonic() - began < 30, "the hub's own retries take longer"
-    assert str(error.value).startswith(f"model.path: {name!r} is not here")
+    assert str(error.value).startswith(f"model.path: {name!r} is neither a directory nor in the local cache")
     assert HOST in str(error.value)
     assert "give a directory or a .gguf file" in str(error.value)
 

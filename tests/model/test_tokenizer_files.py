@@ -54,7 +54,7 @@ DAMAGE: dict[str, tuple[str, Callable[[str], str]]] = {
 def test_a_damaged_file_is_named(folder: Path, name: str) -> None:
     file, damage = DAMAGE[name]
     (folder / file).write_text(damage((folder / file).read_text()))
-    with pytest.raises(ConfigError, match=r"model\.path: .*fetch the tokenizer's files again") as error:
+    with pytest.raises(ConfigError, match=r"model\.path: .*download the tokenizer's files again") as error:
         load_tokenizer(ModelConfig(path=str(folder)))
     assert str(folder) in str(error.value)
     assert file in str(error.value)

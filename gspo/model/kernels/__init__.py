@@ -1,1 +1,2 @@
-"""Kernels of the learner: one file per kernel, Triton only in files of that name, each with a plain torch twin."""
+"""Kernels of the learner: one file per kernel. Triton is used only in files of that name, each with a plain PyTorch
+version."""

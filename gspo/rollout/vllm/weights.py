@@ -36,8 +36,8 @@ def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tens
         if mark:
             own = tensor.detach()
             add = merge and rest == "weight"
-            yield f"{owner}.{rest}", adapter.joined(adapted[owner], own).to(own.dtype) if add else own
-        elif not adapter.is_adapters(name):
+            yield f"{owner}.{rest}", adapter.merged_weight(adapted[owner], own).to(own.dtype) if add else own
+        elif not adapter.is_adapter_parameter(name):
             yield name, tensor.detach()
 
 
@@ -46,7 +46,7 @@ def fingerprint(model: Any, *, adapters: bool = True) -> str:
     Torch's version counter of in-place changes alone does not suffice, because fused optimizers do not increment it.
     With `adapters` false, only the base weights count."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = [t for name, t in named if adapters or not adapter.is_adapters(name)]
+    tensors = [t for name, t in named if adapters or not adapter.is_adapter_parameter(name)]
     probes = [t.detach().flatten()[:: max(1, t.numel() // PROBED)][: 2 * PROBED].float().nan_to_num() for t in tensors]
     identity = f"{sum(t._version for t in tensors)} {[t.data_ptr() for t in tensors]}"
     values = torch.cat(probes).cpu().numpy().tobytes() if probes else b""
