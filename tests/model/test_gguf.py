@@ -1,4 +1,5 @@
-"""A .gguf file as the model of a run: weights, tokenizer, chat template and end token come from it, and it can be trained."""
+"""A .gguf file as the model of a run: it provides weights, tokenizer, chat template and end token, and can be
+trained."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def tokens() -> list[str]:
     return ["<|pad|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "th"]
 
 
-def turned(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries and keys as llama.cpp orders them."""
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Query and key rows in the order of llama.cpp."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -87,7 +88,7 @@ def write(path: Path, model: Any) -> None:
         if name not in outer:
             _, _, layer, rest = name.split(".", 3)
             heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KEYS}.get(rest)
-            weight, name = turned(weight, heads) if heads else weight, f"blk.{layer}.{names[rest]}"
+            weight, name = permuted(weight, heads) if heads else weight, f"blk.{layer}.{names[rest]}"
         out.add_tensor(f"{outer.get(name, name)}.weight", np.ascontiguousarray(weight))
     out.write_header_to_file()
     out.write_kv_data_to_file()
@@ -101,7 +102,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_it_computes_what_the_model_computed(file: Path) -> None:
+def test_the_loaded_model_gives_the_same_logits(file: Path) -> None:
     config = ModelConfig(path=str(file), device="cpu")
     tokenizer = load_tokenizer(config)
     policy = load_policy(config, tokenizer, seed=0)
@@ -115,7 +116,7 @@ def test_it_computes_what_the_model_computed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_it_is_trained_and_saved_as_a_plain_model_or_an_adapter(
+def test_training_saves_a_plain_model_or_an_adapter(
     lora: int, file: Path, tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("model.build=", f"model.path={file}", f"model.lora.rank={lora}", "steps=1")

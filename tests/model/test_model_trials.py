@@ -1,4 +1,4 @@
-"""What a model must be to be trained here, found by running it: causal, the same twice, saved as it was loaded."""
+"""Requirements on a model, checked by running it: causal, deterministic, and savable."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ DROPS = {
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
 }
-"""Families with dropout in a module, by a function, or of whole layers."""
+"""Families with dropout as a module, as a function, or of whole layers."""
 
 
 def saved(folder: Path, kind: str, **fields: Any) -> ModelConfig:
-    """A small model of a family, as it would be given."""
+    """A small model of a family, as a user would give it."""
     known = AutoConfig.for_model(kind)
     shape = AutoConfig.for_model(kind, **{k: v for k, v in SMALL.items() if k in known.to_dict()} | fields)
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def logprobs_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", DROPS)
-def test_recomputed_activations_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_gradient_checkpointing_does_not_change_results(kind: str, tmp_path: Path) -> None:
     config = saved(tmp_path, kind, **DROPS[kind])
     plain, recomputed = loaded(config).model, loaded(config, gradient_checkpointing=True).model
     stored: list[int] = []
@@ -112,10 +112,10 @@ def test_recomputed_activations_change_nothing(kind: str, tmp_path: Path) -> Non
         found = forward_and_count(recomputed)
         assert torch.equal(found[0], expected)
         torch.testing.assert_close(found[1], gradient, rtol=1e-5, atol=1e-6)
-    assert stored[1] < stored[0]  # recomputing does save something
+    assert stored[1] < stored[0]  # checkpointing does save memory
 
 
-def test_a_model_without_layers_to_recompute_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_gradient_checkpointing_is_refused(tmp_path: Path) -> None:
     config = saved(tmp_path, "xlnet", d_model=32, n_layer=2, n_head=4, d_inner=48)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing: XLNetLMHeadModel does not support it"):
         loaded(config, gradient_checkpointing=True)
@@ -162,7 +162,7 @@ def does_not_know(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("how", [ignores, first_instead, does_not_know])
-def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_of_the_option(
+def test_log_probs_are_read_at_their_positions_however_a_forward_treats_the_option(
     how: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -181,7 +181,7 @@ def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_
 
 
 def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
-    """Its forward takes `logits_to_keep` with other keywords and ignores it."""
+    """Its forward accepts `logits_to_keep` among other keywords and ignores it."""
     config = saved(tmp_path, "xlstm", hidden_size=128, num_heads=4)
     model = loaded(config).model
     row = Row(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
@@ -195,13 +195,13 @@ def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
 GENERATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no do_sample": ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95, "do_sample": True}),
     "greedy": ({"do_sample": False, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}),
-    "beams that do nothing": ({"num_beams": 1, "length_penalty": 2.0, "early_stopping": True}, {}),
-    "right": ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
+    "beam settings without beams": ({"num_beams": 1, "length_penalty": 2.0, "early_stopping": True}, {}),
+    "valid": ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
 }
 
 
 @pytest.mark.parametrize("case", GENERATION)
-def test_a_generation_config_that_cannot_be_saved_does_not_end_the_run(
+def test_a_generation_config_that_cannot_be_saved_does_not_stop_the_run(
     case: str, tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     config = saved(tmp_path / "model", "qwen3")

@@ -97,17 +97,20 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
-        replies, prompts = packing.replies, packing.prompts
+        completions = packing.replies
+        prompts = packing.prompts
         output, log_sum = _flash(query, key, value, packing.parts, packing.parts, scale, causal=True)
         prompt_output, log_prompt = _flash(
-            query[replies.at], key[prompts.at], value[prompts.at], replies, prompts, scale, causal=False
+            query[completions.at], key[prompts.at], value[prompts.at], completions, prompts, scale, causal=False
         )
-        log_own = log_sum[:, replies.at]
+        log_own = log_sum[:, completions.at]
         log_both = torch.logaddexp(log_own, log_prompt)
         share = (log_prompt - log_both).exp().T.unsqueeze(-1)
         exact = log_sum.dtype
-        output[replies.at] = torch.lerp(output[replies.at].to(exact), prompt_output.to(exact), share).to(output.dtype)
-        log_sum[:, replies.at] = log_both
+        output[completions.at] = torch.lerp(output[completions.at].to(exact), prompt_output.to(exact), share).to(
+            output.dtype
+        )
+        log_sum[:, completions.at] = log_both
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.scale = scale
         ctx.packing = packing
@@ -116,22 +119,24 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, log_sum = ctx.saved_tensors
-        replies, prompts, parts = ctx.packing.replies, ctx.packing.prompts, ctx.packing.parts
+        completions = ctx.packing.replies
+        prompts = ctx.packing.prompts
+        parts = ctx.packing.parts
         gradient = gradient.contiguous()
         dq, dk, dv = _flash_backward(gradient, query, key, value, output, log_sum, parts, parts, ctx.scale, causal=True)
         more_q, more_k, more_v = _flash_backward(
-            gradient[replies.at],
-            query[replies.at],
+            gradient[completions.at],
+            query[completions.at],
             key[prompts.at],
             value[prompts.at],
-            output[replies.at],
-            log_sum[:, replies.at].contiguous(),
-            replies,
+            output[completions.at],
+            log_sum[:, completions.at].contiguous(),
+            completions,
             prompts,
             ctx.scale,
             causal=False,
         )
-        dq[replies.at] += more_q
+        dq[completions.at] += more_q
         dk[prompts.at] += more_k
         dv[prompts.at] += more_v
         return dq, dk, dv, None, None
