@@ -1,5 +1,4 @@
-"""Bypassing the LM head: the model returns its last hidden states, so that the logits of a batch are never
-materialized.
+"""Bypassing the LM head: the model returns its last hidden states, so that logits are never materialized.
 
 In: any transformers causal language model. Out: its LM head as a plain matrix; None if logits are more than hidden
 states times a matrix (a bias, soft-capping, scaling). Invariant: this is found by running the model once, so an unknown

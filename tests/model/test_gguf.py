@@ -1,5 +1,4 @@
-"""A .gguf file as the model of a run: it provides weights, tokenizer, chat template and end token, and can be
-trained."""
+"""A .gguf file as a model: it provides weights, tokenizer, chat template and end token, and can be trained."""
 
 from __future__ import annotations
 

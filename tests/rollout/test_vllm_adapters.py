@@ -1,5 +1,4 @@
-"""Engine `vllm` in process, for a policy with LoRA adapters: after the first sync only the adapter is sent, and it is
-used."""
+"""Engine `vllm` in process, for a policy with LoRA adapters: after the first sync, only the adapter is sent."""
 
 from __future__ import annotations
 

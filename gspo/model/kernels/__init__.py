@@ -1,2 +1,1 @@
-"""Kernels of the learner: one file per kernel. Triton is used only in files of that name, each with a plain PyTorch
-version."""
+"""Kernels of the learner, one file each. Only files named so use Triton; each kernel has a plain PyTorch version."""

@@ -1,5 +1,4 @@
-"""PyTorch versions of the operations of `fused_linear_logprobs.py`: for CPUs, for float32 on a GPU, and as a test
-oracle.
+"""PyTorch versions of the operations of `fused_linear_logprobs.py`, for CPUs, for float32 on a GPU, and for tests.
 
 In: hidden states and a chunk of the LM head's weight, in any precision. Out: softmax statistics per row, or the
 gradient of the logits, in float32 (float64 for float64). Invariant: chunks can be of any size.

@@ -136,9 +136,10 @@ class LocalEngine:
         slots = min(self.slots, len(queue.place_B))
         limit = max(map(len, queue.prompt_U)) + sampling.max_tokens
         options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
+        # The kernels of the paged path round as the model does without autocast.
         if self.paged and not torch.is_autocast_enabled(model.device.type):
             result = PagedBatch(model, queue, sampling, self.context.stop_ids, routers=routers, **options).run()
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the learner needs the memory of the KV cache
             return result
         state = (
             KVCacheState(model, slots, limit, routers)
@@ -275,6 +276,7 @@ class _Batch:
     def _admit(self) -> None:
         """Admit waiting requests, a few at a time: admitting one costs about as much as admitting ten."""
         waiting = len(self.queue.place_B) - self.admitted
+        # Wait until a sixteenth of the slots is free.
         if self.slots - self.live < min(waiting, max(1, self.slots // 16)):
             return
         while waiting and self.live < self.slots:
@@ -358,7 +360,8 @@ class _Batch:
         if self.logp_BT.isnan().any():
             raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
         length_B = self.length_B.tolist()
-        token_BT, logp_BT = self.token_BT.cpu().numpy(), self.logp_BT.cpu().numpy()
+        token_BT = self.token_BT.cpu().numpy()
+        logp_BT = self.logp_BT.cpu().numpy()
         return DecodeResult(
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],

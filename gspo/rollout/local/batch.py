@@ -175,6 +175,7 @@ class PagedBatch:
     def _admit(self) -> None:
         """Admit waiting requests, a few at a time: admitting one costs about as much as admitting ten."""
         free = [s for s in range(self.bucket) if self.rows[s] is None]
+        # Wait until a sixteenth of the slots is free.
         if self.out_of_blocks or len(free) < min(len(self.waiting), max(1, self.bucket // 16)):
             return
         admission = _Admission()
@@ -296,16 +297,17 @@ class PagedBatch:
             return
         live = [(row.since, s) for s, row in enumerate(self.rows) if row is not None]
         assert len(live) > 1, "the KV cache must hold one row at full length"
-        s = max(live)[1]
+        s = max(live)[1]  # the youngest has the fewest tokens to sample again
         row = self.rows[s]
         assert row is not None
         self.blocks.free(row.blocks)
         self.rows[s] = None
         self.waiting.append(row.request)
         self.requests_left[self.queue.prompt_of_B[row.request]] += 1
+        # On the device the row must stop at once: its blocks may belong to another row in the next step.
         self.slots.state[LIVE, s] = 0
 
-    # --- Completion ---
+    # --- Finishing ---
 
     def _poll_finished(self, *, behind: int) -> None:
         """Collect the rows that finished in all steps but the last `behind`, and free their blocks."""
@@ -343,7 +345,7 @@ class PagedBatch:
         """When no request waits, move the live rows to the front, so that a smaller batch suffices."""
         if self.waiting or self._bucket_for() >= self.bucket:
             return
-        self._poll_finished(behind=0)
+        self._poll_finished(behind=0)  # rows must not move while a step that the host has not polled refers to them
         bucket = self._bucket_for()
         holes = [s for s in range(bucket) if self.rows[s] is None]
         moved = [s for s in range(bucket, self.bucket) if self.rows[s] is not None]

@@ -1,4 +1,5 @@
 """One decoding step of a model: the forward pass of one token per row over a paged KV cache.
+
 In: an unmodified transformers causal language model. Out: logits, in float32 where the LM head is a plain matrix.
 Invariant: during decoding, the attention, norms and gated MLPs of the instance run as the kernels of `kernels.py`.
 Every weight is still applied by the model's own modules, so adapters and other replaced layers take effect.
@@ -100,7 +101,7 @@ class Decoder:
         """Run the model's small operations as kernels, for one forward."""
         assert self.attention is not None
         # The attention kernel applies the norms per head itself.
-        head_norms = set()
+        head_norms: set[int] = set()
         if self._has_head_norms:
             head_norms = {id(part) for module in self.attention for part in (module.q_norm, module.k_norm) if part}
         with ExitStack() as stack:
@@ -214,6 +215,7 @@ def attention_modules(model: Any) -> list[Any] | None:
         type(m).__name__ in KNOWN and type(m).__module__.startswith("transformers.") for m in found
     ):
         return None
+    # Each layer must have exactly one: a hybrid model has other layers in between.
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if [m.layer_idx for m in found] != list(range(layers)):
         return None

@@ -1,6 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Triton versions of `kernels.py`: each operation of a decoding step in one or two launches, without host
-synchronization.
+"""Triton versions of `kernels.py`: one or two launches per operation, without host synchronization.
 
 In and out as in `kernels.py`. Invariant: activations are rounded where the model's own code rounds them, sums are
 float32, and a launch depends on tensors alone, so that a CUDA graph of a step can be replayed for other rows.
@@ -31,7 +30,8 @@ SPLIT_BLOCKS = 32
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension."""
     x = x.contiguous()
-    out, size = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    size = x.shape[-1]
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
     return out
@@ -229,6 +229,7 @@ def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexp
     at = tl.arange(0, BLOCK)
     given = tl.load(x + start + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
+    # Rounded before the multiplication with the weight, as the model does.
     normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
     tl.store(out + start + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
 
@@ -245,6 +246,7 @@ def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
 @triton.jit
 def _group_by_expert_kernel(expert, row, place, ends, count, K: tl.constexpr, BLOCK: tl.constexpr):
     mine = tl.program_id(0)
+    # Every program counts all choices: with a few thousand of them that is cheaper than a sort.
     before = tl.zeros([], tl.int32)
     own = tl.zeros([], tl.int32)
     for start in range(0, count, BLOCK):
@@ -282,7 +284,7 @@ def _combine_experts_kernel(x, place, weight, out, K: tl.constexpr, SIZE: tl.con
     for k in range(K):
         given = tl.load(x + tl.load(place + row * K + k) * SIZE + at, mask=at < SIZE, other=0.0)
         share = tl.load(weight + row * K + k).to(tl.float32)
-        total += (given.to(tl.float32) * share).to(given.dtype).to(tl.float32)
+        total += (given.to(tl.float32) * share).to(given.dtype).to(tl.float32)  # rounded as in the model's own code
     tl.store(out + row * SIZE + at, total.to(out.dtype.element_ty), mask=at < SIZE)
 
 
@@ -394,6 +396,7 @@ def _paged_attention_kernel(
         score = tl.dot(own_query, tl.trans(read), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -1.0e30)
         peak = tl.maximum(most, tl.max(score, 1))
+        # Online softmax: earlier sums were relative to the old maximum.
         shrink = tl.exp(most - peak)
         weight = tl.exp(score - peak[:, None])
         total = total * shrink + tl.sum(weight, 1)
@@ -460,6 +463,7 @@ def _sample_kernel(
     peaks = tl.load(most + row * blocks + block, mask=block < blocks, other=-float("inf"))
     peak = tl.max(peaks, 0)
     mass = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0) * tl.exp(peaks - peak)
+    # float64: in float32 the cumulative sum would lose the mass of unlikely tokens.
     reached = tl.cumsum(mass.to(tl.float64), 0)
     total = tl.sum(tl.where(block == blocks - 1, reached, 0.0), 0)
     threshold = _uniform(tl.load(key + row), tl.load(sampled + row)) * total

@@ -1,4 +1,5 @@
 """The decoding state of a batch, and the forward pass that adds one token to each row.
+
 In: a transformers causal language model. Out: `KVCacheState` (a KV cache, one token per row and step) or
 `RecomputeState` (token ids only; slow, but correct for any causal model). Invariant: both give the logits of a plain
 forward; `obstacle_to_cache` runs a trial before `KVCacheState` is used. Shape suffixes as in `engines/local.py`.
@@ -135,7 +136,7 @@ class KVCacheState:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _additive(self, back_RC: Tensor, window: int | None) -> Tensor:
-        hidden_RC = back_RC < 0
+        hidden_RC = back_RC < 0  # columns after the row's position are stale or not written yet
         if window is not None:
             hidden_RC |= back_RC >= window
         mask_RC = torch.zeros(hidden_RC.shape, dtype=self.model.dtype, device=hidden_RC.device)
@@ -237,7 +238,7 @@ class RecomputeState:
 
     def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
         self.ids[torch.arange(len(input_R), device=input_R.device), position_R] = input_R
-        rows = max(1, self.forward_tokens // columns)
+        rows = max(1, self.forward_tokens // columns)  # bounds the memory of activations and logits
         parts = zip(self.ids[: len(input_R), :columns].split(rows), position_R.split(rows), strict=True)
         logits, routes = zip(*(self._last(ids, position) for ids, position in parts), strict=True)
         return torch.cat(logits), None if routes[0] is None else torch.cat(routes)
@@ -301,7 +302,7 @@ def obstacle_in_trial(model: Any, open_trial: TrialDecoder) -> str | None:
             )
         return f"{name} cannot use the engine's cache ({type(problem).__name__}: {problem})".splitlines()[0]
     precise = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-    if not error <= (1e-3 if precise else 0.1):
+    if not error <= (1e-3 if precise else 0.1):  # `not <=`: NaN must fail
         return f"{name} computes different logits with the engine's cache (off by {error:.2g} of their spread)"
     return None
 

@@ -1,5 +1,4 @@
-"""A broadcast from the learner to the workers of a server: gloo over TCP, or NCCL between GPUs. Both sides use this
-file.
+"""A broadcast from the learner to the workers of a server, over gloo (TCP) or NCCL (GPUs). Both sides use this file.
 
 In: a rendezvous address, a tensor. Out: the tensor of rank 0 on all ranks. Invariant: the process group is independent
 of any other that a process has, and tensors of any dtype are sent as bytes.

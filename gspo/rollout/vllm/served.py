@@ -118,7 +118,7 @@ class ServedHost:
         for server in self.servers:
             self._handshake(server)
 
-    # ---- weights
+    # --- Weights ---
 
     def label(self) -> str | None:
         labels = {self._label_of(server) for server in self.servers}
@@ -256,7 +256,7 @@ class ServedHost:
             )
         time.sleep(min(1.0, self.limits.check_s))
 
-    # ---- generation
+    # --- Generation ---
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[RequestOutput]:
         self._clear_experts()
