@@ -120,6 +120,7 @@ class Routers:
         gates: bool,
     ) -> Callable[..., Any]:
         def choose(score_IE: Tensor, native: Any) -> Any:
+            # Not the choice of experts: some routers also select groups of experts by top-k.
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
                 return native
             used = native if forced is None else _force(score_IE, native, forced, layer)

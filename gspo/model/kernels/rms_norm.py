@@ -66,7 +66,7 @@ def _with_fast_backward(kind: type) -> type:
     use the weights of the original."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != self.weight.dtype:
+        if hidden_states.dtype != self.weight.dtype:  # under autocast, for example: keep the model's own rounding
             plain: Tensor = kind.forward(self, hidden_states)  # type: ignore[attr-defined]
             return plain
         output: Tensor = _RMSNorm.apply(hidden_states, self.weight, _eps(self))
@@ -77,7 +77,7 @@ def _with_fast_backward(kind: type) -> type:
 
 def _agrees(module: Any) -> bool:
     """Whether values and gradients agree on inputs that reveal differences: weights other than 1, rows close to 0."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # does not touch the global random state
     weight = module.weight
     size = weight.shape[-1]
     x = torch.randn(6, size, generator=generator, dtype=weight.dtype) * torch.logspace(-4, 2, 6).unsqueeze(-1)

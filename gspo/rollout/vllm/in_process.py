@@ -85,6 +85,7 @@ class InProcessHost:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if model.device.type == "cpu":
             check_cpu(model)
+            # Otherwise vLLM pins threads to cores and reserves more main memory; the learner shares both.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             settings = {"enforce_eager": True, **settings}
@@ -92,8 +93,8 @@ class InProcessHost:
             raise ConfigError("rollout.engine: 'vllm' in process needs VLLM_ENABLE_V1_MULTIPROCESSING=0; unset it")
         if InProcessHost.alive:
             raise ConfigError(
-                "rollout.engine: vLLM's process groups are global, so only one 'vllm' engine can run per process "
-                "(one at a time); close the other, or set rollout.engine_options.start"
+                "rollout.engine: vLLM's process groups are global, so 'vllm' engines in a process run one at a time; "
+                "close the other, or set rollout.engine_options.start"
             )
         import vllm
 
@@ -142,7 +143,7 @@ class InProcessHost:
             self._load_adapter(model, label)
         else:
             self._send(list(named_weights(model)), label)
-        self.llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         check(lambda requests: self.generate(requests, routes=False))
         self._label = label
         if self.adapters:

@@ -63,7 +63,7 @@ def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[s
 def environment(token: str) -> dict[str, str]:
     """The environment of a server: the token, and permission to change weights."""
     env = dict(os.environ)
-    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
     return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}

@@ -77,7 +77,7 @@ def send(offer: Offer, client: Client, *, transfer: str, workers: int, timeout_s
             _send_adapter(offer, client, transfer, workers, timeout_s)
         else:
             _send_weights(offer, client, offer.label, transfer, workers, timeout_s)
-        client.post("/reset_prefix_cache", timeout_s=timeout_s)
+        client.post("/reset_prefix_cache", timeout_s=timeout_s)  # cached keys and values belong to the old weights
     finally:
         client.post("/resume", timeout_s=timeout_s)
 
@@ -160,6 +160,7 @@ def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int
     port = free_port("0.0.0.0")
     size = 1 + workers
     rendezvous = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
+    # Both sides must join at the same time: the call returns only when the group exists.
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(
             client.post, "/init_weight_transfer_engine", {"init_info": rendezvous}, timeout_s=timeout_s

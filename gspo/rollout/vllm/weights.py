@@ -29,10 +29,11 @@ def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tens
     adapted = adapter.layers(model)
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
+        # Tied weights share their memory; empty tensors all have the same address.
         if tensor.data_ptr() in seen and tensor.numel():
             continue
         seen.add(tensor.data_ptr())
-        owner, mark, rest = name.partition(".base_layer.")
+        owner, mark, rest = name.partition(".base_layer.")  # where peft keeps the base weight of an adapted layer
         if mark:
             own = tensor.detach()
             add = merge and rest == "weight"
