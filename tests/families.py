@@ -1,6 +1,7 @@
-"""Tiny mixture-of-experts models of many families, and each family's layer written once more from its paper.
+"""Tiny MoE models of many families, and an independent formula of each family's layer from its paper.
 
-`Family.gate` and `Family.choose` are formulas on router logits, free of the code under test and of transformers.
+`Family.gate` and `Family.choose` are formulas on router logits, independent of the code under test and of
+transformers.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ BASE = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's models must show."""
+    """A family and the expected properties of its models."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -41,9 +49,9 @@ class Family:
     experts: int = 8
     top_k: int = 2
     gate: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    """(router, logits_IE, chosen_IK) -> the weight of each expert chosen."""
+    """(router, logits_IE, chosen_IK) -> the gate weight of each selected expert."""
     choose: Callable[[Any, Tensor, int], Tensor] = lambda router, logits, k: best(logits, k)
-    """(router, logits_IE, top_k) -> the experts a router of this family takes."""
+    """(router, logits_IE, top_k) -> the experts that a router of this family selects."""
 
     def model(self, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,7 +61,7 @@ class Family:
         torch.manual_seed(seed)
         config = AutoConfig.for_model(self.kind, **{**BASE, **self.fields, **changes})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        if dtype == torch.float64:  # the grouped kernel knows no float64
+        if dtype == torch.float64:  # the grouped kernel does not support float64
             model.set_experts_implementation("eager")
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
             blank = p.is_floating_point() and not bool(p.float().abs().sum().isfinite() and p.float().abs().sum() > 0)
@@ -67,25 +75,26 @@ def best(score_IE: Tensor, k: int) -> Tensor:
 
 
 def chosen_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Softmax over the chosen experts only: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
+    """g_i = I_i exp(s_i) / sum_j I_j exp(s_j): softmax over the selected experts."""
     mask = torch.zeros_like(logits).scatter(1, chosen, 1.0)
     weight = mask * logits.exp()
     return (weight / weight.sum(-1, keepdim=True)).gather(1, chosen)
 
 
 def plain_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The same without norm_topk_prob: softmax over all experts."""
+    """Without norm_topk_prob: softmax over all experts."""
     return (logits.exp() / logits.exp().sum(-1, keepdim=True)).gather(1, chosen)
 
 
 def normed_sigmoid(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """DeepSeek-V3: sigmoid scores of the chosen, over their sum, times a constant; the correction only chooses."""
+    """DeepSeek-V3: sigmoid scores of the selected experts over their sum, times a constant. The correction bias
+    affects only the selection."""
     score = (1 / (1 + (-logits).exp())).gather(1, chosen)
     return router.routed_scaling_factor * score / score.sum(-1, keepdim=True)
 
 
 def best_in_best_groups(router: Any, logits: Tensor, k: int) -> Tensor:
-    """DeepSeek-V3: of the groups with the two best corrected scores, the best experts."""
+    """DeepSeek-V3: the best experts within the groups with the highest sums of their two best corrected scores."""
     score = torch.sigmoid(logits) + router.e_score_correction_bias
     rows = []
     for row in score.tolist():
@@ -141,7 +150,7 @@ FAMILIES = {
         gate=chosen_softmax,
     ),
 }
-"""Those that must work, in detail."""
+"""Families that are tested in detail."""
 
 SMOKE = {
     "granitemoe": Family(kind="granitemoe", fields={"num_local_experts": 8, "num_experts_per_tok": 2}),
@@ -172,7 +181,7 @@ SMOKE = {
         layers=1,
     ),
 }
-"""Others that happen to work."""
+"""Further families that work."""
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -191,7 +200,7 @@ def router_logits(router: Any, x: Tensor, weight: Tensor | None = None) -> Tenso
 
 
 def expert_output(block: Any, expert: int, x: Tensor) -> Tensor:
-    """One expert's answer, from its weights."""
+    """The output of one expert, from its weights."""
     e = block.experts
     if hasattr(e, "gate_up_proj_bias"):  # GPT-OSS
         both = x @ e.gate_up_proj[expert] + e.gate_up_proj_bias[expert]
@@ -202,14 +211,14 @@ def expert_output(block: Any, expert: int, x: Tensor) -> Tensor:
 
 
 def shared_output(block: Any, x: Tensor) -> Tensor | float:
-    """What every token gets, whatever is chosen."""
+    """The output of the shared experts, which every token gets."""
     if hasattr(block, "shared_expert"):
         return torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
     return block.shared_experts(x) if hasattr(block, "shared_experts") else 0.0
 
 
 def layer_output(family: Family, block: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """y = sum_i g_i E_i(x) with the experts given and router weights `weight`."""
+    """y = sum_i g_i E_i(x) with the given experts and router weight `weight`."""
     assert family.gate is not None
     gate = family.gate(router_of(block), router_logits(router_of(block), x, weight), chosen)
     rows = [
@@ -220,22 +229,22 @@ def layer_output(family: Family, block: Any, x: Tensor, chosen: Tensor, weight: 
 
 
 class Spy:
-    """What went into and came out of the MoE layers of one forward, by hooks alone; `gradients` after a backward."""
+    """Inputs and outputs of the MoE layers in one forward, recorded by hooks; `gradients` after a backward pass."""
 
     def __init__(self, model: Any) -> None:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.calls = 0
-        """How often a router was called, recomputation included."""
+        """Number of router calls, including recomputation."""
         self.blocks = blocks_of(model)
-        self.handles = [b.register_forward_hook(self._note(i)) for i, b in enumerate(self.blocks)]
+        self.handles = [b.register_forward_hook(self._record(i)) for i, b in enumerate(self.blocks)]
         self.handles += [router_of(b).register_forward_pre_hook(self._count) for b in self.blocks]
 
     def _count(self, module: Any, inputs: Any) -> None:
         self.calls += 1
 
-    def _note(self, index: int) -> Callable[..., None]:
+    def _record(self, index: int) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, output: Any) -> None:
             if len(self.inputs) > index:  # recomputed in the backward pass
                 return
@@ -265,7 +274,7 @@ class Spy:
 
 @torch.no_grad()
 def plain_choices(family: Family, model: Any, ids: tuple[int, ...]) -> Tensor:
-    """[tokens, L, K] of one sequence alone, in ascending order of experts."""
+    """The experts of a single sequence, [tokens, L, K], sorted."""
     with Spy(model) as spy:
         model(input_ids=torch.tensor([ids]), use_cache=False)
     return spy.chosen_ILK(family).sort().values
@@ -276,12 +285,12 @@ def some_ids(rows: int = 2, length: int = 5, vocabulary: int = 50) -> Tensor:
 
 
 def in_order(chosen_ILK: Tensor) -> Tensor:
-    """Which experts, whatever their order."""
+    """The experts in ascending order."""
     return chosen_ILK.long().sort().values
 
 
 class Digits:
-    """Enough of a tokenizer for an engine: ids written out."""
+    """A minimal tokenizer for an engine: it writes out the token ids."""
 
     def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
         return [" ".join(map(str, row)) for row in ids]

@@ -237,7 +237,7 @@ def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callabl
     merged = load_policy(ModelConfig(path=folder, device="cpu"), tokenizer, seed=0)
     torch.testing.assert_close(logits(merged.model), logits(ours.model), rtol=1e-3, atol=1e-4)
     with pytest.raises(
-        ConfigError, match=r'model.quantize: .* beside weights in 4 bits; set model.quantize = "nf4", or merge'
+        ConfigError, match=r'model.quantize: .* with 4-bit weights; set model.quantize = "nf4", or merge'
     ):
         load_policy(ModelConfig(path=folder, device="cpu", lora=config.model.lora), tokenizer, seed=0)
     full = tiny("model.build=", f"model.path={folder}", "steps=1", run_dir="full")
@@ -315,7 +315,7 @@ def test_a_model_that_is_gone_is_named(adapting: Callable[..., Config], display:
     os.rename(config.model.path, tmp_path / "moved")
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert f"{config.model.path}: is not there, and the adapter in {last(config)} was trained beside it" in said
+    assert f"{config.model.path}: does not exist, and it is the base model of the adapter in {last(config)}" in said
     os.symlink(tmp_path / "moved", config.model.path)
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
     assert str(last(config)) in capsys.readouterr().out
@@ -375,9 +375,9 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
     ("overrides", "message"),
     [
         (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
-        (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the output layer, which gets no adapter"),
+        (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the LM head, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
-        (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than any of the layers has .64."),
+        (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than the rank of any layer .64."),
         (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank"),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
         (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),

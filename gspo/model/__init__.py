@@ -1,1 +1,1 @@
-"""What a model is: loading, adapters, quantization, LM head, routing, kernels. Shared by the engines and the learner."""
+"""What a model is: loading, adapters, quantization, LM head, routing, kernels. Engines and learner share it."""

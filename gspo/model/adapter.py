@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) through `peft`, put into a model in place.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) with `peft`, injected into a model in place.
 
-In: a transformers model and a `LoraConfig`, or a folder with a saved adapter. Out: the same model object, in which the chosen
-linear layers compute `W x + (alpha / rank) B A x`; only A and B are trained. Invariant: B begins at 0, so the model begins as
-the one that was given, and with its adapters switched off it is that one, to the bit. The model's class stays what it was,
-and everything that reads it reads it as before.
+In: a transformers model and a `LoraConfig`, or a folder with a saved adapter. Out: the same model object, in which the
+chosen linear layers compute `W x + (alpha / rank) B A x`; only A and B are trained. Invariant: B starts at 0, so the
+model starts as the base model, and with its adapters disabled it is bitwise identical to it. The model's class does not
+change, so all other code reads the model as before.
 
-A saved adapter is peft's own format, `adapter_config.json` and `adapter_model.safetensors`: plain peft loads it.
+A saved adapter has peft's own format, `adapter_config.json` and `adapter_model.safetensors`: plain peft can load it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from gspo.model import quantization as quantized
 from gspo.model.quantization import linear_layers
 
 NAME = "default"
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""What plain peft puts before the names of a model's parameters."""
+"""The prefix of parameter names in peft's own files."""
 
 
 def adapted(model: Any) -> bool:
@@ -38,7 +39,7 @@ def adapted(model: Any) -> bool:
 
 
 def base_of(path: str) -> str | None:
-    """The model that the adapter in a folder belongs to; None: the folder holds no adapter."""
+    """The base model of the adapter in a folder; None if the folder holds no adapter."""
     file = Path(path).expanduser() / SETTINGS
     if not file.is_file():
         return None
@@ -47,39 +48,47 @@ def base_of(path: str) -> str | None:
     except (ValueError, KeyError, TypeError):
         base = None
     if not base or not isinstance(base, str):
-        raise ConfigError(f"model.path: {file}: does not say which model the adapter belongs to; set base_model_name_or_path in it")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {file}: does not name the base model of the adapter; set base_model_name_or_path in it"
+        )
     return base
 
 
-def trained_beside(path: str) -> str:
-    """The `model.quantize` of the run that a folder's adapter is of; empty if the weights beside it were whole."""
+def quantization_of(path: str) -> str:
+    """The `model.quantize` of the run that trained the adapter in a folder; empty if its base model was not
+    quantized."""
     file = Path(path).expanduser() / "trainer.json"
     if base_of(path) is None or not file.is_file():
         return ""
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["settings"].get("model.quantize", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"model.path: {file}: cannot be read; the checkpoint is not whole") from None
+        raise ConfigError(f"model.path: {file}: cannot be read; the checkpoint is incomplete, use another") from None
 
 
 def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
-    """Put fresh adapters into the model `base`; A is drawn by the seed, on the CPU, so that every device begins alike."""
+    """Inject fresh adapters into the model `base`. A is initialized from the seed on the CPU, so that it is the same on
+    every device."""
     _check_peft()
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
 
     settings = Settings(
-        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, lora_dropout=0.0, target_modules=targets(model, config),
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
-    )  # fmt: skip
+        r=config.rank,
+        lora_alpha=config.alpha or 2 * config.rank,
+        lora_dropout=0.0,
+        target_modules=targets(model, config),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=model.device.type == "meta")
-    _settle_precision(model)
+    _match_dtype(model)
 
 
 def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
-    """Put a saved adapter into its model, ready to be trained further; its rank, alpha and kinds of layer."""
+    """Inject a saved adapter into its base model for further training; its rank, alpha and target layers."""
     _check_peft()
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
@@ -89,12 +98,19 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
     special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
     special = special or getattr(settings, "lora_bias", False) or settings.fan_in_fan_out
     if settings.peft_type != "LORA" or special or settings.target_parameters:
-        raise ConfigError(f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, can be used here; merge it into its model with peft, and give that")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, is "
+            "supported; merge the adapter into its model with peft, and give the merged model"
+        )
     inject_adapter_in_model(settings, model, NAME)
-    _settle_precision(model)
-    saved, weights = load_file(folder / WEIGHTS), _weights(model)
+    _match_dtype(model)
+    saved = load_file(folder / WEIGHTS)
+    weights = _weights(model)
     if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
-        raise ConfigError(f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {settings.base_model_name_or_path}; give the model it was trained on")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of "
+            f"{settings.base_model_name_or_path}; give the model it was trained on"
+        )
     with torch.no_grad():
         for key, weight in weights.items():
             weight.copy_(saved[key])
@@ -103,7 +119,7 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write the adapter alone."""
+    """Write the adapter without the base model."""
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[NAME].save_pretrained(str(folder))
     save_file({key: w.detach().contiguous() for key, w in _weights(model).items()}, folder / WEIGHTS)
@@ -111,28 +127,27 @@ def save(model: Any, folder: Path) -> None:
 
 @contextmanager
 def switched_off(model: Any) -> Iterator[None]:
-    """Inside, the model is the one that the adapters were put into."""
-    off = list(layers(model).values())
-    for layer in off:
-        layer._disable_adapters = (
-            True  # peft's own way also switches `requires_grad`, and with it gradients that are wanted
-        )
+    """Inside, the model computes without its adapters."""
+    adapted_layers = list(layers(model).values())
+    for layer in adapted_layers:
+        # Not peft's `enable_adapters(False)`: that also clears `requires_grad`, and with it gradients that are wanted.
+        layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in off:
+        for layer in adapted_layers:
             layer._disable_adapters = False
 
 
 @torch.no_grad()
 def merge(model: Any) -> None:
-    """Add the adapters to the weights and take them out: a plain model again. The sum is made in float32 and rounded once."""
+    """Merge the adapters into the weights and remove them. The sum is computed in float32 and rounded once."""
     for path, layer in layers(model).items():
-        whole = layer.get_base_layer()
-        whole = quantized.plain(whole, torch.float32) if quantized.is_small(whole) else whole
-        whole.weight.data = joined(layer, whole.weight).to(model.dtype)
+        base = layer.get_base_layer()
+        base = quantized.plain(base, torch.float32) if quantized.is_quantized(base) else base
+        base.weight.data = merged_weight(layer, base.weight).to(model.dtype)
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, whole)
+        setattr(model.get_submodule(parent), name, base)
     quantized.restore(model)
     del model.peft_config
     model._hf_peft_config_loaded = False
@@ -140,7 +155,7 @@ def merge(model: Any) -> None:
 
 
 @torch.no_grad()
-def joined(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     """W + (alpha / rank) B A of an adapted layer, in float32."""
     return weight.float() + layer.scaling[NAME] * (
         layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
@@ -148,38 +163,54 @@ def joined(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def targets(model: Any, config: LoraConfig) -> list[str]:
-    """The last parts of the names of the layers that get adapters."""
-    possible = _possible(model)
+    """The layers that get adapters, by the last parts of their names."""
+    adaptable = _adaptable(model)
     for name in config.targets:
-        if name not in possible:
-            raise ConfigError(_refusal(model, name, possible))
-    chosen = sorted(set(config.targets) or possible)
+        if name not in adaptable:
+            raise ConfigError(_target_error(model, name, adaptable))
+    chosen = sorted(set(config.targets) or adaptable)
     if not chosen:
-        raise ConfigError(f"model.lora.rank: {type(model).__name__} has no linear layers that adapters could be put into; set it to 0")  # fmt: skip
-    widest = max(min(m.in_features, m.out_features) for path, m in linear_layers(model) if path.rpartition(".")[2] in chosen)  # fmt: skip
+        raise ConfigError(
+            f"model.lora.rank: {type(model).__name__} has no linear layers that can have adapters; set it to 0"
+        )
+    widest = max(
+        min(m.in_features, m.out_features) for path, m in linear_layers(model) if path.rpartition(".")[2] in chosen
+    )
     if config.rank > widest:
-        raise ConfigError(f"model.lora.rank: {config.rank} is more than any of the layers has ({widest}), so the adapters would be larger than what they adapt; 8 to 64 is usual")  # fmt: skip
+        raise ConfigError(
+            f"model.lora.rank: {config.rank} is more than the rank of any layer ({widest}), so the adapters would be "
+            "larger than the layers; 8 to 64 is usual"
+        )
     return chosen
 
 
-def _possible(model: Any) -> set[str]:
-    """The last parts of the names of all linear layers that may be adapted; none that is also another layer's."""
-    kept = [path for path, _ in linear_layers(model)]
-    others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name not in kept}  # fmt: skip
-    return {path.rpartition(".")[2] for path in kept} - others
+def _adaptable(model: Any) -> set[str]:
+    """All linear layers that can have adapters, by the last parts of their names, without names that other layers
+    share: peft selects layers by name."""
+    included = [path for path, _ in linear_layers(model)]
+    others = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name not in included
+    }
+    return {path.rpartition(".")[2] for path in included} - others
 
 
-def _refusal(model: Any, name: str, possible: set[str]) -> str:
-    there = f"there are: {', '.join(sorted(possible))}"
+def _target_error(model: Any, name: str, adaptable: set[str]) -> str:
+    there = f"there are: {', '.join(sorted(adaptable))}"
     last = name.rpartition(".")[2]
     if any(n.rpartition(".")[2] == last for n, m in model.named_modules() if m is model.get_output_embeddings()):
-        return f"model.lora.targets: {name!r} is the output layer, which gets no adapter: log-probabilities are computed from its plain weight; {there}"  # fmt: skip
+        return (
+            f"model.lora.targets: {name!r} is the LM head, which gets no adapter, because log-probs are computed from "
+            f"its plain weight; {there}"
+        )
     if any(n.rpartition(".")[2] == last and p.dim() == 3 for n, p in model.named_parameters()):
         return (
             f"model.lora.targets: {name!r} holds all experts of a layer in one tensor, which gets no adapter; {there}"
         )
-    close = difflib.get_close_matches(name, possible, n=1)
-    return f"model.lora.targets: {type(model).__name__} has no linear layer {name!r}{f' (did you mean {close[0]}?)' if close else ''}; {there}"  # fmt: skip
+    close = difflib.get_close_matches(name, adaptable, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"model.lora.targets: {type(model).__name__} has no linear layer {name!r}{hint}; {there}"
 
 
 def _check_peft() -> None:
@@ -190,25 +221,25 @@ def _check_peft() -> None:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """The layers that have adapters, by their paths."""
+    """The layers that have adapters, by path."""
     return {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _settle_precision(model: Any) -> None:
-    """Adapters in the precision of the model, also beside weights in 4 bits, which have none."""
+def _match_dtype(model: Any) -> None:
+    """Convert adapters to the model's dtype; 4-bit base weights have no floating-point dtype to copy."""
     for weight in _weights(model).values():
         weight.data = weight.data.to(model.dtype)
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """The adapters' weights by the names that plain peft gives them."""
+    """The weights of the adapters, by their names in peft's files."""
     return {
         _PREFIX + name.replace(f".{NAME}.", "."): weight
         for name, weight in model.named_parameters()
-        if is_adapters(name)
+        if is_adapter_parameter(name)
     }

@@ -1,8 +1,8 @@
-"""Gradient checkpointing: a layer's activations are recomputed in the backward pass instead of stored.
+"""Gradient checkpointing: the activations of a layer are recomputed in the backward pass instead of stored.
 
-In: a transformers model in eval mode. Out: the same model, still in eval mode. Invariant: whether activations are recomputed
-does not change what is computed. Transformers recomputes in train mode only, in which many families also drop activations at
-random, some of them by `torch.nn.functional.dropout`, which no module shows; so its switch is not used.
+In: a transformers model in eval mode. Out: the same model, still in eval mode. Invariant: recomputation does not change
+the results. Transformers checkpoints only in train mode, in which many families also apply dropout, some of them with
+`torch.nn.functional.dropout`, which no module reveals. Therefore its own switch is not used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from gspo.errors import ConfigError
 
 
 def recompute_activations(model: Any) -> None:
-    """Recompute the activations of every layer that transformers could recompute."""
+    """Recompute the activations of every layer that transformers can checkpoint."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
     for layer in layers:
-        layer.forward = partial(_recomputed, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # Without dropout there is no random state to restore.
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,8 @@
 """The model and its tokenizer: loaded, or built small from a config.
 
-In: `ModelConfig`. Out: a `Policy`. Invariant: no dropout and no other noise in any forward, so that the learner's
-probabilities are the sampler's; weights are aligned in memory wherever they came from, so that a resumed run rounds as an
-uninterrupted one does; no code from the model's repository unless it was asked for.
+In: `ModelConfig`. Out: a `Policy`. Invariant: no forward has dropout or other noise, so the learner's probabilities
+are the sampler's. Weights are aligned in memory, so that a resumed run rounds as an uninterrupted one does. No code
+from the model's repository runs unless `model.trust_remote_code` is set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gspo.model.source import load_errors, location
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY_PARAMETERS = 5_000_000
-"""Below this, threads cost more than they give."""
+"""Below this number of parameters, threads cost more than they gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,45 +45,45 @@ class Policy:
     tokenizer: Any
     device: torch.device
     routers: Routers | None = None
-    """None: a dense model, or routing was left alone."""
+    """None for a dense model, or if routing is not recorded."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a reply: the model's own list and the tokenizer's."""
+        """Token ids that end a completion: those of the model's generation config and of the tokenizer."""
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         ids = configured if isinstance(configured, list | tuple) else [configured]
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
     @property
     def end_id(self) -> int:
-        """The token a demonstration ends with."""
+        """The token that ends a demonstration."""
         own = self.tokenizer.eos_token_id
         return self.stop_ids[0] if own is None else own
 
     @property
     def position_limit(self) -> int | None:
-        """The longest sequence the model can read; None: not stated."""
+        """The longest sequence that the model supports; None if unknown."""
         return position_limit(self.model)
 
     @property
     def pad_id(self) -> int:
-        """What fills the right of shorter rows; never seen by a real token."""
+        """The padding on the right of shorter rows. No real token attends to it."""
         return next(i for i in (self.tokenizer.pad_token_id, *self.stop_ids, 0) if i is not None)
 
 
 def position_limit(model: Any) -> int | None:
-    """The longest sequence for which a token's logits do not depend on what else is in the batch."""
+    """The longest sequence for which a token's logits do not depend on the rest of the batch."""
     config = model.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # longrope switches all frequencies, also those already in the cache, once any row passes its original length.
+    # longrope switches all frequencies, also those of keys in the cache, once any row exceeds the original length.
     if limit is not None and rope.get("rope_type") == "longrope":
         return min(limit, rope.get("original_max_position_embeddings") or limit)
     return limit
 
 
 def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
-    """The model's tokenizer; for a built model one that knows the characters of `alphabet` (default: ASCII)."""
+    """The model's tokenizer; for a built model, a tokenizer of the characters of `alphabet` (default: ASCII)."""
     if config.build:
         return char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
     from transformers import AutoTokenizer
@@ -94,13 +94,16 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     with load_errors(config), _tokenizer_errors(Path(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ConfigError(f"model.path: {path}: its tokenizer knows no tokens; its files ({', '.join(TOKENIZER_FILES)}) are missing: fetch them again")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {path}: its tokenizer has no tokens; its files ({', '.join(TOKENIZER_FILES)}) are missing: "
+            "download them again"
+        )
     return tokenizer
 
 
 @contextmanager
 def _tokenizer_errors(folder: Path) -> Iterator[None]:
-    """What the libraries say of a tokenizer's damaged files, with the file: they raise anything, and panic."""
+    """Name the damaged file in the errors of the tokenizer libraries, which raise any exception and even panic."""
     try:
         with panics_as_errors():
             yield
@@ -111,7 +114,9 @@ def _tokenizer_errors(folder: Path) -> Iterator[None]:
         if broken is None and isinstance(error, OSError | ValueError):
             raise
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise ValueError(f"{broken or ' or '.join(TOKENIZER_FILES)} is damaged ({reason:.200}); fetch the tokenizer's files again") from error  # fmt: skip
+        raise ValueError(
+            f"{broken or ' or '.join(TOKENIZER_FILES)} is damaged ({reason:.200}); download the tokenizer's files again"
+        ) from error
 
 
 def _broken_json(file: Path) -> bool:
@@ -122,21 +127,24 @@ def _broken_json(file: Path) -> bool:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, config: ModelConfig) -> None:
-    """Ids that the model has no embedding for would end the run at the first prompt that holds one."""
+    """Refuse a tokenizer with more tokens than embeddings: the run would fail at the first prompt with such a token."""
     known = model.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > known:
-        raise ConfigError(f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {known}: they do not belong together; fetch the tokenizer's files again")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds "
+            f"{known}: they do not belong together; download the tokenizer's files again"
+        )
 
 
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
-    """The model of the config, on its device, without noise; `routing`: with its routers found, if it has any."""
+    """Load or build the model on its device, without noise; with `routing`, also find its routers."""
     device = device_of(config.device)
     if device.index is not None:
-        torch.cuda.set_device(device)  # kernels, events and graphs go to the current card
+        torch.cuda.set_device(device)  # kernels, events and CUDA graphs use the current device
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
     _check_vocabulary(model, tokenizer, config)
     align(model)
-    _settle(model, config)
+    _prepare(model, config)
     check_causal(model)
     _choose_threads(model, config, device)
     if device.type == "cpu":
@@ -145,23 +153,26 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     reads_packed(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
-        raise ConfigError(f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's config")  # fmt: skip
+        raise ConfigError(
+            f"{config.path}: neither the model nor its tokenizer has an end token; set eos_token in the tokenizer's "
+            "config"
+        )
     return policy
 
 
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
-    """The model's routers, if they are to be watched; asked for in vain is an error."""
+    """The model's routers, if routing is recorded. Settings that need routers are an error if there are none."""
     if config is None or not config.record:
         return None
     routers = find_routers(model)
     for key in ("replay", "balance_loss"):
         if routers is None and getattr(config, key) not in ("off", 0.0):
             what = (
-                "is a mixture of experts, but no router was found in it that chooses by top-k"
+                "is a mixture of experts, but no router that selects by top-k was found in it"
                 if says_it_routes(model)
                 else "is a dense model: it has no routers"
             )
-            raise ConfigError(f"routing.{key}: {type(model).__name__} {what}; leave routing.{key} out")
+            raise ConfigError(f"routing.{key}: {type(model).__name__} {what}; remove routing.{key}")
     if routers is not None and config.replay != "off":
         check_replay(model, routers)
     if routers is not None and config.balance_loss:
@@ -176,20 +187,24 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"model.device: {name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"model.device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"model.device: {name} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device: {name} was asked for, but this machine has no usable GPU; use auto or cpu")
+        raise ConfigError(f"model.device: {name} is set, but this machine has no usable GPU; use auto or cpu")
     return device
 
 
 def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
-    beside = adapter.trained_beside(config.path)
-    if beside and config.lora.rank and config.quantize != beside:
-        raise ConfigError(f'model.quantize: the adapter in {config.path} was trained beside weights in 4 bits; set model.quantize = "{beside}", or merge it first: gspo merge')  # fmt: skip
+    adapter_quantize = adapter.quantization_of(config.path)
+    if adapter_quantize and config.lora.rank and config.quantize != adapter_quantize:
+        raise ConfigError(
+            f"model.quantize: the adapter in {config.path} was trained with 4-bit weights; set model.quantize = "
+            f'"{adapter_quantize}", or merge it first: gspo merge'
+        )
     model = _load_plain(config)
-    if config.quantize or beside:
+    # An adapter that is merged below belongs to the quantized weights, not to the original ones.
+    if config.quantize or adapter_quantize:
         quantize(model, device)
     return _with_adapters(model, config, seed)
 
@@ -209,44 +224,67 @@ def _load_plain(config: ModelConfig) -> Any:
 
 
 def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
-    """A saved adapter goes on, or into the weights where none is asked for; else a fresh one, if asked for."""
+    """Attach the saved adapter, or merge it if `model.lora.rank` is 0. Without one, attach a fresh adapter if
+    requested."""
     base = adapter.base_of(config.path)
     if base is not None:
         with load_errors(config):
             rank, alpha, targets = adapter.attach_saved(model, Path(config.path).expanduser())
         if config.lora.targets and set(config.lora.targets) != targets:
-            raise ConfigError(f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and goes on with them; leave it out")  # fmt: skip
+            raise ConfigError(
+                f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and training "
+                "continues with these; remove it"
+            )
         if not config.lora.rank:
             adapter.merge(model)
         for key, given, saved in (("rank", config.lora.rank, rank), ("alpha", config.lora.alpha, alpha)):
             if given and given != saved:
-                raise ConfigError(f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and goes on with it; give that")  # fmt: skip
+                raise ConfigError(
+                    f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and training continues with that; "
+                    f"set it to {saved:g}"
+                )
     elif config.lora.rank:
         place = Path(config.path).expanduser()
-        # The adapter must find its model wherever it is loaded from.
+        # An absolute path, so that the adapter finds its base model from any working directory.
         adapter.attach(model, config.lora, base=str(place.absolute()) if place.exists() else config.path, seed=seed)
     return model
 
 
 def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
-    """A small model from scratch, with weights by the seed."""
+    """Build a small model from scratch, with weights initialized from the seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-        "initializer_range": 0.05, "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "max_position_embeddings": 4096,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     kind = "qwen3"
     if config.build == "tiny_moe":
         kind = "qwen3_moe"
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}  # fmt: skip
+    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {
+        "vocab_size",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+    }
     for option in config.build_options:
         if option not in known:
             hint = difflib.get_close_matches(option, known, n=1)
-            raise ConfigError(f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}")  # fmt: skip
+            raise ConfigError(
+                f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}"
+            )
     shape |= config.build_options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -254,7 +292,7 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
 
 
 def char_tokenizer(alphabet: str) -> Any:
-    """One token per character, with a small chat template."""
+    """A tokenizer with one token per character and a small chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -269,14 +307,19 @@ def char_tokenizer(alphabet: str) -> Any:
         "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>",
-        additional_special_tokens=["<user>", "<assistant>"], chat_template=template,
-        clean_up_tokenization_spaces=False, model_max_length=4096,
-    )  # fmt: skip
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unknown>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
 
 
-def _settle(model: Any, config: ModelConfig) -> None:
-    """No dropout anywhere, and nothing that would stop a save."""
+def _prepare(model: Any, config: ModelConfig) -> None:
+    """Disable dropout and router noise, apply gradient checkpointing, and make the model savable."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -286,26 +329,31 @@ def _settle(model: Any, config: ModelConfig) -> None:
     model.eval()
     if config.gradient_checkpointing:
         recompute_activations(model)
-    _settle_generation(model)
+    _make_generation_config_savable(model)
 
 
-def _settle_generation(model: Any) -> None:
-    """A generation config that transformers loads but refuses to save would end the run at its first checkpoint."""
+def _make_generation_config_savable(model: Any) -> None:
+    """Repair a generation config that transformers loads but refuses to save: the first checkpoint would fail."""
     from transformers import GenerationConfig
 
     given = model.generation_config
-    for do_sample in (given.do_sample, True):  # a temperature or top_p without do_sample is meant for sampling
+    for do_sample in (given.do_sample, True):  # a config with a temperature or top_p but no do_sample means sampling
         given.do_sample = do_sample
         try:
             return given.validate(strict=True)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-    warnings.warn(f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep its token ids alone", RuntimeWarning, stacklevel=2)  # fmt: skip
+    warnings.warn(
+        f"generation_config.json: transformers refuses to save it ({reason}); checkpoints keep only its token ids",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     kept = {key: getattr(given, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**kept)
 
 
 def _choose_threads(model: Any, config: ModelConfig, device: torch.device) -> None:
     tiny = device.type == "cpu" and sum(p.numel() for p in model.parameters()) < TINY_PARAMETERS
-    # A number that was set is one that MKL does not change as it runs, which would change how sums are split and rounded.
+    # Setting the number explicitly stops MKL from changing it at run time, which would change how sums are split and
+    # rounded.
     torch.set_num_threads(config.threads or (1 if tiny else torch.get_num_threads()))

@@ -1,4 +1,7 @@
-"""Running out of memory: telling it from other errors, and making room."""
+"""Running out of memory: recognizing it, and freeing memory.
+
+In: an error. Out: whether it means that memory ran out. Invariant: covers GPU and CPU memory.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import torch
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a tensor did not fit, on a GPU or in main memory."""
+    """Whether an error means that a tensor did not fit into GPU or main memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def release_memory() -> None:
-    """Give back what a failed forward or backward left behind."""
+    """Free the memory that a failed forward or backward pass still holds."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

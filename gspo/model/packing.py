@@ -1,7 +1,7 @@
-"""How sequences stand in one packed row, so that a prompt is stored once for all of its completions.
+"""The layout of sequences in one packed row, in which a prompt is stored once for all of its completions.
 
-In: nothing; these are records that the learner's plan fills and packed attention reads. Invariant: a token attends to its own
-prompt and to what came before it in its own completion, never to a neighbor.
+In: nothing; the learner's plan fills these records and packed attention reads them. Invariant: a token attends to its
+own prompt and to earlier tokens of its own completion, never to another completion.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Stretches of the long row."""
+    """Segments of the packed row."""
 
     at: Tensor
-    """The tokens that they hold, one stretch after the other."""
+    """Indices of their tokens in the packed row, segment by segment."""
     starts: Tensor
-    """Where each stretch begins among these; at last, their number."""
+    """Where each segment begins in `at`, and as the last entry the length of `at` (cumulative sequence lengths)."""
     longest: int
 
     def to(self, device: torch.device) -> Span:
@@ -29,19 +29,19 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How rows stand in one long row: a prompt, its replies one after the other, the next prompt, ... A token sees its own
-    prompt and what came before it in its own reply."""
+    """Sequences in one packed row: a prompt, its completions one after the other, the next prompt, and so on."""
 
     parts: Span
-    """All tokens; each prompt and each reply is a stretch."""
+    """All tokens; each prompt and each completion is a segment."""
     prompts: Span
     """The prompts."""
     replies: Span
-    """The replies; all replies to one prompt are one stretch."""
+    """The completions; all completions of one prompt are one segment."""
     rows_RT: Tensor
-    """Where each token of each row stands in the long one; a shared prompt in many rows. Filled with 0 on the right."""
+    """Index in the packed row of each token of each sequence; a shared prompt occurs in several. Padded with 0 on the
+    right."""
     place_I: Tensor
-    """Where each token of the long row stands among `rows_RT`, flattened: in one of its rows."""
+    """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""

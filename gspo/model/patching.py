@@ -1,4 +1,8 @@
-"""A module's `forward`, replaced on the instance for a while; its class is left alone."""
+"""Replacing the `forward` of a module temporarily, on the instance; its class does not change.
+
+In: a module and a function. Out: a context. Invariant: afterwards the module is as before, also if it was already
+patched.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Weights in 4 bits (NF4 with double quantisation, QLoRA, arXiv:2305.14314) through `bitsandbytes`, for a model whose own
-weights stay as they are.
+"""4-bit weights (NF4 with double quantization, QLoRA, arXiv:2305.14314) with `bitsandbytes`, for a frozen base model.
 
-In: a loaded model. Out: the same model with its linear layers replaced, all but the output layer and routers. Invariant: the
-layers compute with the weights that `restore` gives back, so what was trained beside them can be added to just these; they do so
-on every CPU, with gradients.
+In: a loaded model. Out: the same model with its linear layers quantized, except for the LM head and routers. Invariant:
+the layers compute with exactly the weights that `restore` gives back, so an adapter that was trained on them can be
+merged into them. They do so on every CPU, with gradients.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from torch import nn
 
 from gspo.errors import ConfigError
 
-# It complains at import that a kernel of the hub is missing on a CPU with bfloat16 instructions. That kernel is never used here.
+# On a CPU with bfloat16 instructions, bitsandbytes warns at import that a kernel from the hub is missing. That kernel
+# is never used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 BITS = 4.127
-"""Per weight: 4, and the scales of blocks of 64, themselves in 8 bits with a float32 scale per 256 of them."""
+"""Bits per weight: 4, plus the scales of blocks of 64 weights, stored in 8 bits with a float32 scale per 256 of
+them."""
 
 
 def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear layer by its path, but not the output layer, whose plain weight log-probabilities are computed from, and
-    not what a mixture of experts routes by."""
+    """Every linear layer by path, except the LM head, from whose plain weight log-probs are computed, and the routers
+    of an MoE model."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         routes = any(part in ("gate", "router") or part.endswith("_gate") for part in path.split("."))
@@ -37,53 +38,65 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize(model: Any, device: torch.device) -> None:
-    """Replace the linear layers by 4-bit ones on the device, one at a time."""
+    """Replace the linear layers with 4-bit ones on the device, one at a time."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError('model.quantize: 4-bit weights need the bitsandbytes package; run: pip install bitsandbytes, or set it to ""')  # fmt: skip
+        raise ConfigError(
+            "model.quantize: 4-bit weights need the bitsandbytes package; run: pip install bitsandbytes, or set it "
+            'to ""'
+        )
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, layer in list(linear_layers(model)):
-        kind = layer.weight.dtype
-        small = Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=kind, compress_statistics=True, quant_type="nf4", device="meta",
-        )  # fmt: skip
-        small.weight = Params4bit(layer.weight.data.contiguous(), requires_grad=False, quant_type="nf4", compress_statistics=True)  # fmt: skip
-        small.bias = layer.bias
-        # On a CPU with bfloat16 instructions the layer would repack its weights at the first forward without gradient, for good.
-        # The kernel for that layout rounds inputs to bfloat16 and has no gradient, and `dequantize_4bit` cannot read the layout.
-        small.support_avx512bf16_for_cpu = False
-        _put(model, path, small.to(device))
+        quantized = Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=layer.weight.dtype,
+            compress_statistics=True,
+            quant_type="nf4",
+            device="meta",
+        )
+        quantized.weight = Params4bit(
+            layer.weight.data.contiguous(), requires_grad=False, quant_type="nf4", compress_statistics=True
+        )
+        quantized.bias = layer.bias
+        # On a CPU with bfloat16 instructions, the layer would repack its weights permanently at the first forward
+        # without gradient. The kernel for that layout rounds inputs to bfloat16 and has no gradient, and
+        # `dequantize_4bit` cannot read the layout.
+        quantized.support_avx512bf16_for_cpu = False
+        _set_module(model, path, quantized.to(device))
 
 
 @torch.no_grad()
 def plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
-    """A 4-bit layer with its weights written out."""
+    """A 4-bit layer with dequantized weights."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(dtype)
-    made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight, made.bias = nn.Parameter(weight), layer.bias
-    return made
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    linear.bias = layer.bias
+    return linear
 
 
 def numbers_in(weight: Any) -> int:
-    """How many numbers a parameter holds: two to a byte if it is in 4 bits."""
+    """The number of weights in a parameter. A 4-bit parameter stores two per byte."""
     state = getattr(weight, "quant_state", None)
     return int(weight.numel()) if state is None else math.prod(state.shape)
 
 
-def is_small(layer: Any) -> bool:
-    """Whether a layer's weights are in 4 bits."""
+def is_quantized(layer: Any) -> bool:
+    """Whether a layer has 4-bit weights."""
     return type(layer).__name__ == "Linear4bit"
 
 
 def restore(model: Any) -> None:
-    """All layers with their weights written out, in the model's precision."""
+    """Dequantize all layers, to the model's dtype."""
     for path, module in list(model.named_modules()):
-        if is_small(module):
-            _put(model, path, plain(module, model.dtype))
+        if is_quantized(module):
+            _set_module(model, path, plain(module, model.dtype))
 
 
-def _put(model: Any, path: str, module: nn.Module) -> None:
+def _set_module(model: Any, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)

@@ -1,14 +1,14 @@
-"""The routers of a mixture-of-experts model: see what they choose in a forward, or choose for them.
+"""The routers of a mixture-of-experts (MoE) model: record their choices in a forward, or force them.
 
-In: any Hugging Face model, unmodified. Out: the experts of every token and MoE layer, as the model itself computed them.
-Invariant: only the choice is ever replaced. A router picks its experts by a top-k over the scores of all of them; while it
-is watched, that one call is noted, and under replay it answers with the experts given and *their current scores*. Gate
-weights, normalisation and gradient are then the model's own code on current router logits:
+In: any unmodified Hugging Face model. Out: the experts of every token and MoE layer, as the model itself chose them.
+Invariant: only the choice is ever replaced. A router selects experts by a top-k over the scores of all experts. While
+it is watched, this one call is recorded. Under replay it returns the given experts with *their current scores*, so
+gate weights, normalization and gradient come from the model's own code on the current router logits:
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j),   I the replayed choice, s the logits of this forward.
 
-Shape suffixes beside those of `types.py`: `I` input tokens of a forward or of a plan (prompt and reply, no padding in a
-plan), `L` MoE layers (dense layers are not counted), `K` experts chosen per token, `E` experts.
+Shape suffixes, in addition to those of `types.py`: `I` input tokens of a forward or of a plan (prompt and completion;
+no padding in a plan), `L` MoE layers (dense layers are not counted), `K` experts per token, `E` experts.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from gspo.model.patching import patched_forward
 from gspo.types import Routes
 
 MAY_ROUTE = re.compile(r"(Router|Gate|Gating|MoE|Moe|MoeBlock|MoEBlock|MoeMLP|FeedForward)$")
-"""Names of classes that may hold a router; which of them do is found by running the model."""
+"""Names of classes that may contain a router. Which of them do is found by running the model."""
 
 RANKS = ("DogeCDMoE",)
-"""Their top-k gives places in a list that was sorted before, not experts."""
+"""Classes whose top-k returns positions in a sorted list, not experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedExperts:
-    """Experts to use instead of the routers' own."""
+    """Experts to use instead of the routers' own choice."""
 
     chosen_ILK: Tensor
-    """For every token of the forward, padding included."""
+    """For every token of the forward, including padding."""
     known_I: Tensor
-    """Where `chosen` means something; the others are routed by the model."""
+    """Where `chosen_ILK` is valid. The model routes the other tokens itself."""
 
 
 @dataclass(kw_only=True)
 class RouterTrace:
-    """What the routers did in one forward. A recomputation in the backward pass repeats it and is not noted again."""
+    """The choices of the routers in one forward. A recomputation in the backward pass is not recorded again."""
 
     compact: torch.dtype
     used: dict[int, Tensor] = field(default_factory=dict)
     native: dict[int, Tensor] = field(default_factory=dict)
     logits: dict[int, Tensor] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
-    """Weights of the experts used, of routers that return them."""
+    """Gate weights of the experts used, if the router returns them."""
 
     @property
     def used_ILK(self) -> Tensor:
-        """The experts that computed, in the model's order."""
-        return self._stacked(self.used)
+        """The experts that were used, in the order of the model's layers."""
+        return self._stack(self.used)
 
     @property
     def native_ILK(self) -> Tensor:
-        """The experts that the routers would have chosen by themselves."""
-        return self._stacked(self.native)
+        """The experts that the routers chose themselves."""
+        return self._stack(self.native)
 
-    def _stacked(self, chosen: dict[int, Tensor]) -> Tensor:
+    def _stack(self, chosen: dict[int, Tensor]) -> Tensor:
         return torch.stack([chosen[layer] for layer in sorted(chosen)], dim=1).to(self.compact)
 
 
@@ -74,7 +74,9 @@ class Routers:
     """The routers of one model, by MoE layer."""
 
     def __init__(self, modules: Sequence[Any], *, experts: int, top_k: int) -> None:
-        self.modules, self.experts, self.top_k = tuple(modules), experts, top_k
+        self.modules = tuple(modules)
+        self.experts = experts
+        self.top_k = top_k
         self._watched = False
         self._logits_at: int | None = None
 
@@ -84,73 +86,76 @@ class Routers:
 
     @property
     def compact(self) -> torch.dtype:
-        """One byte per choice where that is enough, else two."""
+        """The dtype of stored choices: one byte if that is enough, else two."""
         return torch.uint8 if self.experts <= 256 else torch.int16
 
     @contextmanager
     def watch(
         self, forced: ForcedExperts | None = None, *, logits: bool = False, gates: bool = False
     ) -> Iterator[RouterTrace]:
-        """Note the choices of the one forward inside, or prescribe them. The backward pass belongs inside too where
-        activations are recomputed; `logits` keeps the router logits, with their graph, `gates` the experts' weights."""
+        """Record the choices of the one forward inside, or force them.
+
+        With gradient checkpointing the backward pass must be inside too, because it runs the routers again. `logits`
+        keeps the router logits with their graph, `gates` the gate weights of the experts."""
         assert not self._watched, "the routers are already being watched"
-        seen = RouterTrace(compact=self.compact)
+        trace = RouterTrace(compact=self.compact)
         with ExitStack() as stack:
             self._watched = True
             stack.callback(setattr, self, "_watched", False)
             for layer, module in enumerate(self.modules):
                 stack.enter_context(
-                    patched_forward(module, self._routed(layer, module.forward, seen, forced, logits, gates))
+                    patched_forward(module, self._wrap(layer, module.forward, trace, forced, logits, gates))
                 )
-            yield seen
-        missing = self.layers - len(seen.used)
+            yield trace
+        missing = self.layers - len(trace.used)
         assert not missing, f"{missing} of {self.layers} routers were not called in the forward"
 
-    def _routed(
+    def _wrap(
         self,
         layer: int,
         forward: Callable[..., Any],
-        seen: RouterTrace,
+        trace: RouterTrace,
         forced: ForcedExperts | None,
         logits: bool,
         gates: bool,
     ) -> Callable[..., Any]:
         def choose(score_IE: Tensor, native: Any) -> Any:
+            # Not the choice of experts: some routers also select groups of experts by top-k.
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
                 return native
-            used = native if forced is None else _prescribed(score_IE, native, forced, layer)
-            seen.native.setdefault(layer, native.indices.detach())
-            seen.used.setdefault(layer, used.indices.detach())
+            used = native if forced is None else _force(score_IE, native, forced, layer)
+            trace.native.setdefault(layer, native.indices.detach())
+            trace.used.setdefault(layer, used.indices.detach())
             return used
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             with _TopK(choose):
                 output = forward(*args, **kwargs)
             if logits:
-                seen.logits.setdefault(layer, self._logits(output))
-            if gates and (weights := _floats(output, self.top_k)):
-                seen.gates.setdefault(layer, weights[0].detach())
+                trace.logits.setdefault(layer, self._logits(output))
+            if gates and (weights := _float_outputs(output, self.top_k)):
+                trace.gates.setdefault(layer, weights[0].detach())
             return output
 
         return routed
 
     def _logits(self, output: Any) -> Tensor:
-        """The router logits among what a router returns. Which they are is settled once, by the first forward: scores that
-        are 0 for the experts not chosen are no logits, but a logit may be 0 by chance later on."""
-        found = _floats(output, self.experts)
+        """The router logits among the outputs of a router. Their index is determined once, at the first forward: scores
+        that are 0 for unselected experts are not logits, but later a logit may be 0 by chance."""
+        found = _float_outputs(output, self.experts)
         if self._logits_at is None:
             self._logits_at = next((i for i, t in enumerate(found) if not bool((t == 0).any())), None)
         if self._logits_at is None:
-            raise ConfigError("routing.balance_loss: this model's routers do not return their logits; leave it out")
+            raise ConfigError("routing.balance_loss: this model's routers do not return their logits; remove it")
         return found[self._logits_at].reshape(-1, self.experts)
 
     def unpack(self, routes: Routes) -> Tensor:
-        """[tokens, L, K] of what an engine reported."""
+        """The routes that an engine reported, as [tokens, L, K]."""
         flat = torch.frombuffer(bytearray(routes.experts), dtype=torch.uint8 if routes.width == 1 else torch.int16)
         return flat.view(-1, routes.layers, routes.top_k).to(self.compact)
 
     def pack(self, chosen_ILK: Tensor) -> Routes:
-        """The same, free of torch."""
+        """The inverse of `unpack`: routes without torch."""
         assert chosen_ILK.dtype == self.compact
         return Routes(
             experts=chosen_ILK.cpu().contiguous().numpy().tobytes(),
@@ -160,8 +165,8 @@ class Routers:
         )
 
 
-def _floats(output: Any, width: int) -> list[Tensor]:
-    """The matrices of numbers, this wide, among what a router returns."""
+def _float_outputs(output: Any, width: int) -> list[Tensor]:
+    """The floating-point matrices of this width among the outputs of a router."""
     parts = output if isinstance(output, tuple) else (output,)
     return [
         t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1 and t.shape[-1] == width
@@ -169,19 +174,19 @@ def _floats(output: Any, width: int) -> list[Tensor]:
 
 
 def changed(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
-    """How many choices of each token are in `a` but not in `b`, over all layers; their order does not matter."""
+    """The number of choices of each token that are in `a` but not in `b`, over all layers, in any order."""
     shared = (a_NLK.unsqueeze(-1) == b_NLK.unsqueeze(-2)).any(-1)
     return (~shared).sum((-1, -2))
 
 
-def _prescribed(score_IE: Tensor, native: Any, forced: ForcedExperts, layer: int) -> Any:
+def _force(score_IE: Tensor, native: Any, forced: ForcedExperts, layer: int) -> Any:
     assert len(score_IE) == len(forced.known_I), f"{len(score_IE)} tokens, but experts for {len(forced.known_I)}"
     chosen_IK = torch.where(forced.known_I.unsqueeze(-1), forced.chosen_ILK[:, layer].long(), native.indices)
     return torch.return_types.topk((score_IE.gather(-1, chosen_IK), chosen_IK))
 
 
 class _TopK(TorchFunctionMode):
-    """Hands every top-k over a matrix, and its result, to `choose`, whose answer is used instead."""
+    """Passes every top-k over a matrix, and its result, to `choose` and returns what that returns instead."""
 
     def __init__(self, choose: Callable[[Tensor, Any], Any]) -> None:
         super().__init__()
@@ -195,19 +200,19 @@ class _TopK(TorchFunctionMode):
         return self.choose(score, result) if score.dim() == 2 else result
 
 
-# ------------------------------------------------------------------------------------------------- finding them
+# --- Finding routers ---
 
 
 def find_routers(model: Any) -> Routers | None:
-    """The routers of a model, found by watching a forward of a few tokens; None if it has none."""
+    """The routers of a model, found by watching a forward of a few tokens; None if there are none."""
     candidates = _candidates(model)
     if not candidates:
         return None
     shapes: dict[int, tuple[int, int]] = {}
 
-    def note(index: int) -> Callable[[Tensor, Any], Any]:
+    def record(index: int) -> Callable[[Tensor, Any], Any]:
         def choose(score: Tensor, native: Any) -> Any:
-            # The last one counts: some models choose groups of experts first.
+            # The last top-k counts: some models select groups of experts first.
             shapes[index] = (score.shape[1], native.indices.shape[1])
             return native
 
@@ -215,21 +220,27 @@ def find_routers(model: Any) -> Routers | None:
 
     with ExitStack() as stack:
         for index, module in enumerate(candidates):
-            stack.enter_context(patched_forward(module, _under(_TopK(note(index)), module.forward)))
-        _try(model)
+            stack.enter_context(patched_forward(module, _with_mode(_TopK(record(index)), module.forward)))
+        _run(model)
     if not shapes:
         return None
     found = [candidates[i] for i in sorted(shapes)]
+    # A block that contains its router also sees the router's top-k: keep the innermost module.
     found = [m for m in found if not any(child is not m and child in found for child in m.modules())]
     kinds = {shapes[candidates.index(m)] for m in found}
     if len(kinds) > 1:
-        warnings.warn(f"the layers of {type(model).__name__} differ in how many experts they have or choose ({sorted(kinds)}): their routing cannot be recorded", RuntimeWarning, stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"the layers of {type(model).__name__} differ in how many experts they have or select ({sorted(kinds)}): "
+            "their routing cannot be recorded",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     experts, top_k = kinds.pop()
     return Routers(found, experts=experts, top_k=top_k)
 
 
-def _under(mode: TorchFunctionMode, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_mode(mode: TorchFunctionMode, forward: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         with mode:
             return forward(*args, **kwargs)
@@ -249,48 +260,51 @@ def _candidates(model: Any) -> list[Any]:
 
 
 def says_it_routes(model: Any) -> bool:
-    """Whether the model's config speaks of several experts."""
+    """Whether the model's config declares several experts."""
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)
 
 
 def check_replay(model: Any, routers: Routers) -> None:
-    """Replay must take effect: a forward's own choices change nothing (but rounding, on a GPU), others do, are used, and
-    get a weight."""
-    plain = _try(model)
-    with routers.watch() as seen:
-        _try(model)
-    own_ILK = seen.used_ILK
-    if not torch.allclose(_replayed(model, routers, own_ILK)[0], plain, atol=1e-2 * float(plain.std()), rtol=0):
-        raise ConfigError(_no_replay(model, "replaying a forward's own experts changes it"))
+    """Check that replay takes effect: replaying a forward's own choices changes nothing (except for rounding on a GPU),
+    and other choices are used, have an effect and get a nonzero gate weight."""
+    plain = _run(model)
+    with routers.watch() as trace:
+        _run(model)
+    own_ILK = trace.used_ILK
+    if not torch.allclose(_replay(model, routers, own_ILK)[0], plain, atol=1e-2 * float(plain.std()), rtol=0):
+        raise ConfigError(_replay_error(model, "replaying a forward's own experts changes it"))
     for shift in {1, routers.experts // 2} if routers.experts > routers.top_k else ():
         other_ILK = ((own_ILK.long() + shift) % routers.experts).to(own_ILK.dtype)
-        logits, forced = _replayed(model, routers, other_ILK)
+        logits, forced = _replay(model, routers, other_ILK)
         if not torch.equal(forced.used_ILK, other_ILK) or torch.equal(logits, plain):
-            raise ConfigError(_no_replay(model, "other experts change nothing"))
+            raise ConfigError(_replay_error(model, "other experts change nothing"))
         if any(bool((gate == 0).any()) for gate in forced.gates.values()):
-            raise ConfigError(_no_replay(model, "its routers give no weight to experts that they would not choose"))
+            raise ConfigError(_replay_error(model, "its routers give no weight to experts that they did not select"))
 
 
 def check_balance(model: Any, routers: Routers) -> None:
-    """The balance loss needs router logits."""
+    """Check that the routers return their logits, which the balance loss needs."""
     with routers.watch(logits=True):
-        _try(model)
+        _run(model)
 
 
-def _replayed(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, RouterTrace]:
+def _replay(model: Any, routers: Routers, chosen_ILK: Tensor) -> tuple[Tensor, RouterTrace]:
     known_I = torch.ones(len(chosen_ILK), dtype=torch.bool, device=chosen_ILK.device)
-    with routers.watch(ForcedExperts(chosen_ILK=chosen_ILK, known_I=known_I), gates=True) as seen:
-        return _try(model), seen
+    with routers.watch(ForcedExperts(chosen_ILK=chosen_ILK, known_I=known_I), gates=True) as trace:
+        return _run(model), trace
 
 
-def _no_replay(model: Any, why: str) -> str:
-    return f'routing.replay: replaying experts has no exact effect in {type(model).__name__}: {why}; set routing.replay = "off"'
+def _replay_error(model: Any, why: str) -> str:
+    return (
+        f"routing.replay: replaying experts has no exact effect in {type(model).__name__}: {why}; set "
+        'routing.replay = "off"'
+    )
 
 
 @torch.no_grad()
-def _try(model: Any) -> Tensor:
+def _run(model: Any) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(1, 9, device=model.device).view(2, 4) % vocabulary
     logits: Tensor = model(input_ids=ids, use_cache=False).logits

@@ -1,7 +1,7 @@
-"""Where a model lies: a directory, a .gguf file, the hub; of an adapter, the model it belongs to.
+"""Where a model is: a directory, a .gguf file, the hub; for an adapter, its base model.
 
-In: `ModelConfig`. Out: what transformers is to load. Invariant: what is not there is said at once, in one line that names the
-setting.
+In: `ModelConfig`. Out: the path and options for transformers. Invariant: a missing model is reported immediately, in
+one line that names the setting.
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from gspo.errors import ConfigError
 from gspo.hub import unreachable_host
 from gspo.model import adapter
 
-_BLOCK, _BLOCKS = 1 << 20, 1 << 10
+_BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+_BLOCKS = 1 << 10
+"""Blocks that are read of a large file, at most."""
 
 
 def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds the model (of an adapter: the one it belongs to), and the option that names a .gguf file there."""
-    named = _named(config)
+    """The path of the model (for an adapter, of its base model) for transformers, and the option that names a .gguf
+    file."""
+    named = _model_name(config)
     path = os.path.expanduser(named)
     if named != config.path and not Path(path).exists() and _looks_local(path):
-        raise ConfigError(f"model.path: {named}: is not there, and the adapter in {config.path} was trained beside it; put it back, or a link to it")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {named}: does not exist, and it is the base model of the adapter in {config.path}; restore "
+            "it, or put a link to it there"
+        )
     if not path.endswith(".gguf"):
         _check_local(path)
         return (path if Path(path).is_dir() else _from_hub(path)), {}
@@ -42,30 +49,31 @@ def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def load_errors(config: ModelConfig) -> Iterator[None]:
-    """What transformers says of a model it cannot load, as one line."""
+    """Turn the errors of transformers for a model that cannot be loaded into one line."""
     try:
         yield
     except Exception as error:
         if config.trust_remote_code and not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
-            raise  # code of the model's author, who needs the traceback
+            raise  # remote code of the model failed: its author needs the traceback
         pickled = type(error).__name__ == "UnpicklingError"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
             reason = f"its files are damaged or contradict each other ({type(error).__name__}: {reason})"
-        reason = "its weights are a pickle that would run code; take the model in safetensors" if pickled else reason
-        path = _named(config)
+        if pickled:
+            reason = "its weights are a pickle that would execute code; use the model in safetensors format"
+        path = _model_name(config)
         local = "" if Path(path).expanduser().exists() else " (and there is no such file or directory here)"
-        of = f", the model of the adapter in {config.path}" if path != config.path else ""
-        raise ConfigError(f"model.path: cannot load {path!r}{of}{local}: {reason}") from error
+        owner = f", the base model of the adapter in {config.path}" if path != config.path else ""
+        raise ConfigError(f"model.path: cannot load {path!r}{owner}{local}: {reason}") from error
 
 
-def _named(config: ModelConfig) -> str:
-    """What the setting names; of an adapter, the model it belongs to."""
+def _model_name(config: ModelConfig) -> str:
+    """The model that the setting names; for an adapter, its base model."""
     return adapter.base_of(config.path) or config.path
 
 
 def _check_local(path: str) -> None:
-    """A path that looks local must exist: the hub's error for it would mislead."""
+    """A path that looks local must exist: the hub's error for it would be misleading."""
     local = Path(path)
     if _looks_local(path) and not local.is_dir():
         raise ConfigError(f"model.path: {path}: no such directory; give a directory, a hub name or a .gguf file")
@@ -79,29 +87,35 @@ def _looks_local(path: str) -> bool:
 
 
 def _from_hub(name: str) -> str:
-    """A hub name; without a network the copy that was fetched before, or an error at once instead of a minute of retries."""
+    """A hub name, or without a network the cached copy. Without either, an error at once instead of a minute of
+    retries."""
     from huggingface_hub import try_to_load_from_cache
 
     host = unreachable_host()
     if not host:
         return name
     try:
-        kept = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
     except ValueError:
-        kept = None  # no hub name at all
-    if isinstance(kept, str):
-        return os.path.dirname(kept)
-    raise ConfigError(f"model.path: {name!r} is not here, neither as a directory nor among the models fetched before, and {host} cannot be reached; give a directory or a .gguf file")  # fmt: skip
+        cached = None  # not a valid hub name
+    if isinstance(cached, str):
+        return os.path.dirname(cached)
+    raise ConfigError(
+        f"model.path: {name!r} is neither a directory nor in the local cache, and {host} cannot be reached; give a "
+        "directory or a .gguf file"
+    )
 
 
 def weights_fingerprint(config: ModelConfig) -> str:
-    """Of the files that hold the given model's weights; empty if they are not here, but on the hub. Of a large file, blocks
-    at even distances are read."""
-    if config.build or not Path(_named(config)).expanduser().exists():
+    """A fingerprint of the files with the model's weights; empty if they are on the hub. In a large file, only blocks
+    at regular intervals are read."""
+    if config.build or not Path(_model_name(config)).expanduser().exists():
         return ""
     place, options = location(config)
     folder = Path(place)
-    files = [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))  # fmt: skip
+    files = (
+        [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+    )
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

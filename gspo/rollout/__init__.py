@@ -1,1 +1,1 @@
-"""Stage 2: replies, drawn from the current policy by an engine."""
+"""Stage 2: an engine samples completions from the current policy."""

@@ -1,8 +1,8 @@
-"""What a sampling engine is, and how one is found by its name.
+"""The sampling engine protocol, and the lookup of an engine by its name.
 
-In: prompts and a `Sampling`. Out: for each prompt, its replies in sample order. Invariant: a reply depends on the
-weights, the prompt, the sampling settings and its own random stream `(seed, stream, prompt id, sample)`, never on which
-other replies happened to be in the batch or in which order they finished.
+In: prompts and a `Sampling`. Out: the completions of each prompt in sample order. Invariant: a completion depends on
+the weights, the prompt, the sampling settings and its own random stream `(seed, stream, prompt id, sample)`, never on
+the other completions of the batch or the order in which they finish.
 
 An engine is one file in `engines/` with a function `build(context, **options) -> Engine`.
 """
@@ -24,12 +24,12 @@ from gspo.types import Completion, Prompt, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats:
-    """What drawing replies has cost."""
+    """The cost of decoding."""
 
     steps: int = 0
-    """Forwards of one token per row."""
+    """Forward passes of one token per row."""
     rows: int = 0
-    """Rows of all of them, idle ones included."""
+    """Rows of all these passes, idle ones included."""
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
         return DecodeStats(steps=self.steps + other.steps, rows=self.rows + other.rows)
@@ -39,16 +39,16 @@ class DecodeStats:
 
 
 class Engine(Protocol):
-    """Draws replies from the current policy."""
+    """Samples completions from the current policy."""
 
     @property
     def decoded(self) -> DecodeStats | None:
-        """What all replies since the engine was built have cost; None: it does not know."""
+        """The decoding cost since the engine was built; None if unknown."""
         ...
 
     @property
     def reports_routes(self) -> bool:
-        """Whether replies can carry the experts that computed them."""
+        """Whether completions can carry the experts that computed them."""
         ...
 
     def generate(
@@ -62,26 +62,27 @@ class Engine(Protocol):
         version: int,
         routes: bool = False,
     ) -> list[list[Completion]]:
-        """`samples` replies for each prompt. `stream` names the occasion (`train/12`, `eval/20`), so that meeting a
-        prompt again draws anew; `version` is stamped on every reply; `routes` asks for the experts, where the engine
-        reports them."""
+        """Sample `samples` completions of each prompt.
+
+        `stream` names the occasion (`train/12`, `eval/20`), so that a prompt that occurs again gets fresh samples.
+        `version` is stored in every completion. `routes` requests the experts, if the engine reports them."""
         ...
 
     def close(self) -> None:
-        """Free what the engine holds; calling it twice is fine."""
+        """Free all resources. May be called twice."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What an engine may be built from: the learner's own model and tokenizer."""
+    """What an engine is built from: the learner's own model and tokenizer."""
 
     model: Any
     tokenizer: Any
     stop_ids: tuple[int, ...]
-    """Token ids that end a reply."""
+    """Token ids that end a completion."""
     routers: Routers | None = None
-    """The model's routers; None: a dense model, or nobody asks for its experts."""
+    """The model's routers; None for a dense model, or if routing is not recorded."""
 
     def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
         """Completions as text. A damaged tokenizer may load and encode, and fail only here: it raises anything, and panics."""
@@ -98,7 +99,7 @@ class EngineContext:
 
 
 def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:
-    """The engine in `engines/NAME.py`."""
+    """Build the engine of `engines/NAME.py`."""
     if name not in engine_names():
         raise ConfigError(f"rollout.engine: no engine {name!r}; there are: {', '.join(engine_names())}")
     build: Callable[..., Engine] = importlib.import_module(f"gspo.rollout.engines.{name}").build
@@ -106,19 +107,20 @@ def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) 
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"rollout.engine_options.{option}: engine {name!r} has no such option; it has: {', '.join(known) or 'none'}"
+                f"rollout.engine_options.{option}: engine {name!r} has no such option; it has: "
+                f"{', '.join(known) or 'none'}"
             )
     return build(context, **options)
 
 
 def engine_names() -> list[str]:
-    """Every engine there is, by file name."""
+    """The names of all engines: their file names."""
     from gspo.rollout import engines
 
     return sorted(m.name for m in pkgutil.iter_modules(engines.__path__))
 
 
 def stream_key(seed: int, stream: str, prompt_id: str, sample: int) -> int:
-    """A 63-bit key of a reply's own random stream."""
+    """The 63-bit key of a completion's own random stream."""
     text = f"{seed}\x1f{stream}\x1f{prompt_id}\x1f{sample}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -16,7 +16,7 @@ from gspo.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """What a step sampled."""
+    """The groups that a step sampled."""
 
     groups: tuple[Group, ...]
     discarded: tuple[Group, ...]
@@ -85,8 +85,8 @@ class Gatherer:
 def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Give a prompt that occurs twice in one request (small data) its own id, and so its own random stream."""
     seen: dict[str, int] = {}
-    named = []
+    renamed = []
     for prompt in prompts:
         times = seen[prompt.id] = seen.get(prompt.id, 0) + 1
-        named.append(prompt if times == 1 else dataclasses.replace(prompt, id=f"{prompt.id}#{times}"))
-    return named
+        renamed.append(prompt if times == 1 else dataclasses.replace(prompt, id=f"{prompt.id}#{times}"))
+    return renamed

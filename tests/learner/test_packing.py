@@ -85,7 +85,7 @@ def learned(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     return logp_N, entropy_N, gradient
 
 
-@pytest.mark.filterwarnings("ignore:log-probabilities are computed from all logits")
+@pytest.mark.filterwarnings("ignore:log-probs are computed from all logits")
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_are_those_of_separate_rows(name: str) -> None:
     model = MODELS[name]()

@@ -1,4 +1,4 @@
-"""What is computed does not depend on where weights lie in memory: whatever is loaded is aligned to 64 bytes."""
+"""Results do not depend on the memory addresses of weights: all loaded weights are aligned to 64 bytes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from gspo.trainer import train
 OFFSETS = (8, 16, 32, 48)
 
 
-def misplaced(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+def misaligned(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [name for name, t in tensors if t.data_ptr() % 64 or t.storage_offset() or not t.is_contiguous()]
 
 
-def misplaced_in(model: Any) -> list[str]:
-    return misplaced((*model.named_parameters(), *model.named_buffers()))
+def misaligned_in(model: Any) -> list[str]:
+    return misaligned((*model.named_parameters(), *model.named_buffers()))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[[str], str]:
-    """The directory of a small model, as it would be given."""
+    """The directory of a small model, as a user would give it."""
 
     def make(build: str) -> str:
         tokenizer = char_tokenizer("sort 0123456789")
@@ -49,35 +49,36 @@ MODELS = {
     "dense": ("tiny_dense", {}),
     "mixture of experts": ("tiny_moe", {}),
     "bfloat16": ("tiny_dense", {"dtype": "bfloat16"}),
-    "with adapters": ("tiny_dense", {"lora": LoraConfig(rank=2)}),
-    "in 4 bits": ("tiny_dense", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
+    "LoRA": ("tiny_dense", {"lora": LoraConfig(rank=2)}),
+    "4-bit": ("tiny_dense", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
 }
 
 
 @pytest.mark.parametrize(("build", "settings"), MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("offset", OFFSETS)
-def test_loaded_weights_are_aligned_and_tied_ones_stay_tied(
+def test_loaded_weights_are_aligned_and_tied_weights_stay_tied(
     offset: int, build: str, settings: dict[str, Any], folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig(path=folder(build), device="cpu", **settings)
     misalign_loading(offset, monkeypatch.setattr)
     model = load_policy(config, load_tokenizer(config), seed=0).model
-    assert misplaced_in(model) == []
+    assert misaligned_in(model) == []
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     built = load_policy(ModelConfig(build=build, device="cpu"), char_tokenizer("0123"), seed=0)  # type: ignore[arg-type]
-    assert misplaced_in(built.model) == []
+    assert misaligned_in(built.model) == []
 
 
-def test_shared_memory_stays_shared_and_other_layouts_become_plain() -> None:
-    """Two parameters over one piece of memory, a part of a larger piece, and a matrix that is kept transposed."""
-    model, both = torch.nn.Module(), placed(torch.arange(64.0).view(8, 8), 8)
+def test_shared_memory_stays_shared_and_other_layouts_become_contiguous() -> None:
+    """Two parameters that share memory, a slice of a larger tensor, and a transposed matrix."""
+    model = torch.nn.Module()
+    both = placed(torch.arange(64.0).view(8, 8), 8)
     model.one, model.other = torch.nn.Parameter(both), torch.nn.Parameter(both)
     model.part = torch.nn.Parameter(torch.arange(96.0)[32:])
-    model.turned = torch.nn.Parameter(torch.arange(64.0).view(8, 8).T)
+    model.transposed = torch.nn.Parameter(torch.arange(64.0).view(8, 8).T)
     model.register_buffer("numbers", placed(torch.arange(5), 48))
     before = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     align(model)
-    assert misplaced_in(model) == []
+    assert misaligned_in(model) == []
     assert model.one.data_ptr() == model.other.data_ptr()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert torch.equal(tensor, before[name])
@@ -110,30 +111,31 @@ def test_masters_and_moments_are_aligned(
         checkpoint.restore(path, optimizer, 2)
         state = optimizer.state()
         assert {key.split("/")[0] for key in state} >= {"exp_avg", "exp_avg_sq"} | ({"master"} if overrides else set())
-        assert misplaced_in(policy.model) == []
-        assert misplaced(state.items()) == []
+        assert misaligned_in(policy.model) == []
+        assert misaligned(state.items()) == []
 
 
-def test_completions_log_probs_and_gradients_are_the_same_at_every_offset(
+def test_completions_log_probs_and_gradients_are_bitwise_identical_at_every_offset(
     tiny: Callable[..., Config], folder: Callable[[str], str], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, seen = folder("tiny_dense"), []
+    path = folder("tiny_dense")
+    seen = []
     step = Optimizer.step
 
-    def look(self: Optimizer, **options: Any) -> Any:
+    def recording(self: Optimizer, **options: Any) -> Any:
         gradients.append({n: p.grad.clone() for n, p in parts.policy.model.named_parameters()})
         return step(self, **options)
 
-    monkeypatch.setattr(Optimizer, "step", look)
+    monkeypatch.setattr(Optimizer, "step", recording)
     for offset in (0, *OFFSETS):
         misalign_loading(offset, monkeypatch.setattr)
-        # One prompt, one slot: the products of single rows are those that round by alignment.
+        # One prompt, one slot: products with a single row are the ones whose rounding depends on alignment.
         options = ("rollout.prompts=1", "rollout.engine_options.slots=1", "learner.mini_batches=1")
         parts, gradients = parts_of(tiny("model.build=", f"model.path={path}", *options, run_dir=f"at{offset}")), []
         collected = collect(parts, step=1, cursor=0, clock=Clock())
         learned = learn(parts, collected.gathered.groups, step=1)
         assert learned is not None
-        assert misplaced_in(parts.policy.model) == []
+        assert misaligned_in(parts.policy.model) == []
         completions = [c for g in collected.gathered.sampled for c in g.completions]
         seen.append(([(c.token_ids, c.logp_sampler) for c in completions], learned.tokens.logp_N, gradients))
     for completions, logp_N, gradients in seen[1:]:

@@ -1,4 +1,4 @@
-"""The log-probability head: the same numbers and gradients as plain logits, and no work for rows without gradient."""
+"""Fused linear log-probs: the same values and gradients as plain logits, and no work for rows without gradient."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gspo.config import LearnerConfig
 from gspo.learner import forward as logprobs
 from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import TokenSequence, make_plan
-from gspo.model.kernels import fused_linear_logprobs as selected
-from gspo.model.kernels import fused_linear_logprobs_torch as selected_torch
+from gspo.model.kernels import fused_linear_logprobs as fused
+from gspo.model.kernels import fused_linear_logprobs_torch as torch_kernels
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import lm_head, obstacle_to_head
 
@@ -38,7 +38,7 @@ def case(rows: int, size: int, vocabulary: int, dtype: torch.dtype, seed: int = 
 
 
 def run(head: Any, hidden: Tensor, weight: Tensor, target: Tensor, gains: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Values and gradients of a weighted sum of log-probabilities and entropies."""
+    """Values and gradients of a weighted sum of log-probs and entropies."""
     hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     logp, entropy = head(hidden, weight, target, 0.7)
     (gains[0].to(logp.dtype) * logp + gains[1].to(logp.dtype) * entropy).sum().backward()
@@ -58,29 +58,35 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("held", [1, 400, 10**9], ids=["parts of 256", "parts of 512", "one part"])
+@pytest.mark.parametrize("held", [1, 400, 10**9], ids=["chunks of 256", "chunks of 512", "one chunk"])
 @pytest.mark.parametrize("idle", [0.0, 0.3, 1.0])
-def test_values_and_gradients_are_those_of_plain_logits(
-    held: int, idle: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_match_plain_logits(held: int, idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HELD", "HELD_CPU"):
-        monkeypatch.setattr(selected, name, held if held != 400 else 37 * 512)
+        monkeypatch.setattr(fused, name, held if held != 400 else 37 * 512)
     hidden, weight, target = case(37, 24, 1001, torch.float64)
     gains = gains_of(37, idle)
-    for found, expected in zip(run(fused_linear_logprobs, hidden, weight, target, gains), run(plain, hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(
+        run(fused_linear_logprobs, hidden, weight, target, gains),
+        run(plain, hidden, weight, target, gains),
+        strict=True,
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     hidden, weight, target = case(9, 24, 300, torch.float64)
     gains = gains_of(9, 0.0)
-    for found, expected in zip(run(fused_linear_logprobs, 300 * hidden, weight, target, gains), run(plain, 300 * hidden, weight, target, gains), strict=True):  # fmt: skip
+    for found, expected in zip(
+        run(fused_linear_logprobs, 300 * hidden, weight, target, gains),
+        run(plain, 300 * hidden, weight, target, gains),
+        strict=True,
+    ):
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_no_worse_than_that_of_plain_logits(dtype: torch.dtype) -> None:
+def test_the_error_is_no_larger_than_with_plain_logits(dtype: torch.dtype) -> None:
     hidden, weight, target = case(64, 64, 2000, dtype)
     gains = gains_of(64)
     exact = run(plain, hidden.double(), weight.double(), target, gains)
@@ -90,39 +96,42 @@ def test_error_is_no_worse_than_that_of_plain_logits(dtype: torch.dtype) -> None
     theirs = [distance(a, b) for a, b in zip(run(plain, hidden, weight, target, gains), exact, strict=True)]
     for our, their in zip(ours, theirs, strict=True):
         assert our <= 1.1 * their + 1e-6
-    assert max(ours[:2]) < 1e-5, "values are those of float32"
+    assert max(ours[:2]) < 1e-5, "values have float32 precision"
 
 
 @pytest.mark.parametrize("idle", [0.5, 1.0])
-def test_rows_without_gradient_are_left_out_of_the_backward(idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_gradient_are_skipped_in_the_backward(idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, target = case(40, 24, 300, torch.float32)
     gains = gains_of(40, idle)
     seen: list[int] = []
-    original = selected_torch.logit_gradient
-    monkeypatch.setattr(selected_torch, "logit_gradient", lambda h, *rest: (seen.append(len(h)), original(h, *rest)))
+    original = torch_kernels.logit_gradient
+    monkeypatch.setattr(torch_kernels, "logit_gradient", lambda h, *rest: (seen.append(len(h)), original(h, *rest)))
     gradient = run(fused_linear_logprobs, hidden, weight, target, gains)[2]
     busy = (gains[0] != 0) | (gains[1] != 0)
     assert seen == ([int(busy.sum())] if busy.any() else [])
     assert (gradient[~busy] == 0).all()
 
 
-def test_the_weights_gradient_adds_up_in_float32() -> None:
-    """One large micro-batch, then many that bfloat16 would swallow."""
+def test_the_weight_gradient_accumulates_in_float32() -> None:
+    """One large micro-batch, then many whose gradients bfloat16 would round away."""
     hidden, weight, target = case(8, 24, 300, torch.bfloat16)
-    exact, buffer = torch.zeros_like(weight, dtype=torch.float64), torch.zeros_like(weight, dtype=torch.float32)
+    exact = torch.zeros_like(weight, dtype=torch.float64)
+    buffer = torch.zeros_like(weight, dtype=torch.float32)
+    rounded = torch.zeros_like(weight)
     weight.requires_grad_()
     for size in [1.0] + [1e-3] * 30:
         gains = (torch.full((8,), size, device=DEVICE), torch.zeros(8, device=DEVICE))
-        exact += run(plain, hidden.double(), weight.double(), target, gains)[3]
+        gradient = run(plain, hidden.double(), weight.double(), target, gains)[3]
+        exact += gradient
+        rounded = rounded + gradient.bfloat16()
         logp, _ = fused_linear_logprobs(hidden, weight, target, 0.7, weight_gradient=buffer)
         (gains[0] * logp).sum().backward()
     assert weight.grad is None
     assert distance(buffer, exact) < 5e-3
-    rounded = sum((run(plain, hidden.double(), weight.double(), target, (torch.full((8,), size, device=DEVICE), torch.zeros(8, device=DEVICE)))[3].bfloat16() for size in [1.0] + [1e-3] * 30), torch.zeros_like(weight))  # fmt: skip
     assert distance(rounded, exact) > distance(buffer, exact)
 
 
-# --- in a model ---
+# --- In a model ---
 
 
 ROWS = [
@@ -137,9 +146,9 @@ def built(kind: str, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied to the embedding"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss", "mixtral"])
-def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
+def test_a_model_matches_its_plain_logits(name: str, tied: bool) -> None:
     model = FAMILIES[name].model(torch.float64, tie_word_embeddings=tied)
     micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").updates[0][0]
     assert lm_head(model) is not None
@@ -150,7 +159,13 @@ def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
     ):
         logp_N, entropy_N = function(model, micro, 0.7, entropy_gradient=True)
         (logp_N.sum() + 0.3 * entropy_N.sum()).backward()
-        found.append((logp_N.detach(), entropy_N.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))  # fmt: skip
+        found.append(
+            (
+                logp_N.detach(),
+                entropy_N.detach(),
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+            )
+        )
         model.zero_grad()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # plain logits round to float32
@@ -165,7 +180,7 @@ def test_a_model_gives_what_its_logits_give(name: str, tied: bool) -> None:
         ("phi", {}, "has a bias"),
     ],
 )
-def test_families_that_do_more_than_a_product_keep_plain_logits(kind: str, fields: dict[str, Any], why: str) -> None:
+def test_families_that_postprocess_logits_use_plain_logits(kind: str, fields: dict[str, Any], why: str) -> None:
     model = built(kind, **fields)
     micro = make_plan(ROWS, [0, 1], mini_batches=1, token_budget=99, pad_id=0, seed="").updates[0][0]
     with pytest.warns(RuntimeWarning, match=why):
@@ -176,11 +191,11 @@ def test_families_that_do_more_than_a_product_keep_plain_logits(kind: str, field
     torch.testing.assert_close(entropy_N, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logprobs.completion_logprobs(model, micro, 0.7)  # says it once
+        logprobs.completion_logprobs(model, micro, 0.7)  # the warning comes once per model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied to the embedding"])
-def test_bfloat16_gradients_are_kept_in_float32_and_used(tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradients_of_bfloat16_weights_are_stored_in_float32_and_applied(tied: bool) -> None:
     model = built("qwen3", head_dim=8, tie_word_embeddings=tied).bfloat16()
     exact = built("qwen3", head_dim=8, tie_word_embeddings=tied)
     exact.load_state_dict(model.state_dict())
@@ -200,7 +215,7 @@ def test_bfloat16_gradients_are_kept_in_float32_and_used(tied: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-# --- the Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
+# --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be enabled before Triton is imported ---
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
@@ -211,21 +226,23 @@ def test_triton_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("idle", [0.0, 0.4])
 @pytest.mark.parametrize(("rows", "size", "vocabulary"), [(70, 96, 333), (33, 64, 128), (1, 72, 1), (130, 64, 700)])
 def test_on_triton(rows: int, size: int, vocabulary: int, idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gspo.model.kernels import fused_linear_logprobs_triton as selected_triton
+    from gspo.model.kernels import fused_linear_logprobs_triton as triton_kernels
 
     for name in ("HELD", "HELD_CPU"):
-        monkeypatch.setattr(selected, name, 256 * rows)
+        monkeypatch.setattr(fused, name, 256 * rows)
     # The interpreter cannot multiply bfloat16.
     hidden, weight, target = case(rows, size, vocabulary, torch.bfloat16 if CUDA else torch.float16)
     gains = gains_of(rows, idle)
     exact = run(plain, hidden.double(), weight.double(), target, gains)
-    torch_only = [distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)]  # fmt: skip
-    monkeypatch.setattr(selected, "_kernels", lambda hidden: selected_triton)
+    torch_only = [
+        distance(a, b) for a, b in zip(run(fused_linear_logprobs, hidden, weight, target, gains), exact, strict=True)
+    ]
+    monkeypatch.setattr(fused, "_kernels", lambda hidden: triton_kernels)
     found = run(fused_linear_logprobs, hidden, weight, target, gains)
     assert all(part.isfinite().all() for part in found)
     if vocabulary == 1:
         assert max(float(part.abs().max()) for part in found) < 1e-5
         return
     errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
-    assert max(errors[:2]) < 1e-5, "values are those of float32"
+    assert max(errors[:2]) < 1e-5, "values have float32 precision"
     assert all(ours < 2 * theirs + 1e-6 for ours, theirs in zip(errors[2:], torch_only[2:], strict=True))

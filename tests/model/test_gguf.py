@@ -1,4 +1,4 @@
-"""A .gguf file as the model of a run: weights, tokenizer, chat template and end token come from it, and it can be trained."""
+"""A .gguf file as a model: it provides weights, tokenizer, chat template and end token, and can be trained."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ def given_model() -> Any:
 
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=len(tokens()), hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KEYS, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(tokens()),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEYS,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
     return LlamaForCausalLM(shape).eval()
 
 
@@ -38,8 +45,8 @@ def tokens() -> list[str]:
     return ["<|pad|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "th"]
 
 
-def turned(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries and keys as llama.cpp orders them."""
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Query and key rows in the order of llama.cpp."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -64,17 +71,23 @@ def write(path: Path, model: Any) -> None:
     out.add_pad_token_id(0)
     out.add_chat_template(TEMPLATE)
     names = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+    }
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for key, value in model.state_dict().items():
         name, weight = key.removesuffix(".weight"), value.numpy()
         if name not in outer:
             _, _, layer, rest = name.split(".", 3)
             heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KEYS}.get(rest)
-            weight, name = turned(weight, heads) if heads else weight, f"blk.{layer}.{names[rest]}"
+            weight, name = permuted(weight, heads) if heads else weight, f"blk.{layer}.{names[rest]}"
         out.add_tensor(f"{outer.get(name, name)}.weight", np.ascontiguousarray(weight))
     out.write_header_to_file()
     out.write_kv_data_to_file()
@@ -88,7 +101,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_it_computes_what_the_model_computed(file: Path) -> None:
+def test_the_loaded_model_gives_the_same_logits(file: Path) -> None:
     config = ModelConfig(path=str(file), device="cpu")
     tokenizer = load_tokenizer(config)
     policy = load_policy(config, tokenizer, seed=0)
@@ -102,7 +115,9 @@ def test_it_computes_what_the_model_computed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_it_is_trained_and_saved_as_a_plain_model_or_an_adapter(lora: int, file: Path, tiny: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_training_saves_a_plain_model_or_an_adapter(
+    lora: int, file: Path, tiny: Callable[..., Config], display: Any
+) -> None:
     config = tiny("model.build=", f"model.path={file}", f"model.lora.rank={lora}", "steps=1")
     outcome = train(config, display)
     saved = outcome.run / "checkpoints" / "000001"

@@ -1,4 +1,4 @@
-"""What a model must be to be trained here, found by running it: causal, the same twice, saved as it was loaded."""
+"""Requirements on a model, checked by running it: causal, deterministic, and savable."""
 
 from __future__ import annotations
 
@@ -21,26 +21,47 @@ from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
 from gspo.trainer import train
 
 SMALL = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 DROPS = {
     "seed_oss": {"residual_dropout": 0.5, "attention_dropout": 0.5},
     "opt": {"ffn_dim": 48, "dropout": 0.5, "word_embed_proj_dim": 32, "layerdrop": 0.5},
-    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "dropout": 0.5, "activation_dropout": 0.5},
+    "xglm": {
+        "d_model": 32,
+        "ffn_dim": 48,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "dropout": 0.5,
+        "activation_dropout": 0.5,
+    },
     "biogpt": {"hidden_dropout_prob": 0.5, "activation_dropout": 0.5},
     "bart": {
-        "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.5,
-        "activation_dropout": 0.5, "decoder_layerdrop": 0.5,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "dropout": 0.5,
+        "activation_dropout": 0.5,
+        "decoder_layerdrop": 0.5,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
-}  # fmt: skip
-"""Families with dropout in a module, by a function, or of whole layers."""
+}
+"""Families with dropout as a module, as a function, or of whole layers."""
 
 
 def saved(folder: Path, kind: str, **fields: Any) -> ModelConfig:
-    """A small model of a family, as it would be given."""
+    """A small model of a family, as a user would give it."""
     known = AutoConfig.for_model(kind)
     shape = AutoConfig.for_model(kind, **{k: v for k, v in SMALL.items() if k in known.to_dict()} | fields)
     torch.manual_seed(0)
@@ -71,7 +92,7 @@ def logprobs_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", DROPS)
-def test_recomputed_activations_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_gradient_checkpointing_does_not_change_results(kind: str, tmp_path: Path) -> None:
     config = saved(tmp_path, kind, **DROPS[kind])
     plain, recomputed = loaded(config).model, loaded(config, gradient_checkpointing=True).model
     stored: list[int] = []
@@ -94,10 +115,10 @@ def test_recomputed_activations_change_nothing(kind: str, tmp_path: Path) -> Non
         found = forward_and_count(recomputed)
         assert torch.equal(found[0], expected)
         torch.testing.assert_close(found[1], gradient, rtol=1e-5, atol=1e-6)
-    assert stored[1] < stored[0]  # recomputing does save something
+    assert stored[1] < stored[0]  # checkpointing does save memory
 
 
-def test_a_model_without_layers_to_recompute_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_gradient_checkpointing_is_refused(tmp_path: Path) -> None:
     config = saved(tmp_path, "xlnet", d_model=32, n_layer=2, n_head=4, d_inner=48)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing: XLNetLMHeadModel does not support it"):
         loaded(config, gradient_checkpointing=True)
@@ -144,7 +165,7 @@ def does_not_know(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("how", [ignores, first_instead, does_not_know])
-def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_of_the_option(
+def test_log_probs_are_read_at_their_positions_however_a_forward_treats_the_option(
     how: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -163,7 +184,7 @@ def test_log_probabilities_are_read_at_their_positions_whatever_a_forward_makes_
 
 
 def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
-    """Its forward takes `logits_to_keep` with other keywords and ignores it."""
+    """Its forward accepts `logits_to_keep` among other keywords and ignores it."""
     config = saved(tmp_path, "xlstm", hidden_size=128, num_heads=4)
     model = loaded(config).model
     row = TokenSequence(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
@@ -177,13 +198,13 @@ def test_xlstm_is_read_at_its_positions(tmp_path: Path) -> None:
 GENERATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no do_sample": ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95, "do_sample": True}),
     "greedy": ({"do_sample": False, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}),
-    "beams that do nothing": ({"num_beams": 1, "length_penalty": 2.0, "early_stopping": True}, {}),
-    "right": ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
+    "beam settings without beams": ({"num_beams": 1, "length_penalty": 2.0, "early_stopping": True}, {}),
+    "valid": ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
 }
 
 
 @pytest.mark.parametrize("case", GENERATION)
-def test_a_generation_config_that_cannot_be_saved_does_not_end_the_run(
+def test_a_generation_config_that_cannot_be_saved_does_not_stop_the_run(
     case: str, tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     config = saved(tmp_path / "model", "qwen3")

@@ -1,4 +1,4 @@
-"""The claims of docs/precision.md: what is kept in which precision while bfloat16 weights learn."""
+"""The claims of docs/precision.md: the dtype of each tensor when bfloat16 weights are trained."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def build(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_what_learning_holds_in_which_precision(
+def test_the_dtypes_of_training(
     tiny: Callable[..., Config], parts_of: Any, build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = parts_of(tiny(f"model.build={build}", "model.dtype=bfloat16", "learner.micro_batch_tokens=64"))
     seen: set[torch.dtype] = set()
     step = Optimizer.step
 
-    def look(self: Optimizer, **options: Any) -> Any:
+    def recording(self: Optimizer, **options: Any) -> Any:
         seen.update(p.grad.dtype for p in parts.policy.model.parameters() if p.grad is not None)
         return step(self, **options)
 
-    monkeypatch.setattr(Optimizer, "step", look)
+    monkeypatch.setattr(Optimizer, "step", recording)
     learned = learn(parts, collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups, step=1)
     assert learned is not None
     assert seen == {torch.float32}
@@ -39,15 +39,17 @@ def test_what_learning_holds_in_which_precision(
     state = parts.optimizer.state()
     assert {v.dtype for k, v in state.items() if k.startswith(("exp_avg", "master"))} == {torch.float32}
     for name, weight in weights.items():
-        assert torch.equal(weight, state[f"master/{name}"].bfloat16()), "weights are the masters rounded to the nearest"
+        assert torch.equal(weight, state[f"master/{name}"].bfloat16()), (
+            "weights are the master weights rounded to nearest"
+        )
     tokens = learned.tokens
     values = (tokens.logp_N, tokens.logp_old_N, tokens.logp_sampler_N, learned.entropy_M, learned.ratio_N)
     assert {v.dtype for v in values} == {torch.float32}
     assert learned.reward_B.dtype == torch.float64
 
 
-def test_updates_too_small_for_bfloat16_add_up() -> None:
-    """Near 1, bfloat16 is spaced by 2^-7; forty updates of 1e-4 are half of that."""
+def test_updates_too_small_for_bfloat16_accumulate() -> None:
+    """Near 1, the spacing of bfloat16 is 2^-7; forty updates of 1e-4 are half of that."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
     optimizer = Optimizer(model, LearnerConfig(learning_rate=1e-4, spike=0.0), 100)
@@ -75,4 +77,4 @@ def test_the_fused_update_on_a_cpu_is_adamw() -> None:
         plain.step()
         plain.zero_grad()
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-5, atol=1e-6)
-    assert (model.weight - before).abs().max() > 0.01, "the test must be able to tell weights apart"
+    assert (model.weight - before).abs().max() > 0.01, "the update must be large enough to reveal a difference"

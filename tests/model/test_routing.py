@@ -1,4 +1,4 @@
-"""Routers of unmodified Hugging Face models: found, seen, and made to choose what they are told."""
+"""Routers of unmodified Hugging Face models: they are found, recorded, and can be forced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = {**FAMILIES, **SMOKE}
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, tuple[Any, Routers]]:
-    """Each family's model in float32, built once; tests leave it as it was."""
+    """Each family's model in float32, built once; tests must not change it."""
     models = {name: family.model() for name, family in ALL.items()}
     return {name: (model, routers_of(model)) for name, model in models.items()}
 
@@ -62,32 +62,32 @@ def test_routers_are_found(name: str, built: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_recorded_is_what_the_family_chooses(name: str, built: Any) -> None:
+def test_recorded_experts_match_the_familys_formula(name: str, built: Any) -> None:
     model, routers = built[name]
     ids = some_ids(3, 11)
-    with Spy(model) as spy, routers.watch() as seen:
+    with Spy(model) as spy, routers.watch() as trace:
         logits_of(model, ids)
-    assert seen.used_ILK.shape == (33, routers.layers, routers.top_k)
-    assert torch.equal(in_order(seen.used_ILK), in_order(spy.chosen_ILK(FAMILIES[name])))
-    assert torch.equal(seen.used_ILK, seen.native_ILK)
+    assert trace.used_ILK.shape == (33, routers.layers, routers.top_k)
+    assert torch.equal(in_order(trace.used_ILK), in_order(spy.chosen_ILK(FAMILIES[name])))
+    assert torch.equal(trace.used_ILK, trace.native_ILK)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_recording_and_replaying_its_own_choice_change_no_bit(name: str, built: Any) -> None:
+def test_recording_and_replaying_the_own_choice_are_bitwise_identical(name: str, built: Any) -> None:
     model, routers = built[name]
     plain = logits_of(model)
-    with routers.watch() as seen:
+    with routers.watch() as trace:
         recorded = logits_of(model)
-    with routers.watch(all_of(seen.used_ILK)) as again:
+    with routers.watch(all_of(trace.used_ILK)) as again:
         replayed = logits_of(model)
     assert torch.equal(recorded, plain)
     assert torch.equal(replayed, plain)
-    assert torch.equal(again.used_ILK, seen.used_ILK)
+    assert torch.equal(again.used_ILK, trace.used_ILK)
     assert torch.equal(logits_of(model), plain)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_another_routing_is_used_exactly(name: str, built: Any) -> None:
+def test_forced_experts_are_used_exactly(name: str, built: Any) -> None:
     model, routers = built[name]
     plain = logits_of(model)
     with routers.watch() as own:
@@ -95,25 +95,25 @@ def test_another_routing_is_used_exactly(name: str, built: Any) -> None:
     wanted = other_than(own.used_ILK, routers.experts)
     given_to_experts: list[Tensor] = []
 
-    def note(module: Any, args: Any) -> None:
+    def record(module: Any, args: Any) -> None:
         given_to_experts.extend(a for a in args[1:2] if isinstance(a, Tensor) and not a.is_floating_point())
 
-    handles = [b.experts.register_forward_pre_hook(note) for b in blocks_of(model)]
-    with routers.watch(all_of(wanted)) as seen:
+    handles = [b.experts.register_forward_pre_hook(record) for b in blocks_of(model)]
+    with routers.watch(all_of(wanted)) as trace:
         forced = logits_of(model)
     for handle in handles:
         handle.remove()
-    assert torch.equal(seen.used_ILK, wanted)
+    assert torch.equal(trace.used_ILK, wanted)
     assert (forced - plain).abs().max() > 1e-3 * plain.std()
-    if given_to_experts:  # some families hand over one score per expert instead
+    if given_to_experts:  # some families pass one score per expert instead
         used = torch.stack([g.view(-1, routers.top_k) for g in given_to_experts], dim=1)
         assert torch.equal(used, wanted.long())
-    # The first layer's input is the same, so its own choice is too; later layers see the outcome of the forced ones.
-    assert torch.equal(seen.native_ILK[:, 0], own.used_ILK[:, 0])
+    # The first layer has the same input, hence the same own choice; later layers depend on the forced experts.
+    assert torch.equal(trace.native_ILK[:, 0], own.used_ILK[:, 0])
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_replayed_expert_has_a_weight_or_replay_is_refused(name: str, built: Any) -> None:
+def test_every_replayed_expert_has_a_nonzero_weight_or_replay_is_refused(name: str, built: Any) -> None:
     # deepseek-v2, grouped: DeepseekV2TopkRouter takes topk(scores.masked_fill(~group, 0)) and uses its *values*.
     # Replay gathers from the masked scores, so an expert outside the groups that the current router prefers would get
     # weight 0 and no gradient, although it is reported as used.
@@ -127,23 +127,23 @@ def test_every_replayed_expert_has_a_weight_or_replay_is_refused(name: str, buil
         logits_of(model)
     weights: list[Tensor] = []
 
-    def note(module: Any, args: Any) -> None:
+    def record(module: Any, args: Any) -> None:
         weights.extend(a for a in args[1:] if isinstance(a, Tensor) and a.is_floating_point())
 
-    handles = [b.experts.register_forward_pre_hook(note) for b in blocks_of(model)]
+    handles = [b.experts.register_forward_pre_hook(record) for b in blocks_of(model)]
     for shift in range(1, routers.experts):
         with routers.watch(all_of(other_than(own.used_ILK, routers.experts, shift))):
             logits_of(model)
     for handle in handles:
         handle.remove()
-    assert weights or name == "llama4"  # weighs the input of its experts instead
+    assert weights or name == "llama4"  # it scales the input of its experts instead
     assert all((w > 0).all() for w in weights)
 
 
-def test_ranks_are_not_taken_for_experts() -> None:
+def test_ranks_are_not_mistaken_for_experts() -> None:
     # Doge's product-key router sorts the experts of a token first and then takes a top-k over the sorted list, so
-    # what its last top-k gives are ranks in a list that moves with the router. Taken for
-    # experts, flips would be missed, and a replay would use others than the old policy did.
+    # its last top-k returns ranks in a list that changes with the router. If they were mistaken for experts, changed
+    # experts would be missed, and replay would use other experts than the old policy did.
     model = Family(kind="doge", fields={"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}).model()
     routers = find_routers(model)
     if routers is None:
@@ -153,9 +153,9 @@ def test_ranks_are_not_taken_for_experts() -> None:
     real: list[Tensor] = []
     for layer in model.model.layers:
         layer.mlp.up_embed.register_forward_pre_hook(lambda m, args: real.append(args[0]))
-    with routers.watch() as seen:
+    with routers.watch() as trace:
         logits_of(model)
-    assert torch.equal(in_order(seen.used_ILK), in_order(torch.stack([r.view(-1, 2) for r in real], dim=1)))
+    assert torch.equal(in_order(trace.used_ILK), in_order(torch.stack([r.view(-1, 2) for r in real], dim=1)))
 
 
 def test_only_known_tokens_are_forced(built: Any) -> None:
@@ -164,11 +164,11 @@ def test_only_known_tokens_are_forced(built: Any) -> None:
         logits_of(model)
     known = torch.arange(len(own.used_ILK)) % 3 == 0
     wanted = other_than(own.used_ILK, routers.experts, shift=3)
-    with routers.watch(ForcedExperts(chosen_ILK=wanted, known_I=known)) as seen:
+    with routers.watch(ForcedExperts(chosen_ILK=wanted, known_I=known)) as trace:
         logits_of(model)
-    assert torch.equal(seen.used_ILK[known], wanted[known])
-    assert torch.equal(seen.used_ILK[~known], seen.native_ILK[~known])
-    assert (in_order(seen.used_ILK[known]) != in_order(seen.native_ILK[known])).any()
+    assert torch.equal(trace.used_ILK[known], wanted[known])
+    assert torch.equal(trace.used_ILK[~known], trace.native_ILK[~known])
+    assert (in_order(trace.used_ILK[known]) != in_order(trace.native_ILK[known])).any()
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
@@ -178,12 +178,12 @@ def test_bfloat16_weights(name: str) -> None:
     for block in blocks_of(model):
         router_of(block).register_forward_hook(lambda m, i, output: reported.append(output[2]))
     plain = logits_of(model)
-    with routers.watch() as seen:
+    with routers.watch() as trace:
         assert torch.equal(logits_of(model), plain)
-    with routers.watch(all_of(seen.used_ILK)):
+    with routers.watch(all_of(trace.used_ILK)):
         assert torch.equal(logits_of(model), plain)
     assert plain.dtype == torch.bfloat16
-    assert torch.equal(seen.used_ILK.long(), torch.stack(reported[: routers.layers], dim=1))
+    assert torch.equal(trace.used_ILK.long(), torch.stack(reported[: routers.layers], dim=1))
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
@@ -191,11 +191,11 @@ def test_autocast(name: str, built: Any) -> None:
     model, routers = built[name]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = logits_of(model)
-        with routers.watch() as seen:
+        with routers.watch() as trace:
             assert torch.equal(logits_of(model), plain)
-        with routers.watch(all_of(seen.used_ILK)):
+        with routers.watch(all_of(trace.used_ILK)):
             assert torch.equal(logits_of(model), plain)
-        wanted = other_than(seen.used_ILK, routers.experts)
+        wanted = other_than(trace.used_ILK, routers.experts)
         with routers.watch(all_of(wanted)) as forced:
             assert not torch.equal(logits_of(model), plain)
     assert torch.equal(forced.used_ILK, wanted)
@@ -206,8 +206,8 @@ def test_autocast(name: str, built: Any) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("whose", ["own", "another's"])
-def test_gate_and_gradient_under_replay_are_the_formula_on_current_logits(name: str, whose: str) -> None:
-    """Each MoE layer against `y = sum_i g_i E_i(x)` written once more: the value, and the gradient of the router."""
+def test_gate_and_gradient_under_replay_follow_the_formula_on_current_logits(name: str, whose: str) -> None:
+    """Each MoE layer against an independent `y = sum_i g_i E_i(x)`: the value, and the gradient of the router."""
     family = FAMILIES[name]
     model = family.model(torch.float64)
     routers, ids = routers_of(model), some_ids(2, 4)
@@ -227,9 +227,9 @@ def test_gate_and_gradient_under_replay_are_the_formula_on_current_logits(name: 
         torch.testing.assert_close(router.weight.grad, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_the_gradient_of_the_router_is_the_slope_of_the_replayed_forward() -> None:
-    """By finite differences, so without autograd on either side: the experts stay, the weights of the gate move."""
-    model, step = FAMILIES["gpt-oss"].model(torch.float64), 3e-3  # its norms round to float32: no smaller
+def test_the_router_gradient_matches_finite_differences_under_replay() -> None:
+    """Without autograd on either side: the experts are fixed, the gate weights change."""
+    model, step = FAMILIES["gpt-oss"].model(torch.float64), 3e-3  # its norms round to float32, so no smaller step works
     routers, ids = routers_of(model), some_ids(2, 4)
     with routers.watch() as own:
         logits_of(model, ids)
@@ -254,12 +254,12 @@ def test_the_gradient_of_the_router_is_the_slope_of_the_replayed_forward() -> No
         assert float(weight.grad.view(-1)[at]) == pytest.approx((up - down) / (2 * step), rel=3e-3)
 
 
-# --- Activation recomputation ---
+# --- Gradient checkpointing ---
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("replay", [False, True], ids=["recorded", "replayed"])
-def test_activation_recomputation_changes_nothing(name: str, replay: bool) -> None:
+def test_gradient_checkpointing_does_not_change_results(name: str, replay: bool) -> None:
     family = FAMILIES[name]
     ids = some_ids(2, 4)
     direction = torch.randn(50, generator=torch.Generator().manual_seed(1))
@@ -273,13 +273,13 @@ def test_activation_recomputation_changes_nothing(name: str, replay: bool) -> No
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        with Spy(model) as spy, routers.watch(forced) as seen:
+        with Spy(model) as spy, routers.watch(forced) as trace:
             logits = model(input_ids=ids, use_cache=False).logits
             (logits @ direction).sum().backward()
         calls.append(spy.calls)
         gradients = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
         assert all(router_of(b).weight.grad.abs().max() > 0 for b in blocks_of(model))
-        outcomes.append((seen.used_ILK, seen.native_ILK, logits.detach(), gradients))
+        outcomes.append((trace.used_ILK, trace.native_ILK, logits.detach(), gradients))
     assert calls == [family.layers, 2 * family.layers], "the routers did not run again in the backward pass"
     (used, native, logits, gradients), (used2, native2, logits2, gradients2) = outcomes
     assert torch.equal(used, used2)
@@ -298,43 +298,43 @@ def test_router_logits_keep_their_graph_when_activations_are_recomputed() -> Non
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        with routers.watch(logits=True) as seen:
+        with routers.watch(logits=True) as trace:
             logits = model(input_ids=some_ids(), use_cache=False).logits
-            own = sum(x.softmax(-1)[:, 0].sum() for x in seen.logits.values())
+            own = sum(x.softmax(-1)[:, 0].sum() for x in trace.logits.values())
             (logits.mean() + own).backward()
         gradients.append([router_of(b).weight.grad for b in blocks_of(model)])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-# --- Router logits for the balancing loss ---
+# --- Router logits for the balance loss ---
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_router_logits_are_the_logits_or_refused(name: str, built: Any) -> None:
-    """x W^T + b of each layer. Where a router does not give them: an error, never something else."""
-    # llama4: Llama4Router returns (scores, logits), and the scores are 0 for every expert not chosen: no logits.
+    """x W^T + b of each layer; an error if a router does not return them, never something else."""
+    # llama4: Llama4Router returns (scores, logits), and the scores are 0 for every unselected expert: not logits.
     model, routers = built[name]
     try:
-        with Spy(model) as spy, routers.watch(logits=True) as seen:
+        with Spy(model) as spy, routers.watch(logits=True) as trace:
             logits_of(model)
     except ConfigError as error:
         assert "balance_loss" in str(error)  # noqa: PT017
         assert name not in FAMILIES
         return
-    assert sorted(seen.logits) == list(range(routers.layers))
+    assert sorted(trace.logits) == list(range(routers.layers))
     for layer, (block, x) in enumerate(zip(spy.blocks, spy.inputs, strict=True)):
         router = router_of(block)
         projection = next((m for m in router.modules() if getattr(m, "weight", None) is not None), router)
         bias = getattr(projection, "bias", None)
         expected = x @ projection.weight.T.to(x.dtype) + (0 if bias is None else bias)
-        torch.testing.assert_close(seen.logits[layer], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(trace.logits[layer], expected, rtol=1e-4, atol=1e-4)
 
 
 # --- Models without routers ---
 
 
-def test_a_dense_model_with_replay_is_an_error_and_without_is_not() -> None:
+def test_replay_of_a_dense_model_is_an_error() -> None:
     config = ModelConfig(build="tiny_dense", device="cpu")
     tokenizer = load_tokenizer(config)
     for asked in (RoutingConfig(replay="old"), RoutingConfig(replay="sampler"), RoutingConfig(balance_loss=0.1)):
@@ -355,24 +355,24 @@ def test_experts_without_a_top_k_router_are_an_error() -> None:
             _routers(model, asked)
 
 
-def test_a_built_mixture_of_experts_is_ready_for_replay() -> None:
+def test_a_built_moe_model_supports_replay() -> None:
     config = ModelConfig(build="tiny_moe", device="cpu")
     policy = load_policy(config, load_tokenizer(config), seed=0, routing=RoutingConfig(replay="sampler"))
     assert policy.routers is not None
     assert (policy.routers.layers, policy.routers.experts, policy.routers.top_k) == (2, 8, 2)
-    left_alone = load_policy(config, load_tokenizer(config), seed=0, routing=RoutingConfig(record=False))
-    assert left_alone.routers is None
+    unrecorded = load_policy(config, load_tokenizer(config), seed=0, routing=RoutingConfig(record=False))
+    assert unrecorded.routers is None
     assert load_policy(config, load_tokenizer(config), seed=0).routers is None
 
 
-def test_layers_that_differ_are_not_recorded_by_halves() -> None:
+def test_layers_with_different_routers_are_not_recorded() -> None:
     model = FAMILIES["qwen3-moe"].model()
     router_of(blocks_of(model)[1]).top_k = 3
     with pytest.warns(RuntimeWarning, match="differ in how many experts"):
         assert find_routers(model) is None
 
 
-def test_finding_leaves_the_model_and_the_random_numbers_alone() -> None:
+def test_finding_routers_changes_neither_model_nor_random_state() -> None:
     model = FAMILIES["mixtral"].model()
     before, plain = torch.get_rng_state(), logits_of(model)
     _routers(model, RoutingConfig(replay="old"))
@@ -382,7 +382,7 @@ def test_finding_leaves_the_model_and_the_random_numbers_alone() -> None:
 
 
 def test_replay_that_has_no_effect_is_refused() -> None:
-    """A router whose choice is read from elsewhere: watching sees it, replaying changes nothing."""
+    """A router whose experts come from another computation: it can be recorded, but replay has no effect."""
     model = FAMILIES["qwen3-moe"].model()
     routers = routers_of(model)
     check_replay(model, routers)
@@ -418,7 +418,7 @@ class Boom(Exception):
 
 
 @pytest.mark.parametrize("where", ["before the routers", "in an expert", "after the forward", "nothing ran"])
-def test_an_exception_gives_the_routers_back(where: str, built: Any) -> None:
+def test_an_exception_restores_the_routers(where: str, built: Any) -> None:
     model, routers = built["qwen3-moe"]
     plain = logits_of(model)
 
@@ -436,18 +436,18 @@ def test_an_exception_gives_the_routers_back(where: str, built: Any) -> None:
         handle.remove()
     assert_untouched(model)
     assert torch.equal(logits_of(model), plain)
-    with routers.watch() as seen:
+    with routers.watch() as trace:
         logits_of(model)
-    assert len(seen.used_ILK) == 10
+    assert len(trace.used_ILK) == 10
 
 
-def test_watching_twice_at_once_is_refused_and_the_first_goes_on(built: Any) -> None:
+def test_nested_watching_is_refused_and_the_outer_one_continues(built: Any) -> None:
     model, routers = built["qwen3-moe"]
-    with routers.watch() as seen:
+    with routers.watch() as trace:
         with pytest.raises(AssertionError, match="already"), routers.watch():
             pass
         logits_of(model)
-    assert len(seen.used_ILK) == 10
+    assert len(trace.used_ILK) == 10
     assert_untouched(model)
 
 
@@ -460,28 +460,28 @@ def test_experts_for_another_number_of_tokens_are_refused(count: int, built: Any
     assert_untouched(model)
 
 
-def test_a_forward_that_someone_else_replaced_comes_back(built: Any) -> None:
-    """As device-placement hooks do."""
+def test_a_forward_patched_by_others_is_restored(built: Any) -> None:
+    """Device-placement hooks patch forwards, for example."""
     model = FAMILIES["qwen3-moe"].model()
     routers, gate, calls = routers_of(model), blocks_of(model)[0].gate, []
     inner = gate.forward
 
-    def theirs(x: Tensor) -> Any:
+    def patched(x: Tensor) -> Any:
         calls.append(len(x))
         return inner(x)
 
-    gate.forward = theirs
+    gate.forward = patched
     with routers.watch():
         logits_of(model)
     assert calls == [10]
-    assert gate.__dict__["forward"] is theirs
+    assert gate.__dict__["forward"] is patched
 
 
-def test_a_watched_model_is_copied_and_saved_as_ever(built: Any, tmp_path: Path) -> None:
+def test_a_watched_model_can_be_copied_and_saved(built: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, routers = built["qwen3-moe"]
-    align(model)  # a copy is aligned, and what is loaded need not be
+    align(model)  # a copy is aligned; a loaded model need not be
     plain = logits_of(model)
     with routers.watch() as own:
         logits_of(model)
@@ -492,14 +492,14 @@ def test_a_watched_model_is_copied_and_saved_as_ever(built: Any, tmp_path: Path)
     for other in (twin, loaded):
         assert_untouched(other)
         assert torch.equal(logits_of(other), plain)
-    # Watching the first does not reach the copy, not even while it lasts.
+    # Watching the original has no effect on the copy.
     with routers.watch(all_of(other_than(own.used_ILK, routers.experts))):
         assert torch.equal(logits_of(twin), plain)
         assert not torch.equal(logits_of(model), plain)
     again = routers_of(twin)
-    with again.watch() as seen:
+    with again.watch() as trace:
         logits_of(twin)
-    assert torch.equal(seen.used_ILK, own.used_ILK)
+    assert torch.equal(trace.used_ILK, own.used_ILK)
 
 
 # --- Compact storage ---
@@ -511,10 +511,12 @@ def routers_with(experts: int, layers: int, top_k: int) -> Routers:
 
 @given(st.data(), st.sampled_from([2, 8, 255, 256, 257, 300, 512]), st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_packed_choices_come_back(data: Any, experts: int, layers: int, top_k: int) -> None:
+def test_packing_choices_round_trips(data: Any, experts: int, layers: int, top_k: int) -> None:
     routers = routers_with(experts, layers, top_k)
     tokens = data.draw(st.integers(1, 12))
-    numbers = data.draw(st.lists(st.integers(0, experts - 1), min_size=tokens * layers * top_k, max_size=tokens * layers * top_k))  # fmt: skip
+    numbers = data.draw(
+        st.lists(st.integers(0, experts - 1), min_size=tokens * layers * top_k, max_size=tokens * layers * top_k)
+    )
     numbers[-1] = experts - 1
     chosen = torch.tensor(numbers).view(tokens, layers, top_k).to(routers.compact)
     packed = routers.pack(chosen)
@@ -529,7 +531,7 @@ def test_packed_choices_come_back(data: Any, experts: int, layers: int, top_k: i
     assert unpacked.long().flatten().tolist() == numbers
 
 
-def test_two_bytes_of_another_engine_fit_into_one() -> None:
+def test_two_byte_choices_are_unpacked_into_one_byte() -> None:
     routers = routers_with(8, 2, 2)
     chosen = torch.tensor([[[7, 1], [0, 5]], [[2, 3], [6, 4]]])
     routes = Routes(experts=chosen.to(torch.int16).numpy().tobytes(), layers=2, top_k=2, width=2)
@@ -553,16 +555,19 @@ def test_more_experts_than_a_byte_holds() -> None:
 
 @given(st.data(), st.integers(2, 9), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_changed_counts_experts_not_places(data: Any, experts: int, layers: int) -> None:
+def test_changed_counts_experts_in_any_order(data: Any, experts: int, layers: int) -> None:
     top_k = data.draw(st.integers(1, experts))
-    draw = lambda: [[data.draw(st.permutations(range(experts)))[:top_k] for _ in range(layers)] for _ in range(3)]  # noqa: E731
-    a, b = draw(), draw()
+
+    def choices() -> list[list[list[int]]]:
+        return [[data.draw(st.permutations(range(experts)))[:top_k] for _ in range(layers)] for _ in range(3)]
+
+    a, b = choices(), choices()
     expected = [sum(len(set(x) - set(y)) for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True)]
     for dtype in (torch.uint8, torch.int16):
         assert changed(torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)).tolist() == expected
 
 
-def test_a_logit_that_is_0_by_chance_is_still_a_logit() -> None:
+def test_a_logit_that_happens_to_be_0_is_still_a_logit() -> None:
     model = FAMILIES["qwen3-moe"].model()
     routers = find_routers(model)
     assert routers is not None
@@ -571,6 +576,6 @@ def test_a_logit_that_is_0_by_chance_is_still_a_logit() -> None:
     with torch.no_grad():
         for module in routers.modules:
             module.weight[0] = 0.0
-    with routers.watch(logits=True) as seen:
+    with routers.watch(logits=True) as trace:
         logits_of(model)
-    assert all((logits[:, 0] == 0).all() and logits.shape[-1] == routers.experts for logits in seen.logits.values())
+    assert all((logits[:, 0] == 0).all() and logits.shape[-1] == routers.experts for logits in trace.logits.values())

@@ -1,4 +1,4 @@
-"""A model by its hub name where there is no network."""
+"""A model by its hub name without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = "hub.invalid"
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that reaches nothing; where it keeps what was fetched."""
+    """A machine without a network; the directory of its hub cache."""
 
     def nothing(*given: Any, **options: Any) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
@@ -31,14 +31,14 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(constants, "ENDPOINT", f"https://{HOST}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    cache = tmp_path / "fetched"
+    cache = tmp_path / "cache"
     real = huggingface_hub.try_to_load_from_cache
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given: real(*given, cache_dir=cache))
     return cache
 
 
-def fetched(cache: Path, name: str) -> Path:
-    """A small model in the hub's layout of what was fetched before."""
+def cached_model(cache: Path, name: str) -> Path:
+    """A small model in the layout of the hub cache."""
     folder, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
     built = ModelConfig(build="tiny_dense")
     tokenizer = load_tokenizer(built)
@@ -50,18 +50,18 @@ def fetched(cache: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["someone/some-model", "some-model"])
-def test_a_name_that_cannot_be_looked_up_is_said_at_once(offline: Path, name: str) -> None:
+def test_a_model_that_cannot_be_downloaded_fails_immediately(offline: Path, name: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
         load_tokenizer(ModelConfig(path=name))
     assert time.monotonic() - began < 30, "the hub's own retries take longer"
-    assert str(error.value).startswith(f"model.path: {name!r} is not here")
+    assert str(error.value).startswith(f"model.path: {name!r} is neither a directory nor in the local cache")
     assert HOST in str(error.value)
     assert "give a directory or a .gguf file" in str(error.value)
 
 
-def test_a_model_that_was_fetched_before_is_used(offline: Path) -> None:
-    snapshot = fetched(offline, "someone/some-model")
+def test_a_cached_model_is_used(offline: Path) -> None:
+    snapshot = cached_model(offline, "someone/some-model")
     config = ModelConfig(path="someone/some-model", dtype="float32")
     assert location(config) == (str(snapshot), {})
     policy = load_policy(config, load_tokenizer(config), seed=0)
@@ -69,7 +69,7 @@ def test_a_model_that_was_fetched_before_is_used(offline: Path) -> None:
     assert weights_fingerprint(config) == ""  # the same with and without a network
 
 
-def test_a_proxy_or_a_network_leaves_the_name_to_the_hub(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_proxy_or_a_network_the_hub_resolves_the_name(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(path="someone/some-model")
     with monkeypatch.context() as patch:
         patch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.invalid"})
@@ -78,7 +78,7 @@ def test_a_proxy_or_a_network_leaves_the_name_to_the_hub(offline: Path, monkeypa
     assert location(config) == ("someone/some-model", {})
 
 
-def test_model_files_that_contradict_each_other_are_one_line(tmp_path: Path) -> None:
+def test_contradicting_model_files_are_reported_in_one_line(tmp_path: Path) -> None:
     built = ModelConfig(build="tiny_dense")
     tokenizer = load_tokenizer(built)
     for part in (build_model(built, tokenizer, 0), tokenizer):

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server that behaves, or misbehaves as it is told. It takes weights from files and knows their digest."""
+"""A fake vLLM server that works, or fails in a chosen way. It reads weights from files and reports their digest."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ STOP = 1
 
 
 class FakeVllm:
-    """`fault` is what goes wrong with replies, from the `after`th on; `sync_fault` what goes wrong with weights."""
+    """`fault` is what goes wrong with completions, after the first `after`; `sync_fault` what goes wrong with
+    weights."""
 
     def __init__(self, *, fault: str = "", after: int = 0, sync_fault: str = "") -> None:
-        self.fault, self.after, self.sync_fault = fault, after, sync_fault
-        self.label, self.received, self.pending = "default", "", ""
+        self.fault = fault
+        self.after = after
+        self.sync_fault = sync_fault
+        self.label = "default"
+        self.received = ""
         self.asked: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.server.daemon_threads = True
-        self.server.handle_error = lambda *args: None  # type: ignore[method-assign]  # callers hang up on it
+        self.server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients disconnect
         self.address = f"127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -38,7 +42,7 @@ class FakeVllm:
     def faulty(self) -> str:
         return self.fault if len(self.asked) > self.after else ""
 
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
+    def respond(self, path: str, body: dict[str, Any]) -> Any:
         self.calls.append(path)
         if path == "/weight_info":
             return {"weight_version": self.label}
@@ -56,28 +60,30 @@ class FakeVllm:
             tensors.popitem()
         self.received = digest(tensors.items())
 
-    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tokens that follow from the seed alone, with an end token."""
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Tokens that depend only on the seed, with a stop token."""
         self.asked.append(body)
         settings = body["sampling_params"]
         length = min(settings["max_tokens"], 3 + settings["seed"] % 5)
         ids = [2 + (settings["seed"] + i) % 7 for i in range(length)]
-        ended = length < settings["max_tokens"]
-        if ended:
+        stopped = length < settings["max_tokens"]
+        if stopped:
             ids[-1] = STOP
         choice = {
-            "index": 0, "token_ids": ids, "finish_reason": "stop" if ended else "length",
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop" if stopped else "length",
             "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
             "weight_versions": [{"version": self.label, "start": 0, "end": length}],
-        }  # fmt: skip
-        return {"choices": [_spoilt(choice, self.faulty)][: 0 if self.faulty == "no choice" else 1]}
+        }
+        return {"choices": [_corrupt(choice, self.faulty)][: 0 if self.faulty == "no choice" else 1]}
 
 
-def _spoilt(choice: dict[str, Any], fault: str) -> dict[str, Any]:
+def _corrupt(choice: dict[str, Any], fault: str) -> dict[str, Any]:
     content = choice["logprobs"]["content"]
     changes: dict[str, dict[str, Any]] = {
-        "log-probability missing": {"logprobs": {"content": content[:-1]}},
-        "log-probability NaN": {"logprobs": {"content": [{"logprob": float("nan")}, *content[1:]]}},
+        "log-prob missing": {"logprobs": {"content": content[:-1]}},
+        "log-prob NaN": {"logprobs": {"content": [{"logprob": float("nan")}, *content[1:]]}},
         "token missing": {"token_ids": choice["token_ids"][:-1], "logprobs": {"content": content[:-1]}},
         "aborted": {"finish_reason": "abort"},
         "other weights": {"weight_versions": [{"version": "somebody's", "start": 0, "end": 1}]},
@@ -97,12 +103,12 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if fake.faulty == "stopped":
                 time.sleep(60)
-            self._send(200, b"" if self.path == "/health" else json.dumps(fake.answer(self.path, {})).encode())
+            self._send(200, b"" if self.path == "/health" else json.dumps(fake.respond(self.path, {})).encode())
 
         def do_POST(self) -> None:
             size = int(self.headers["Content-Length"])
             text = self.rfile.read(size)
-            if len(text) < size:  # the caller has hung up
+            if len(text) < size:  # the client has disconnected
                 return
             body = json.loads(text)
             path = self.path.partition("?")[0]
@@ -112,9 +118,9 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 if path == "/update_weights" and fake.sync_fault == "dies":
                     self.connection.close()
                     return
-                self._send(*_answered(fake, path, body))
+                self._send(*_response(fake, path, body))
                 return
-            text = json.dumps(fake.reply(body)).encode()
+            text = json.dumps(fake.completion(body)).encode()
             if fake.faulty in ("hangs", "stopped"):
                 time.sleep(60)
             elif fake.faulty == "dies":
@@ -139,7 +145,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _answered(fake: FakeVllm, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+def _response(fake: FakeVllm, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
     if path == "/update_weights" and fake.sync_fault == "status 500":
         return 500, b"no"
-    return 200, json.dumps(fake.answer(path, body)).encode()
+    return 200, json.dumps(fake.respond(path, body)).encode()

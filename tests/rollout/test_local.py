@@ -1,4 +1,4 @@
-"""The local engine: drawn from the right distribution, right for many architectures, and no wasted work."""
+"""The local engine: it samples from the right distribution, for many architectures, without wasted work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.local import sampling as draw
-from gspo.rollout.local import states as rows
+from gspo.rollout.local import states
 from gspo.rollout.local.decoder import Decoder
+from gspo.rollout.local.sampling import sample_from_logits, uniform
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 VOCABULARY, EOS = 48, 0
@@ -71,7 +71,7 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Digits:
-    """Enough of a tokenizer: ids written out."""
+    """A minimal tokenizer that writes out the token ids."""
 
     def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
         return [" ".join(str(i) for i in row if not (skip_special_tokens and i == EOS)) for row in ids]
@@ -91,28 +91,30 @@ def prompt_of(name: str, length: int) -> Prompt:
     return Prompt(id=name, content="", text="", token_ids=ids)
 
 
-def drawn(engine: local.LocalEngine, prompts: list[Prompt], samples: int = 3, **changes: Any) -> list[list[Completion]]:
+def generate(
+    engine: local.LocalEngine, prompts: list[Prompt], samples: int = 3, **changes: Any
+) -> list[list[Completion]]:
     arguments: dict[str, Any] = {"sampling": Sampling(max_tokens=14), "seed": 1, "stream": "train/0", "version": 0}
     return engine.generate(prompts, samples=samples, **{**arguments, **changes})
 
 
-def plain_logits(model: Any, prompt: Prompt, reply: Completion) -> torch.Tensor:
-    """The logits each reply token was drawn from, by one forward pass without a cache."""
+def plain_logits(model: Any, prompt: Prompt, completion: Completion) -> torch.Tensor:
+    """The logits that each token was sampled from, by one forward pass without a cache."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt.token_ids + reply.token_ids]), use_cache=False).logits[0].float()
+        logits = model(torch.tensor([prompt.token_ids + completion.token_ids]), use_cache=False).logits[0].float()
     return logits[len(prompt.token_ids) - 1 : -1]
 
 
 def assert_logp(model: Any, prompts: list[Prompt], groups: list[list[Completion]], tolerance: float = 3e-5) -> None:
     for prompt, group in zip(prompts, groups, strict=True):
-        for reply in group:
-            logp = plain_logits(model, prompt, reply).log_softmax(-1)
-            expected = logp.gather(1, torch.tensor(reply.token_ids)[:, None])[:, 0].tolist()
-            assert reply.logp_sampler == pytest.approx(expected, abs=tolerance)
+        for completion in group:
+            logp = plain_logits(model, prompt, completion).log_softmax(-1)
+            expected = logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+            assert completion.logp_sampler == pytest.approx(expected, abs=tolerance)
 
 
 def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
-    return [[reply.token_ids for reply in group] for group in groups]
+    return [[completion.token_ids for completion in group] for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -129,40 +131,40 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_cached_decoding_agrees_with_a_plain_forward(name: str, prompts: list[Prompt]) -> None:
+def test_decoding_with_a_kv_cache_matches_a_plain_forward(name: str, prompts: list[Prompt]) -> None:
     model = model_of(*CACHED[name])
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         engine = engine_of(model, slots=5, prefill_tokens=20)
     assert engine.cached
-    groups = drawn(engine, prompts)
+    groups = generate(engine, prompts)
     assert_logp(model, prompts, groups)
-    assert ids_of(drawn(engine_of(model, slots=100), prompts[::-1])[::-1]) == ids_of(groups)
+    assert ids_of(generate(engine_of(model, slots=100), prompts[::-1])[::-1]) == ids_of(groups)
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_other_models_are_recomputed_and_still_right(name: str, prompts: list[Prompt]) -> None:
+def test_models_without_a_usable_kv_cache_are_recomputed(name: str, prompts: list[Prompt]) -> None:
     model = model_of(*RECOMPUTED[name])
     with pytest.warns(RuntimeWarning, match="recomputes every token"):
         engine = engine_of(model, slots=5, prefill_tokens=20)
     assert not engine.cached
-    groups = drawn(engine, prompts)
+    groups = generate(engine, prompts)
     assert_logp(model, prompts, groups)
-    assert ids_of([drawn(engine, [prompt])[0] for prompt in prompts]) == ids_of(groups)
+    assert ids_of([generate(engine, [prompt])[0] for prompt in prompts]) == ids_of(groups)
 
 
-def test_a_model_that_ignores_positions_is_found_out() -> None:
+def test_the_trial_detects_a_model_that_ignores_positions() -> None:
     model = model_of(*CACHED["llama"])
     rotary, inner = model.model.rotary_emb, model.model.rotary_emb.forward
     rotary.forward = lambda x, position_ids: inner(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
-    with pytest.warns(RuntimeWarning, match="other logits"):
+    with pytest.warns(RuntimeWarning, match="different logits"):
         assert not engine_of(model).cached
 
 
-def test_long_replies_outgrow_every_buffer(model: Any, prompts: list[Prompt]) -> None:
+def test_buffers_grow_with_long_completions(model: Any, prompts: list[Prompt]) -> None:
     engine = engine_of(model, stop_ids=(), slots=4)
-    groups = drawn(engine, prompts[:2], samples=3, sampling=Sampling(max_tokens=2 * rows.BLOCK + 30))
-    assert {len(reply.token_ids) for group in groups for reply in group} == {2 * rows.BLOCK + 30}
+    groups = generate(engine, prompts[:2], samples=3, sampling=Sampling(max_tokens=2 * states.BLOCK + 30))
+    assert {len(completion.token_ids) for group in groups for completion in group} == {2 * states.BLOCK + 30}
     assert_logp(model, prompts[:2], groups)
 
 
@@ -170,7 +172,7 @@ def test_long_replies_outgrow_every_buffer(model: Any, prompts: list[Prompt]) ->
 
 
 def expected_p(model: Any, prompt: Prompt, sampling: Sampling) -> torch.Tensor:
-    """The first token's distribution, token by token from the definition."""
+    """The distribution of the first token, computed token by token from the definition."""
     with torch.no_grad():
         p = (model(torch.tensor([prompt.token_ids])).logits[0, -1].double() / sampling.temperature).softmax(-1)
     order = p.argsort(descending=True).tolist()
@@ -192,22 +194,22 @@ def expected_p(model: Any, prompt: Prompt, sampling: Sampling) -> torch.Tensor:
     [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}],
     ids=str,
 )
-def test_tokens_follow_the_distribution_that_is_reported(model: Any, changes: dict[str, Any]) -> None:
+def test_tokens_follow_the_reported_distribution(model: Any, changes: dict[str, Any]) -> None:
     sampling, prompt, n = Sampling(max_tokens=1, **changes), prompt_of("p", 6), 6000
-    replies = drawn(engine_of(model, slots=n), [prompt], samples=n, sampling=sampling)[0]
+    completions = generate(engine_of(model, slots=n), [prompt], samples=n, sampling=sampling)[0]
     p = expected_p(model, prompt, sampling)
-    count = torch.bincount(torch.tensor([reply.token_ids[0] for reply in replies]), minlength=VOCABULARY)
+    count = torch.bincount(torch.tensor([completion.token_ids[0] for completion in completions]), minlength=VOCABULARY)
     assert count[p == 0].sum() == 0
     kept = p > 0
     chi2 = ((count[kept] - n * p[kept]) ** 2 / (n * p[kept])).sum().item()
     freedom = int(kept.sum()) - 1
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom) + 1
-    for reply in replies[:50]:
-        assert reply.logp_sampler[0] == pytest.approx(math.log(p[reply.token_ids[0]]), abs=1e-5)
+    for completion in completions[:50]:
+        assert completion.logp_sampler[0] == pytest.approx(math.log(p[completion.token_ids[0]]), abs=1e-5)
 
 
-def test_greedy_takes_the_likeliest(model: Any, prompts: list[Prompt]) -> None:
-    groups = drawn(engine_of(model), prompts, samples=2, sampling=Sampling(max_tokens=10, temperature=0))
+def test_greedy_takes_the_most_likely_token(model: Any, prompts: list[Prompt]) -> None:
+    groups = generate(engine_of(model), prompts, samples=2, sampling=Sampling(max_tokens=10, temperature=0))
     for prompt, group in zip(prompts, groups, strict=True):
         assert group[0].token_ids == group[1].token_ids
         assert group[0].token_ids == tuple(plain_logits(model, prompt, group[0]).argmax(-1).tolist())
@@ -221,7 +223,7 @@ def test_uniform_is_splitmix64(key: int, index: int) -> None:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
     z ^= z >> 31
-    u = draw.uniform(torch.tensor([key]), torch.tensor([index])).item()
+    u = uniform(torch.tensor([key]), torch.tensor([index])).item()
     assert u == ((z >> 12) + 0.5) / 2**52
     assert 0 < u < 1
 
@@ -233,51 +235,54 @@ def test_uniform_is_splitmix64(key: int, index: int) -> None:
     st.integers(0, 4),
     st.floats(0.01, 1),
 )
-def test_a_drawn_token_is_possible(logits: list[float], u: float, top_k: int, top_p: float) -> None:
+def test_a_sampled_token_has_nonzero_probability(logits: list[float], u: float, top_k: int, top_p: float) -> None:
     sampling = Sampling(max_tokens=1, top_k=top_k, top_p=top_p)
-    token, logp = draw.draw(torch.tensor([logits]), sampling, torch.tensor([u], dtype=torch.float64))
+    token, logp = sample_from_logits(torch.tensor([logits]), sampling, torch.tensor([u], dtype=torch.float64))
     assert 0 <= token.item() < len(logits)
     assert -math.inf < logp.item() <= 0
 
 
-def test_seed_stream_prompt_and_sample_each_draw_anew(model: Any) -> None:
+def test_seed_stream_prompt_and_sample_each_give_a_new_random_stream(model: Any) -> None:
     engine, prompt = engine_of(model, stop_ids=()), prompt_of("p", 6)
     groups = [
-        *drawn(engine, [prompt, prompt_of("other", 6)], samples=2),
-        *drawn(engine, [prompt], samples=2, seed=2),
-        *drawn(engine, [prompt], samples=2, stream="train/1"),
+        *generate(engine, [prompt, prompt_of("other", 6)], samples=2),
+        *generate(engine, [prompt], samples=2, seed=2),
+        *generate(engine, [prompt], samples=2, stream="train/1"),
     ]
-    assert len({reply.token_ids for group in groups for reply in group}) == 8
+    assert len({completion.token_ids for group in groups for completion in group}) == 8
 
 
 # --- Batching ---
 
 
 @pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 3}, {"slots": 7, "prefill_tokens": 1}], ids=str)
-def test_slots_change_nothing(model: Any, prompts: list[Prompt], options: dict[str, int]) -> None:
-    wide, narrow = drawn(engine_of(model), prompts, samples=6), drawn(engine_of(model, **options), prompts, samples=6)
+def test_the_number_of_slots_does_not_change_completions(
+    model: Any, prompts: list[Prompt], options: dict[str, int]
+) -> None:
+    wide = generate(engine_of(model), prompts, samples=6)
+    narrow = generate(engine_of(model, **options), prompts, samples=6)
     assert ids_of(wide) == ids_of(narrow)
     for a, b in zip(chain(*wide), chain(*narrow), strict=True):
         assert a.logp_sampler == pytest.approx(b.logp_sampler, abs=1e-5)
 
 
-def test_each_prompt_is_read_once_and_no_finished_row_is_computed(model: Any) -> None:
+def test_each_prompt_is_prefilled_once_and_no_finished_row_is_computed(model: Any) -> None:
     prompts = [prompt_of("a", 8), prompt_of("b", 8), prompt_of("c", 5)]
     engine, shapes = engine_of(model, slots=6), []
     hook = model.register_forward_pre_hook(
         lambda _, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    groups = drawn(engine, prompts, samples=20, sampling=Sampling(max_tokens=60))
+    groups = generate(engine, prompts, samples=20, sampling=Sampling(max_tokens=60))
     hook.remove()
     assert [tuple(shape) for shape in shapes if shape[1] > 1] == [(2, 7)], (
         "two distinct prompts, without their last token"
     )
-    tokens = sum(len(reply.token_ids) for group in groups for reply in group)
+    tokens = sum(len(completion.token_ids) for group in groups for completion in group)
     assert sum(rows for rows, width in shapes if width == 1) == tokens
-    assert {reply.stop for group in groups for reply in group} == {StopReason.EOS, StopReason.LENGTH}
+    assert {completion.stop for group in groups for completion in group} == {StopReason.EOS, StopReason.LENGTH}
 
 
-# --- Leaving the model as it was, and errors ---
+# --- Model state and errors ---
 
 
 def test_the_model_can_be_trained_afterwards(prompts: list[Prompt]) -> None:
@@ -285,28 +290,28 @@ def test_the_model_can_be_trained_afterwards(prompts: list[Prompt]) -> None:
     model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    drawn(engine_of(model), prompts)
+    generate(engine_of(model), prompts)
     assert [module.training for module in model.modules()] == modes
     ids = torch.tensor([prompts[2].token_ids])
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_new_weights_are_used_at_once(prompts: list[Prompt]) -> None:
+def test_new_weights_take_effect_immediately(prompts: list[Prompt]) -> None:
     model = model_of(*CACHED["qwen3"])
     engine = engine_of(model)
-    before = drawn(engine, prompts)
+    before = generate(engine, prompts)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    after = drawn(engine, prompts)
+    after = generate(engine, prompts)
     assert ids_of(before) != ids_of(after)
     assert_logp(model, prompts, after, tolerance=1e-4)
 
 
 def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prompt]) -> None:
     engine = engine_of(model, slots=4)
-    expected, calls = drawn(engine, prompts), []
+    expected, calls = generate(engine, prompts), []
 
     def interrupt(*_: Any) -> None:
         calls.append(0)
@@ -315,17 +320,21 @@ def test_an_interruption_leaves_the_engine_usable(model: Any, prompts: list[Prom
 
     hook = model.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        drawn(engine, prompts)
+        generate(engine, prompts)
     hook.remove()
-    assert drawn(engine, prompts) == expected
+    assert generate(engine, prompts) == expected
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    whole = drawn(engine_of(model), prompts)
-    owner: Any = Decoder if paged else rows.KVCacheState
+def test_out_of_memory_restarts_with_fewer_slots(
+    model: Any, prompts: list[Prompt], paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = generate(engine_of(model), prompts)
+    owner: Any = Decoder if paged else states.KVCacheState
     name = "logits" if paged else "step"
-    step, together, most = getattr(owner, name), [], 4
+    step = getattr(owner, name)
+    together: list[int] = []
+    most = 4
 
     def scarce(self: Any, first: Any, *rest: Any) -> Any:
         together.append(first if paged else len(first))
@@ -336,26 +345,26 @@ def test_memory_that_runs_out_is_used_by_fewer_replies(model: Any, prompts: list
     monkeypatch.setattr(owner, name, scarce)
     engine = engine_of(model)
     engine.paged = paged
-    with pytest.warns(RuntimeWarning, match="out of memory; from now on at most 3 replies at a time"):
-        found = drawn(engine, prompts)
+    with pytest.warns(RuntimeWarning, match="out of memory; .* at most 3 completions at a time"):
+        found = generate(engine, prompts)
     assert ids_of(found) == ids_of(whole)
     assert_logp(model, prompts, found)
     together.clear()
-    assert ids_of(drawn(engine, prompts)) == ids_of(whole)
-    assert max(together) == 3, "it is not tried again"
+    assert ids_of(generate(engine, prompts)) == ids_of(whole)
+    assert max(together) == 3, "the limit holds for the rest of the run"
     most = 0
     with pytest.warns(RuntimeWarning, match="at most 1 "), pytest.raises(torch.OutOfMemoryError):
-        drawn(engine, prompts)
+        generate(engine, prompts)
 
 
-def test_too_long_for_the_model_is_said_up_front(model: Any, prompts: list[Prompt]) -> None:
+def test_too_long_completions_are_refused_before_sampling(model: Any, prompts: list[Prompt]) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens.*at most 244"):
-        drawn(engine_of(model), prompts, sampling=Sampling(max_tokens=245))
+        generate(engine_of(model), prompts, sampling=Sampling(max_tokens=245))
 
 
 def test_an_empty_prompt_is_an_error(model: Any) -> None:
     with pytest.raises(DataError, match="p/empty"):
-        drawn(engine_of(model), [prompt_of("p/empty", 0)])
+        generate(engine_of(model), [prompt_of("p/empty", 0)])
 
 
 def test_diverged_weights_are_an_error(prompts: list[Prompt]) -> None:
@@ -363,7 +372,7 @@ def test_diverged_weights_are_an_error(prompts: list[Prompt]) -> None:
     engine = engine_of(model)
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     with pytest.raises(NumericalError, match="NaN"):
-        drawn(engine, prompts)
+        generate(engine, prompts)
 
 
 def test_options_and_closing(model: Any, prompts: list[Prompt]) -> None:
@@ -373,4 +382,4 @@ def test_options_and_closing(model: Any, prompts: list[Prompt]) -> None:
     engine.close()
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
-        drawn(engine, prompts)
+        generate(engine, prompts)

@@ -1,4 +1,4 @@
-"""Decoding with pages: the replies of plain decoding, whatever shares the batch and however scarce pages are."""
+"""Decoding with a paged KV cache: the completions of plain decoding, for any batch and any number of blocks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,30 @@ from gspo.model.routing import find_routers
 from gspo.rollout.engine import DecodeStats, EngineContext
 from gspo.rollout.engines import local
 from gspo.rollout.local import batch, decoder, kernels
-from gspo.rollout.local.blocks import PAGE, BlockAllocator, pages_for
+from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
-from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_pages
-from gspo.rollout.local.queue import Replies, make_queue
-from gspo.rollout.local.sampling import GREEDY, draw, uniform
-from gspo.rollout.local.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots, make_slots
+from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_paging
+from gspo.rollout.local.queue import DecodeResult, make_queue
+from gspo.rollout.local.sampling import GREEDY, sample_from_logits, uniform
+from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots, make_slots
 from gspo.types import Prompt, Sampling
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 VOCABULARY, EOS = 48, 0
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
 MOE = {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PLAIN = {
     "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
-    "qwen3, odd size of heads": ("qwen3", {**SIZES, "head_dim": 24}),
+    "qwen3, head size not a power of two": ("qwen3", {**SIZES, "head_dim": 24}),
     "qwen3_moe": ("qwen3_moe", MOE),
     "llama": ("llama", SIZES),
     "qwen2 (biases)": ("qwen2", SIZES),
@@ -49,7 +55,7 @@ OTHER = {
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gemma2 (capped, other norms)": ("gemma2", {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
     "smollm3 (layers without rotary embedding)": ("smollm3", {**SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
-    "glm (part of a head is turned)": ("glm", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
+    "glm (partial rotary embedding)": ("glm", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
     "ministral3 (scaled by position)": ("ministral3", {**SIZES, "head_dim": 16}),
     "olmoe (norm over all heads)": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -74,9 +80,9 @@ def prompt_of(length: int) -> Prompt:
 LENGTHS = (1, 3, 65, 64, 130, 7, 2, 66)
 
 
-def decoded(
+def decode_paged(
     model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
-) -> Replies:
+) -> DecodeResult:
     queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
     sampling = sampling or Sampling(max_tokens=90)
     settings = {"slots": 8, "prefill_tokens": 100, **options}
@@ -84,8 +90,10 @@ def decoded(
         return batch.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
 
 
-def plainly(model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any) -> Replies:  # fmt: skip
-    """The same by the loop that other models are decoded with."""
+def decode_plain(
+    model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
+) -> DecodeResult:
+    """The same with the loop for models that cannot use a paged KV cache."""
     context = EngineContext(model=model, tokenizer=None, stop_ids=(EOS,))
     engine = local.LocalEngine(context, slots=5, prefill_tokens=64)
     engine.paged = False
@@ -95,39 +103,39 @@ def plainly(model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, samp
 
 
 @pytest.fixture(scope="module")
-def plain_replies(model: Any) -> Callable[[int], Replies]:
+def plain_completions(model: Any) -> Callable[[int], DecodeResult]:
     """What plain decoding gives for the module's model, computed once for each limit."""
-    return cache(lambda max_tokens: plainly(model, sampling=Sampling(max_tokens=max_tokens)))
+    return cache(lambda max_tokens: decode_plain(model, sampling=Sampling(max_tokens=max_tokens)))
 
 
-def assert_same(ours: Replies, theirs: Replies, tolerance: float = 2e-5) -> None:
+def assert_same(ours: DecodeResult, theirs: DecodeResult, tolerance: float = 2e-5) -> None:
     assert ours.token_ids == theirs.token_ids
-    assert ours.ended == theirs.ended
+    assert ours.stopped == theirs.stopped
     for a, b in zip(ours.logp, theirs.logp, strict=True):
         assert a == pytest.approx(b, abs=tolerance)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_replies_are_those_of_plain_decoding(name: str) -> None:
+def test_completions_match_plain_decoding(name: str) -> None:
     model = model_of(*PLAIN[name])
-    assert obstacle_to_pages(model) is None
-    ours = decoded(model)
-    assert len({len(ids) for ids in ours.token_ids}) > 1, "replies of several lengths"
-    assert_same(ours, plainly(model))
+    assert obstacle_to_paging(model) is None
+    ours = decode_paged(model)
+    assert len({len(ids) for ids in ours.token_ids}) > 1, "completions of several lengths"
+    assert_same(ours, decode_plain(model))
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_models_of_another_kind_are_refused(name: str) -> None:
-    assert obstacle_to_pages(model_of(*OTHER[name])) is not None
+def test_unsupported_models_are_refused(name: str) -> None:
+    assert obstacle_to_paging(model_of(*OTHER[name])) is not None
 
 
-def test_a_class_of_another_origin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_class_from_remote_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = model_of(*PLAIN["qwen3"])
     monkeypatch.setattr(type(other.model.layers[0].self_attn), "__module__", "remote_code")
-    assert "not of the kind" in (obstacle_to_pages(other) or "")
+    assert "not of the kind" in (obstacle_to_paging(other) or "")
 
 
-def test_a_model_whose_attention_does_more_is_found_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_detects_attention_that_does_more(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = type(model.model.layers[0].self_attn)
     whole = attention.forward
 
@@ -136,16 +144,16 @@ def test_a_model_whose_attention_does_more_is_found_out(model: Any, monkeypatch:
         return 1.5 * answer, weights
 
     monkeypatch.setattr(attention, "forward", more)
-    assert "other logits" in (obstacle_to_pages(model) or "")
+    assert "different logits" in (obstacle_to_paging(model) or "")
 
 
 def test_experts_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of all experts together, as they are on a GPU."""
+    """The products of all experts together, as on a GPU."""
     model = model_of(*PLAIN["qwen3_moe"], dtype=torch.float32)
-    theirs = plainly(model)
+    theirs = decode_plain(model)
     monkeypatch.setattr(decoder, "grouped_products", lambda model: True)
     monkeypatch.setattr(decoder, "grouped_mm", _one_by_one)
-    assert_same(decoded(model), theirs)
+    assert_same(decode_paged(model), theirs)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -153,66 +161,75 @@ def _one_by_one(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ weight[e] for e, (a, b) in enumerate(pairwise(starts))])
 
 
-@pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}])  # fmt: skip
-def test_slots_change_nothing(model: Any, options: dict[str, int], plain_replies: Callable[[int], Replies]) -> None:
-    assert_same(decoded(model, **options), plain_replies(90))
-
-
-@pytest.mark.parametrize("pages", [10, 13, 20, 33])
-def test_scarce_pages_change_nothing(
-    model: Any, pages: int, plain_replies: Callable[[int], Replies], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}]
+)
+def test_the_number_of_slots_does_not_change_completions(
+    model: Any, options: dict[str, int], plain_completions: Callable[[int], DecodeResult]
 ) -> None:
-    put_back: list[int] = []
-    room = batch.PagedBatch._preempt
+    assert_same(decode_paged(model, **options), plain_completions(90))
 
-    def counted(self: Any) -> None:
+
+@pytest.mark.parametrize("blocks", [10, 13, 20, 33])
+def test_preemption_does_not_change_completions(
+    model: Any, blocks: int, plain_completions: Callable[[int], DecodeResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[int] = []
+    preempt = batch.PagedBatch._preempt
+
+    def counting(self: Any) -> None:
         before = len(self.waiting)
-        room(self)
-        put_back.append(len(self.waiting) - before)
+        preempt(self)
+        preempted.append(len(self.waiting) - before)
 
-    monkeypatch.setattr(batch.PagedBatch, "_preempt", counted)
-    assert_same(decoded(model, sampling=Sampling(max_tokens=150), pages=pages, slots=12), plain_replies(150))
-    assert pages > 13 or any(put_back), "a reply had to be drawn again"
+    monkeypatch.setattr(batch.PagedBatch, "_preempt", counting)
+    sampling = Sampling(max_tokens=150)
+    assert_same(decode_paged(model, sampling=sampling, blocks=blocks, slots=12), plain_completions(150))
+    assert blocks > 13 or any(preempted), "a completion had to be preempted"
 
 
-def test_pages_come_back(model: Any) -> None:
+def test_all_blocks_are_freed(model: Any) -> None:
     queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
     with torch.no_grad():
         run = batch.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
-        count = run.pages.free
+        count = run.blocks.available
         run.run()
-    assert run.pages.free == count
+    assert run.blocks.available == count
     assert run.bucket == 8
-    assert not run.held
+    assert not run.prompt_blocks
 
 
-def test_a_group_reads_its_prompt_once_and_shares_full_pages(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     prefill = Decoder.prefill
-    monkeypatch.setattr(Decoder, "prefill", lambda self, prompts, pages: (read.extend(map(len, prompts)), prefill(self, prompts, pages))[1])  # fmt: skip
-    queue = make_queue([prompt_of(2 * PAGE + 5)], samples=6, seed=1, stream="train/0")
+    monkeypatch.setattr(
+        Decoder,
+        "prefill",
+        lambda self, prompts, blocks: (read.extend(map(len, prompts)), prefill(self, prompts, blocks))[1],
+    )
+    queue = make_queue([prompt_of(2 * BLOCK_SIZE + 5)], samples=6, seed=1, stream="train/0")
     with torch.no_grad():
         run = batch.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
         run._admit()
-    assert read == [2 * PAGE + 4]
+    assert read == [2 * BLOCK_SIZE + 4]
     rows = [row for row in run.rows if row is not None]
     assert len(rows) == 6
-    assert len({tuple(row.pages[:2]) for row in rows}) == 1, "full pages are the same"
-    assert len({row.pages[2] for row in rows}) == 6, "the last one is each row's own"
+    assert len({tuple(row.blocks[:2]) for row in rows}) == 1, "full blocks are shared"
+    assert len({row.blocks[2] for row in rows}) == 6, "each row has its own last block"
 
 
 def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "SIZES", (1, 2, 4, 8))
+    monkeypatch.setattr(batch, "BATCH_SIZES", (1, 2, 4, 8))
     sizes: list[int] = []
     step = batch.PagedBatch._step
     if not CUDA:
         monkeypatch.setattr(batch.PagedBatch, "_step", lambda self, rows: (sizes.append(rows), step(self, rows))[1])
     sampling = Sampling(max_tokens=400)
-    ours, theirs = decoded(model, slots=24, sampling=sampling), plainly(model, sampling=sampling)
+    ours, theirs = decode_paged(model, slots=24, sampling=sampling), decode_plain(model, sampling=sampling)
     assert_same(ours, theirs)
     tokens = sum(map(len, ours.token_ids))
-    assert theirs.decoded.rows == tokens, "none idles"
-    assert ours.decoded.rows > tokens, "a row idles before it is noticed that it has ended"
+    assert theirs.decoded.rows == tokens, "no row idles"
+    assert ours.decoded.rows > tokens, "a finished row idles until the host polls it"
     if not CUDA:
         assert ours.decoded == DecodeStats(steps=len(sizes), rows=sum(sizes))
         assert sizes == sorted(sizes, reverse=True)
@@ -220,14 +237,14 @@ def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypa
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}])
-def test_every_way_of_drawing(model: Any, changes: dict[str, Any]) -> None:
+def test_every_sampling_mode(model: Any, changes: dict[str, Any]) -> None:
     sampling = Sampling(max_tokens=40, **changes)
-    assert_same(decoded(model, sampling=sampling), plainly(model, sampling=sampling))
+    assert_same(decode_paged(model, sampling=sampling), decode_plain(model, sampling=sampling))
 
 
-def test_experts_are_those_of_plain_decoding(model: Any) -> None:
+def test_experts_match_plain_decoding(model: Any) -> None:
     routers = find_routers(model)
-    ours, theirs = decoded(model, routers=routers), plainly(model, routers=routers)
+    ours, theirs = decode_paged(model, routers=routers), decode_plain(model, routers=routers)
     assert_same(ours, theirs)
     assert all(r is not None for r in ours.routes)
     assert ours.routes == theirs.routes
@@ -238,10 +255,10 @@ def test_diverged_weights_are_an_error() -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(NumericalError, match="NaN"):
-        decoded(model)
+        decode_paged(model)
 
 
-def test_log_probabilities_are_not_rounded_to_the_weights_precision() -> None:
+def test_logits_are_not_rounded_to_the_precision_of_the_weights() -> None:
     hidden, weight = torch.randn(5, 64).bfloat16().to(DEVICE), torch.randn(300, 64).bfloat16().to(DEVICE)
     exact = hidden.double() @ weight.double().T
     found = float32_logits(hidden, weight)
@@ -249,39 +266,40 @@ def test_log_probabilities_are_not_rounded_to_the_weights_precision() -> None:
     assert float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
 
 
-# --- Pages ---
+# --- KV cache blocks ---
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 6)), max_size=60))
-def test_a_page_is_free_exactly_when_nobody_reads_it(actions: list[tuple[str, int]]) -> None:
-    pages, readers = BlockAllocator(12), [[]]  # type: ignore[var-annotated]
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 6)), max_size=60))
+def test_a_block_is_free_exactly_when_it_has_no_reference(actions: list[tuple[str, int]]) -> None:
+    allocator = BlockAllocator(12)
+    owners: list[list[int]] = [[]]
     for action, number in actions:
-        held = readers[number % len(readers)]
-        if action == "take":
-            free = pages.free
-            taken = pages.take(number)
-            assert (taken is None) == (number > free)
-            readers.append(taken or [])
+        held = owners[number % len(owners)]
+        if action == "allocate":
+            available = allocator.available
+            blocks = allocator.allocate(number)
+            assert (blocks is None) == (number > available)
+            owners.append(blocks or [])
         elif action == "share":
-            pages.share(held)
-            readers.append(list(held))
+            allocator.share(held)
+            owners.append(list(held))
         else:
-            pages.release(held)
+            allocator.free(held)
             held.clear()
-        used = {page for held in readers for page in held}
+        used = {block for held in owners for block in held}
         assert 0 not in used
-        assert pages.free == 11 - len(used)
+        assert allocator.available == 11 - len(used)
 
 
-def test_pages_for_tokens() -> None:
-    assert [pages_for(n) for n in (0, 1, PAGE, PAGE + 1, 3 * PAGE)] == [0, 1, 1, 2, 3]
+def test_blocks_for_tokens() -> None:
+    assert [blocks_for(n) for n in (0, 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE)] == [0, 1, 1, 2, 3]
 
 
-# --- Graphs ---
+# --- CUDA graphs ---
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_step_that_cannot_be_captured_is_run_with_a_message() -> None:
+def test_a_step_that_cannot_be_captured_runs_eagerly_with_a_warning() -> None:
     x = torch.zeros(1, device=DEVICE)
 
     def step(rows: int) -> None:
@@ -297,28 +315,28 @@ def test_a_step_that_cannot_be_captured_is_run_with_a_message() -> None:
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_replies_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_uses_cuda_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(*PLAIN[name], dtype=torch.bfloat16)
     captured: list[int] = []
     capture = CudaGraphs._capture
     monkeypatch.setattr(CudaGraphs, "_capture", lambda self, rows: (captured.append(rows), capture(self, rows))[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoded(model, slots=24, prefill_tokens=4000, routers=find_routers(model))
+        decode_paged(model, slots=24, prefill_tokens=4000, routers=find_routers(model))
     assert captured[0] == 24
 
 
-def test_a_failing_kernel_is_a_bug_and_not_an_unsupported_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_kernel_is_reported_as_a_bug(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError("num_warps must be a power of 2")
 
     broken = FunctionType(broken.__code__, {"__name__": kernels.kernels_for(DEVICE).__name__, "ValueError": ValueError})
-    monkeypatch.setattr(kernels.kernels_for(DEVICE), "normed", broken)
+    monkeypatch.setattr(kernels.kernels_for(DEVICE), "rms_norm", broken)
     with pytest.warns(KernelWarning, match="Qwen3MoeForCausalLM; please report"):
-        assert "num_warps" in (obstacle_to_pages(model) or "")
+        assert "num_warps" in (obstacle_to_paging(model) or "")
 
 
-# --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be chosen before Triton is imported ---
+# --- The Triton kernels: on a GPU, else in Triton's interpreter, which must be enabled before Triton is imported ---
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
@@ -333,21 +351,21 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def filled(rows: int, width: int, seed: int = 0) -> Slots:
-    """Rows at all kinds of positions, in scattered pages, some of them not live."""
+    """Rows at various positions, in scattered blocks, some of them not live."""
     generator = torch.Generator().manual_seed(seed)
     slots = make_slots(rows, width, 20, DEVICE, None)
-    position = torch.randint(width * PAGE, (rows,), generator=generator)
-    position[:3] = torch.tensor([0, PAGE - 1, width * PAGE - 1])[:rows]
+    position = torch.randint(width * BLOCK_SIZE, (rows,), generator=generator)
+    position[:3] = torch.tensor([0, BLOCK_SIZE - 1, width * BLOCK_SIZE - 1])[:rows]
     slots.state[POSITION] = position
     slots.state[LIVE] = torch.randint(4, (rows,), generator=generator) > 0
     slots.state[LIVE, :3] = 1
     slots.state[KEY] = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
-    slots.state[DRAWN] = torch.randint(20, (rows,), generator=generator)
+    slots.state[SAMPLED] = torch.randint(20, (rows,), generator=generator)
     slots.table_SW.copy_(1 + torch.randperm(rows * width, generator=generator).view(rows, width))
     return slots
 
 
-def twins() -> tuple[Any, Any]:
+def both_kernels() -> tuple[Any, Any]:
     from gspo.rollout.local import kernels_triton
 
     return kernels, kernels_triton
@@ -356,49 +374,52 @@ def twins() -> tuple[Any, Any]:
 @on_triton
 @pytest.mark.parametrize("size", [32, 48])
 def test_norm_and_gate_on_triton(size: int) -> None:
-    plain, fused = twins()
+    plain, fused = both_kernels()
     x, weight = random(7, 1, size), random(size, seed=1)
-    torch.testing.assert_close(fused.normed(x, weight, 1e-6), plain.normed(x, weight, 1e-6))
-    torch.testing.assert_close(fused.gated(x, x.flip(0)), plain.gated(x, x.flip(0)))
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(fused.silu_mul(x, x.flip(0)), plain.silu_mul(x, x.flip(0)))
 
 
 @on_triton
 @pytest.mark.parametrize("size", [1, 48, 300, 768, 1408, 5000])
 def test_every_expert_width_can_be_launched_on_triton(size: int) -> None:
-    """The interpreter ignores the number of warps; a compiled launch takes powers of two only."""
-    plain, fused = twins()
+    """The interpreter ignores the number of warps; a compiled launch accepts only powers of two."""
+    plain, fused = both_kernels()
     assert fused._warps(size) in (1, 2, 4, 8)
     x = random(3, 2 * size)
-    torch.testing.assert_close(fused.halves_gated(x), plain.halves_gated(x))
+    torch.testing.assert_close(fused.silu_mul_halves(x), plain.silu_mul_halves(x))
 
 
 @on_triton
 @pytest.mark.parametrize(("rows", "chosen", "experts"), [(1, 1, 3), (9, 4, 8), (700, 8, 64)])
 def test_experts_on_triton(rows: int, chosen: int, experts: int) -> None:
-    plain, fused = twins()
+    plain, fused = both_kernels()
     expert = random(rows, experts).topk(chosen).indices
-    (row, place, ends), theirs = fused.arranged(expert, experts), plain.arranged(expert, experts)
+    (row, place, ends), theirs = fused.group_by_expert(expert, experts), plain.group_by_expert(expert, experts)
     assert all(torch.equal(a, b) for a, b in zip((row, place, ends), theirs, strict=True))
     assert torch.equal(expert.flatten().sort().values, expert.flatten()[place.flatten().argsort()])
     x, weight = random(rows * chosen, 48, seed=1), random(rows, chosen, seed=2)
-    some, place, weight = x[:40], place[:40], weight[:40]  # a launch per row, and the interpreter is slow
-    torch.testing.assert_close(fused.halves_gated(some), plain.halves_gated(some))
-    expected = torch.stack([(x[p] * w[:, None]).sum(0) for p, w in zip(place, weight, strict=True)])
-    torch.testing.assert_close(fused.summed(x, place, weight), expected)
-    torch.testing.assert_close(plain.summed(x, place, weight), expected)
+    torch.testing.assert_close(fused.silu_mul_halves(x), plain.silu_mul_halves(x))
+    expected = torch.stack([(x[place[r]] * weight[r][:, None]).sum(0) for r in range(rows)])
+    torch.testing.assert_close(fused.combine_experts(x, place, weight), expected)
+    torch.testing.assert_close(plain.combine_experts(x, place, weight), expected)
 
 
 @on_triton
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("with_norms", [True, False])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (3, 3, 32)])
-def test_store_on_triton(normed: bool, queries: int, heads: int, size: int) -> None:
+def test_rope_and_store_on_triton(with_norms: bool, queries: int, heads: int, size: int) -> None:
     slots = filled(9, 3)
     given = [random(9, n * size, seed=n + i) for i, n in enumerate((queries, heads, heads))]
     angle = random(9, size // 2, seed=5).repeat(1, 2)
-    norms = (random(size, seed=6), random(size, seed=7)) if normed else None
-    caches = [(torch.zeros(28, heads, PAGE, size, device=DEVICE), torch.zeros(28, heads, PAGE, size, device=DEVICE)) for _ in range(2)]  # fmt: skip
-    asked = [k.stored(slots, *given, (angle.cos(), angle.sin()), norms, 1e-6, cache) for k, cache in zip(twins(), caches, strict=True)]  # fmt: skip
-    torch.testing.assert_close(asked[1], asked[0])
+    norms = (random(size, seed=6), random(size, seed=7)) if with_norms else None
+    shape = (28, heads, BLOCK_SIZE, size)
+    caches = [(torch.zeros(shape, device=DEVICE), torch.zeros(shape, device=DEVICE)) for _ in range(2)]
+    queries_RHD = [
+        k.rope_and_store(slots, *given, (angle.cos(), angle.sin()), norms, 1e-6, cache)
+        for k, cache in zip(both_kernels(), caches, strict=True)
+    ]
+    torch.testing.assert_close(queries_RHD[1], queries_RHD[0])
     for ours, theirs in zip(caches[1], caches[0], strict=True):
         torch.testing.assert_close(ours[1:], theirs[1:])
         assert ours[1:].abs().sum() > 0
@@ -407,17 +428,19 @@ def test_store_on_triton(normed: bool, queries: int, heads: int, size: int) -> N
 @on_triton
 @pytest.mark.parametrize("programs", [1, 1000])
 @pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (32, 1, 16)])
-def test_attention_on_triton(programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    plain, fused = twins()
+def test_attention_on_triton(
+    programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fused = both_kernels()
     monkeypatch.setattr(fused, "PROGRAMS", programs)
-    monkeypatch.setattr(fused, "STRETCH", 2)
+    monkeypatch.setattr(fused, "SPLIT_BLOCKS", 2)
     slots = filled(6, 3)
-    cache = (random(19, heads, PAGE, size), random(19, heads, PAGE, size, seed=1))
+    cache = (random(19, heads, BLOCK_SIZE, size), random(19, heads, BLOCK_SIZE, size, seed=1))
     query = random(6, queries, size, seed=2)
-    expected = plain.attended(slots, query, cache, 0.3)
-    torch.testing.assert_close(fused.attended(slots, query, cache, 0.3), expected, atol=2e-6, rtol=1e-5)
+    expected = plain.paged_attention(slots, query, cache, 0.3)
+    torch.testing.assert_close(fused.paged_attention(slots, query, cache, 0.3), expected, atol=2e-6, rtol=1e-5)
     assert not expected[slots.state[LIVE] == 0].any()
-    # Against a formula that has neither pages nor kernels.
+    # Against a formula without blocks and kernels.
     row, head = 2, queries - 1
     keys, values = (store[slots.table_SW[row].long(), head // (queries // heads)].flatten(0, 1) for store in cache)
     seen = int(slots.state[POSITION, row]) + 1
@@ -428,12 +451,12 @@ def test_attention_on_triton(programs: int, queries: int, heads: int, size: int,
 @on_triton
 @pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_draw_on_triton(vocabulary: int, temperature: float) -> None:
-    plain, fused = twins()
+def test_sampling_on_triton(vocabulary: int, temperature: float) -> None:
+    plain, fused = both_kernels()
     slots, sampling = filled(40, 2), Sampling(max_tokens=5, temperature=temperature)
     logits = 3 * random(40, vocabulary, seed=4)
-    (ours, our_logp), (theirs, their_logp) = (k.drawn(slots, logits, sampling) for k in (fused, plain))
-    assert float((ours == theirs).float().mean()) > 0.97, "they may part where two tokens meet"
+    (ours, our_logp), (theirs, their_logp) = (k.sample_tokens(slots, logits, sampling) for k in (fused, plain))
+    assert float((ours == theirs).float().mean()) > 0.97, "rounding may decide between two neighboring tokens"
     torch.testing.assert_close(our_logp[ours == theirs], their_logp[ours == theirs], atol=2e-6, rtol=1e-5)
     exact = (logits / temperature).log_softmax(-1).gather(1, ours[:, None])[:, 0]
     torch.testing.assert_close(our_logp, exact, atol=2e-6, rtol=1e-5)
@@ -441,38 +464,41 @@ def test_draw_on_triton(vocabulary: int, temperature: float) -> None:
 
 @on_triton
 def test_greedy_rows_among_sampled_ones_on_triton() -> None:
-    plain, fused = twins()
+    plain, fused = both_kernels()
     slots, sampling = filled(40, 2), Sampling(max_tokens=5, greedy_last=True)
     slots.state[KEY, ::4] = GREEDY
     logits = 3 * random(40, 4096, seed=4)
     for kernels_ in (plain, fused):
-        token, logp = kernels_.drawn(slots, logits, sampling)
+        token, logp = kernels_.sample_tokens(slots, logits, sampling)
         assert torch.equal(token[::4], logits.argmax(-1)[::4])
         assert not logp[::4].any()
         assert (logp[1::4] < 0).all()
 
 
 @on_triton
-def test_an_impossible_token_is_never_drawn_on_triton() -> None:
-    _, fused = twins()
+def test_a_token_of_probability_zero_is_never_sampled_on_triton() -> None:
+    _, fused = both_kernels()
     slots = filled(64, 2)
     logits = torch.full((64, 5000), -1e4, device=DEVICE)
     logits[:, [3, 4095, 4999]] = random(64, 3)
     beyond = torch.cat([torch.full((64, 4096), -torch.inf, device=DEVICE), logits], 1)
-    token, logp = fused.drawn(slots, logits, Sampling(max_tokens=5))
-    assert torch.equal(fused.drawn(slots, beyond, Sampling(max_tokens=5))[0] - 4096, token)
+    assert torch.equal(
+        fused.sample_tokens(slots, beyond, Sampling(max_tokens=5))[0] - 4096,
+        fused.sample_tokens(slots, logits, Sampling(max_tokens=5))[0],
+    )
+    token, logp = fused.sample_tokens(slots, logits, Sampling(max_tokens=5))
     assert set(token.tolist()) == {3, 4095, 4999}
     assert logp.isfinite().all()
-    expected = draw(logits, Sampling(max_tokens=5), uniform(slots.state[KEY], slots.state[DRAWN]))[0]
+    expected = sample_from_logits(logits, Sampling(max_tokens=5), uniform(slots.state[KEY], slots.state[SAMPLED]))[0]
     assert torch.equal(token, expected)
 
 
 @on_triton
-def test_not_a_number_is_noticed_on_triton() -> None:
-    _, fused = twins()
+def test_nan_logits_are_reported_on_triton() -> None:
+    _, fused = both_kernels()
     logits = random(3, 5000)
     logits[1, 4500] = float("nan")
-    token, logp = fused.drawn(filled(3, 2), logits, Sampling(max_tokens=5))
+    token, logp = fused.sample_tokens(filled(3, 2), logits, Sampling(max_tokens=5))
     assert logp.isnan().tolist() == [False, True, False]
     assert int(token.min()) >= 0
     assert int(token.max()) < 5000
@@ -484,9 +510,15 @@ def test_bookkeeping_on_triton(stop_ids: list[int]) -> None:
     given, stops = filled(30, 2), torch.tensor(stop_ids, dtype=torch.int64, device=DEVICE)
     token, logp = torch.arange(30, device=DEVICE) % 6, random(30)
     made = []
-    for k in twins():
-        slots = Slots(state=given.state.clone(), table_SW=given.table_SW, token_ST=given.token_ST.clone(), logp_ST=given.logp_ST.clone(), routes_STLK=None)  # fmt: skip
-        k.advanced(slots, token, logp, stops, 10)
+    for k in both_kernels():
+        slots = Slots(
+            state=given.state.clone(),
+            table_SW=given.table_SW,
+            token_ST=given.token_ST.clone(),
+            logp_ST=given.logp_ST.clone(),
+            routes_STLK=None,
+        )
+        k.advance(slots, token, logp, stops, 10)
         made.append(slots)
     assert torch.equal(made[0].state, made[1].state)
     live = given.state[LIVE] > 0
@@ -499,10 +531,10 @@ def test_bookkeeping_on_triton(stop_ids: list[int]) -> None:
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 10**6))
 @on_triton
 def test_random_numbers_on_triton(key: int, index: int) -> None:
-    """With equal logits the token is the random number itself."""
-    _, fused = twins()
+    """With equal logits, the token is the random number itself."""
+    _, fused = both_kernels()
     slots = make_slots(1, 1, 4, DEVICE, None)
-    slots.state[KEY], slots.state[DRAWN] = key, index
-    token, _ = fused.drawn(slots, torch.zeros(1, 4096, device=DEVICE), Sampling(max_tokens=5))
-    expected = float(uniform(slots.state[KEY], slots.state[DRAWN])) * 4096
+    slots.state[KEY], slots.state[SAMPLED] = key, index
+    token, _ = fused.sample_tokens(slots, torch.zeros(1, 4096, device=DEVICE), Sampling(max_tokens=5))
+    expected = float(uniform(slots.state[KEY], slots.state[SAMPLED])) * 4096
     assert abs(int(token) + 0.5 - expected) <= 0.5 + 1e-9

@@ -1,4 +1,4 @@
-"""Servers that die, hang, or answer nonsense (F13 to F15 of docs/reliability.md), played by a stand-in."""
+"""Servers that die, hang, or return invalid responses (F13 to F15 of docs/reliability.md), with a fake server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gspo.rollout.vllm import guard, served
 from gspo.rollout.vllm.host import Request
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.served import TRIES, Limits, ServedHost, Server
-from gspo.rollout.vllm.weights import changes, digest, named_weights
+from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
 from gspo.types import Sampling
 
 QUICK = Limits(request_s=1.5, check_s=0.3, sync_s=2.0, absent_s=2.0)
@@ -48,16 +48,16 @@ def fake() -> Iterator[Callable[..., FakeVllm]]:
 
 @pytest.fixture
 def hosted() -> Iterator[Callable[..., ServedHost]]:
-    """A host over stand-ins, with weights sent."""
+    """A host over fake servers, with weights sent."""
     hosts: list[ServedHost] = []
 
     def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> ServedHost:
         servers = [Server(client=Client(f.address, "token")) for f in fakes]
         made = ServedHost(
-            servers, in_flight=in_flight, limits=limits, transfer="file", tell=lambda text: None, experts=False
+            servers, in_flight=in_flight, limits=limits, transfer="file", warn=lambda text: None, experts=False
         )
         hosts.append(made)
-        made.sync(model(), "0.0", lambda draw: None)
+        made.sync(model(), "0.0", lambda generate: None)
         return made
 
     yield host
@@ -79,28 +79,42 @@ def expected(count: int = 12) -> list[tuple[int, ...]]:
     well = FakeVllm()
     bodies = [{"sampling_params": r.settings()} for r in requests(count)]
     well.close()
-    return [tuple(well.reply(body)["choices"][0]["token_ids"]) for body in bodies]
+    return [tuple(well.completion(body)["choices"][0]["token_ids"]) for body in bodies]
 
 
 FAULTS = [
-    "dies", "hangs", "stopped", "half a body", "status 500", "garbage", "no choice", "log-probability missing", "log-probability NaN",
-    "token missing", "aborted", "other weights", "no versions", "text for tokens",
-]  # fmt: skip
+    "dies",
+    "hangs",
+    "stopped",
+    "half a body",
+    "status 500",
+    "garbage",
+    "no choice",
+    "log-prob missing",
+    "log-prob NaN",
+    "token missing",
+    "aborted",
+    "other weights",
+    "no versions",
+    "text for tokens",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_one_server_fails_at_another_does(fault: str, fake: Any, hosted: Any) -> None:
+def test_another_server_takes_over_failed_requests(fault: str, fake: Any, hosted: Any) -> None:
     bad, good = fake(fault=fault, after=2), fake()
     host = hosted(bad, good)
     began = time.monotonic()
-    replies = host.generate(requests(), routes=False)
-    assert [r.token_ids for r in replies] == expected(), "each request has its own reply, whoever drew it"
+    outputs = host.generate(requests(), routes=False)
+    assert [r.token_ids for r in outputs] == expected(), (
+        "each request has its own completion, whichever server sampled it"
+    )
     assert time.monotonic() - began < 60
     assert len(bad.asked) + len(good.asked) < 12 * TRIES
 
 
 @pytest.mark.parametrize("fault", ["hangs", "garbage", "stopped"])
-def test_without_another_the_run_ends_with_a_reason_in_time(fault: str, fake: Any, hosted: Any) -> None:
+def test_without_another_server_the_call_fails_in_time_with_a_reason(fault: str, fake: Any, hosted: Any) -> None:
     host = hosted(fake(fault=fault, after=2))
     began = time.monotonic()
     with pytest.raises(EngineError, match="engine 'vllm'"):
@@ -117,23 +131,24 @@ ENDLESS = b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 2400
     "answer", [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 400, CHUNKED, ENDLESS], ids=["headers", "chunks", "body"]
 )
 @pytest.mark.parametrize("at_once", [0, 60])
-def test_a_call_ends_by_its_deadline_though_bytes_keep_coming(answer: bytes, at_once: int) -> None:
+def test_a_call_ends_by_its_deadline_although_bytes_keep_arriving(answer: bytes, at_once: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=trickle, args=(listening, answer, at_once), daemon=True).start()
-        client, began = Client(f"127.0.0.1:{listening.getsockname()[1]}", "token"), time.monotonic()
+        client = Client(f"127.0.0.1:{listening.getsockname()[1]}", "token")
+        began = time.monotonic()
         with pytest.raises(Fault, match="took too long"):
             client.get("/x", timeout_s=0.6)
-        assert 0.5 < time.monotonic() - began < 30, "the whole answer takes more than a minute"
+        assert 0.5 < time.monotonic() - began < 30, "the whole response takes more than a minute"
 
 
-def test_a_slow_answer_within_its_deadline_is_taken() -> None:
+def test_a_slow_response_within_its_deadline_is_accepted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=trickle, args=(listening, WHOLE, 20), daemon=True).start()
         assert Client(f"127.0.0.1:{listening.getsockname()[1]}", "token").get("/x", timeout_s=20) == {}
 
 
 def trickle(listening: socket.socket, answer: bytes, at_once: int) -> None:
-    """Answer one call, a byte at a time after the first ones."""
+    """Respond to one call: the first `at_once` bytes immediately, then a byte at a time."""
     connection, _ = listening.accept()
     with connection, suppress(OSError):
         connection.recv(1 << 16)
@@ -143,7 +158,7 @@ def trickle(listening: socket.socket, answer: bytes, at_once: int) -> None:
             time.sleep(0.03)
 
 
-def test_a_server_that_stops_answering_is_found_long_before_a_reply_is_due(fake: Any, hosted: Any) -> None:
+def test_a_server_that_hangs_is_detected_long_before_the_request_deadline(fake: Any, hosted: Any) -> None:
     limits = Limits(request_s=60, check_s=0.3, sync_s=2, absent_s=2)
     host = hosted(fake(fault="stopped", after=2), fake(), limits=limits)
     began = time.monotonic()
@@ -151,25 +166,25 @@ def test_a_server_that_stops_answering_is_found_long_before_a_reply_is_due(fake:
     assert time.monotonic() - began < limits.request_s / 2
 
 
-def test_a_server_that_comes_back_gets_the_weights_before_it_draws(fake: Any, hosted: Any) -> None:
-    """It was started anew by whoever runs it: it holds weights that this run never sent."""
+def test_a_server_that_comes_back_gets_the_weights_before_it_samples(fake: Any, hosted: Any) -> None:
+    """Its owner restarted it: it holds weights that this run never sent."""
     one = fake()
     host = hosted(one)
     one.label, one.received = "default", ""
-    assert host.label() == "default", "which is not the run's: the engine sends its weights again"
+    assert host.label() == "default", "not a label of the run: the engine sends its weights again"
     one.fault, one.after = "status 500", len(one.asked)
 
-    def recover(draw: Any) -> None:
+    def recover(generate: Any) -> None:
         one.fault = ""
 
-    host._check = recover  # the stand-in is well again once its weights are back
-    replies = host.generate(requests(3), routes=False)
-    assert [r.token_ids for r in replies] == expected(3)
+    host._check = recover  # the fake server works again once its weights are back
+    outputs = host.generate(requests(3), routes=False)
+    assert [r.token_ids for r in outputs] == expected(3)
     assert one.label == "0.0"
 
 
-def test_a_call_that_was_broken_off_leaves_nothing_behind(fake: Any, hosted: Any) -> None:
-    """A signal breaks off a call; what its requests still bring must not be taken for the next call's."""
+def test_an_interrupted_call_leaves_no_requests_behind(fake: Any, hosted: Any) -> None:
+    """A signal interrupts a call. Late outputs of its requests must not appear in the next call."""
     one = fake()
     host = hosted(one)
     one.fault, one.after = "hangs", len(one.asked)
@@ -185,7 +200,7 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_requests_that_are_refused_are_not_repeated(fake: Any, hosted: Any) -> None:
+def test_refused_requests_are_not_retried(fake: Any, hosted: Any) -> None:
     one, other = fake(fault="status 400"), fake(fault="status 400")
     host = hosted(one, other)
     with pytest.raises(EngineError, match=r"refused \(400\): out of luck"):
@@ -193,43 +208,41 @@ def test_requests_that_are_refused_are_not_repeated(fake: Any, hosted: Any) -> N
     assert len(one.asked) + len(other.asked) == 1
 
 
-def test_weights_of_another_run_on_the_same_server_are_not_taken_for_ones_own(fake: Any, hosted: Any) -> None:
+def test_weights_of_another_run_on_the_same_server_are_detected(fake: Any, hosted: Any) -> None:
     one = fake()
     host = hosted(one)
     one.label = "another.0.0"
     host.generate(requests(1), routes=False)
-    assert one.label == "0.0", "its replies were refused until it held this run's weights again"
+    assert one.label == "0.0", "its completions were rejected until it held this run's weights again"
     names = {VllmEngine(EngineContext(model=None, tokenizer=None, stop_ids=()), host)._name for _ in range(8)}  # type: ignore[arg-type]
-    assert len(names) == 8, "labels of two engines never meet"
+    assert len(names) == 8, "labels of two engines never collide"
 
 
-def test_tokens_of_weights_that_were_not_proved_are_not_used(fake: Any, hosted: Any) -> None:
+def test_tokens_of_unverified_weights_are_not_used(fake: Any, hosted: Any) -> None:
     one = fake()
     host = hosted(one)
 
-    def wrong(draw: Any) -> None:
+    def wrong(generate: Any) -> None:
         raise WeightSyncError("it does not compute what the learner computes")
 
     with pytest.raises(WeightSyncError):
         host.sync(model(), "1.1", wrong)
-    assert one.label == "1.1", "the server has them"
+    assert one.label == "1.1", "the server holds them"
     with pytest.raises(WeightSyncError):
         host.generate(requests(1), routes=False)
     assert host.servers[0].labels == {"0.0"}
 
 
-def test_the_model_is_touched_by_the_calling_thread_alone(
-    fake: Any, hosted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that comes back while others work, or after them, must not read weights that are being learned."""
+def test_only_the_calling_thread_reads_the_model(fake: Any, hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that comes back during or after a call must not read weights while they are being trained."""
     threads: set[int] = set()
     offer = served.Offer
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def recording(*args: Any, **options: Any) -> Any:
         threads.add(threading.get_ident())
         return offer(*args, **options)
 
-    monkeypatch.setattr(served, "Offer", noted)
+    monkeypatch.setattr(served, "Offer", recording)
     bad = fake(fault="status 500", after=2)
     host = hosted(bad, fake())
     for _ in range(3):
@@ -242,19 +255,19 @@ def test_the_model_is_touched_by_the_calling_thread_alone(
     assert threads == {threading.get_ident()}
 
 
-def test_a_server_that_hangs_does_not_hold_up_the_others_weights(fake: Any, hosted: Any) -> None:
+def test_a_server_that_hangs_does_not_delay_the_weights_of_others(fake: Any, hosted: Any) -> None:
     stuck, good = fake(), fake()
     host = hosted(stuck, good, limits=Limits(request_s=30, check_s=0.3, sync_s=30, absent_s=30))
     stuck.fault, stuck.after, stuck.sync_fault = "stopped", -1, "hangs"
     for version in (1, 2):
         began = time.monotonic()
-        host.sync(model(), f"{version}.{version}", lambda draw: None)
+        host.sync(model(), f"{version}.{version}", lambda generate: None)
         assert len(host.generate(requests(), routes=False)) == 12
         assert time.monotonic() - began < 30
 
 
 class Failing:
-    """A process of our own that never comes up."""
+    """A server process that never starts."""
 
     address, token, log = "127.0.0.1:9", "token", Path("server.log")
 
@@ -263,10 +276,10 @@ class Failing:
     def stop(self) -> None: ...
 
     def wait_ready(self, limit_s: float) -> None:
-        raise EngineError("a vLLM server did not come up")
+        raise EngineError("a vLLM server did not start")
 
 
-def test_a_server_that_cannot_be_started_any_more_is_left_out(fake: Any, hosted: Any) -> None:
+def test_a_server_that_cannot_be_restarted_is_no_longer_used(fake: Any, hosted: Any) -> None:
     lost, good = fake(), fake()
     host = hosted(lost, good)
     host.servers[0].process = Failing()
@@ -276,32 +289,32 @@ def test_a_server_that_cannot_be_started_any_more_is_left_out(fake: Any, hosted:
         assert len(host.generate(requests(), routes=False)) == 12
     assert host.servers[0].gone
     assert host.servers[0].restarts == served.RESTARTS
-    host.sync(model(), "1.1", lambda draw: None)
+    host.sync(model(), "1.1", lambda generate: None)
     assert len(host.generate(requests(), routes=False)) == 12
 
 
-# ------------------------------------------------------------------------------------------------- weights
+# --- Weights ---
 
 
 @pytest.mark.parametrize("fault", ["a tensor dropped", "nothing applied"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_weights_that_did_not_arrive_at_one_of_two_end_the_call(fault: str, place: int, fake: Any, hosted: Any) -> None:
+def test_weights_missing_at_one_of_two_servers_fail_the_call(fault: str, place: int, fake: Any, hosted: Any) -> None:
     fakes = [fake(), fake()]
     host = hosted(*fakes)
     fakes[place].sync_fault = fault
     if fault == "nothing applied":
         fakes[place].received = "the digest of what was there before"
     with pytest.raises(WeightSyncError, match=fakes[place].address):
-        host.sync(model(), "1.1", lambda draw: None)
+        host.sync(model(), "1.1", lambda generate: None)
     assert not host.servers[place].up
 
 
 @pytest.mark.parametrize("fault", ["status 500", "dies", "hangs"])
-def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, hosted: Any) -> None:
+def test_a_server_that_cannot_receive_weights_is_not_used(fault: str, fake: Any, hosted: Any) -> None:
     broken, good = fake(), fake()
     host = hosted(broken, good)
     broken.sync_fault = fault
-    host.sync(model(), "1.1", lambda draw: None)
+    host.sync(model(), "1.1", lambda generate: None)
     assert [s.up for s in host.servers] == [False, True]
     before = len(broken.asked)
     assert len(host.generate(requests(), routes=False)) == 12
@@ -309,34 +322,36 @@ def test_a_server_that_cannot_take_weights_is_left_out(fault: str, fake: Any, ho
     assert broken.calls.count("/resume") == broken.calls.count("/pause"), "and it is not left paused"
 
 
-def test_the_file_of_the_weights_is_gone_afterwards(fake: Any, hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_the_weights_file_is_deleted_afterwards(
+    fake: Any, hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
     make = tempfile.mkdtemp
 
-    def noted(**options: Any) -> str:
+    def recording(**options: Any) -> str:
         made.append(make(**{**options, "dir": tmp_path}))
         return made[-1]
 
-    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    monkeypatch.setattr(tempfile, "mkdtemp", recording)
     hosted(fake())
     assert made
     assert not any(Path(folder).exists() for folder in made)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_digest_and_changes_see_what_matters(fused: bool) -> None:
+def test_digest_and_fingerprint_detect_changes(fused: bool) -> None:
     one = model()
     pairs = list(named_weights(one))
     assert digest(pairs) == digest(pairs[::-1])
     swapped = [(n, t.flip(0) if t.dim() == 2 else t) for n, t in pairs]
     assert digest(swapped) != digest(pairs)
     assert digest([(n, t.bfloat16()) for n, t in pairs]) != digest(pairs)
-    before = changes(one)
-    assert changes(one) == before
+    before = fingerprint(one)
+    assert fingerprint(one) == before
     optimizer = torch.optim.AdamW(one.parameters(), lr=1e-6, fused=fused)
     one(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert changes(one) != before
+    assert fingerprint(one) != before
 
 
 def test_tied_weights_are_sent_once() -> None:
@@ -345,25 +360,25 @@ def test_tied_weights_are_sent_once() -> None:
     assert [n for n, _ in named_weights(tied)].count("1.weight") == 0
 
 
-def test_experts_that_vllm_returns_itself_are_cut_to_the_layers_that_have_some() -> None:
-    """Layer 0 of this model is dense; vLLM's array has a row for it all the same."""
+def test_experts_that_vllm_returns_are_reduced_to_the_moe_layers() -> None:
+    """Layer 0 of this model is dense, but vLLM's array has a row for it."""
     from gspo.model.routing import find_routers
-    from gspo.rollout.vllm.experts import from_text, moe_layers
+    from gspo.rollout.vllm.experts import moe_layers, pack_served_experts
 
-    mixture = small_moe(num_hidden_layers=3, mlp_only_layers=[0])
-    routers = find_routers(mixture)
+    moe = small_moe(num_hidden_layers=3, mlp_only_layers=[0])
+    routers = find_routers(moe)
     assert routers is not None
-    layers = moe_layers(mixture, routers)
+    layers = moe_layers(moe, routers)
     assert layers == [1, 2]
     array = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
     file = io.BytesIO()
     np.save(file, array)
-    found = np.frombuffer(from_text(base64.b64encode(file.getvalue()).decode(), layers), dtype=np.int16)
+    found = np.frombuffer(pack_served_experts(base64.b64encode(file.getvalue()).decode(), layers), dtype=np.int16)
     assert (found.reshape(4, 2, 2) == array[:, 1:]).all()
 
 
-def test_adapters_are_added_to_their_matrices() -> None:
-    """As peft lays them out: the matrix in `base_layer`, the factors beside it."""
+def test_adapters_are_merged_into_their_base_weights() -> None:
+    """In peft's layout: the base weight in `base_layer`, the factors next to it."""
     adapted = torch.nn.Module()
     adapted.base_layer = torch.nn.Linear(4, 3)
     adapted.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
@@ -379,7 +394,7 @@ def test_adapters_are_added_to_their_matrices() -> None:
     assert torch.allclose(ours, expected, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- who may speak
+# --- Access control ---
 
 
 @pytest.mark.parametrize(("header", "status"), [(b"", 401), (b"Bearer wrong", 401), (b"Bearer right", 200)])
@@ -401,7 +416,7 @@ def test_every_path_needs_the_token(header: bytes, status: int, monkeypatch: pyt
     assert {m["status"] for m in sent if "status" in m} == {status}
 
 
-def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(guard.TOKEN, raising=False)
     with pytest.raises(RuntimeError, match=guard.TOKEN):
         guard.Guard(None)
@@ -415,7 +430,7 @@ def test_the_token_is_in_no_command_line() -> None:
     assert "secret-word" not in " ".join(argv)
 
 
-def test_a_server_begins_in_the_models_type_and_without_its_weights(tmp_path: Path) -> None:
+def test_a_server_starts_in_the_dtype_of_the_model_with_dummy_weights(tmp_path: Path) -> None:
     from gspo.rollout.vllm.serve import _defaults
 
     (tmp_path / "config.json").write_text('{"dtype": "float32"}')
@@ -424,15 +439,15 @@ def test_a_server_begins_in_the_models_type_and_without_its_weights(tmp_path: Pa
     assert _defaults("some/hub-name", []) == ["--load-format", "dummy"]
 
 
-# ------------------------------------------------------------------------------------------------- options
+# --- Options ---
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"servers": ["127.0.0.1:1"], "start": 1}, "set one of start and servers"),
-        ({"servers": ["nowhere"]}, "no address"),
-        ({"servers": ["127.0.0.1:1"], "settings": {"seed": 1}}, "has its settings already"),
+        ({"servers": ["127.0.0.1:1"], "start": 1}, "set either start or servers"),
+        ({"servers": ["nowhere"]}, "not an address"),
+        ({"servers": ["127.0.0.1:1"], "settings": {"seed": 1}}, "has no effect on a running server"),
         ({"start": 1, "transfer": "pigeon"}, "one of auto, file, gloo, nccl"),
         ({"start": 1, "in_flight": 0}, "in_flight: must be a whole number"),
         ({"start": 1, "check_s": 0}, "check_s: must be a positive"),
@@ -447,7 +462,7 @@ def test_options_that_cannot_work_are_refused(options: Any, words: str, monkeypa
 
 @pytest.mark.parametrize("options", [{}, {"start": 1}])
 def test_without_vllm_the_error_says_what_to_do(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that run elsewhere need none here."""
+    """Running servers need no vLLM on this machine."""
     from gspo.rollout.vllm import connect
 
     monkeypatch.setattr(connect.importlib.util, "find_spec", lambda name: None)
@@ -455,7 +470,7 @@ def test_without_vllm_the_error_says_what_to_do(options: Any, monkeypatch: pytes
         build_engine("vllm", _context(), options)
 
 
-def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(guard.TOKEN, "token")
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/.*gspo serve MODEL"):
         build_engine("vllm", _context(), {"servers": ["127.0.0.1:9"]})

@@ -1,4 +1,4 @@
-"""Files that travel to a vLLM leave nothing behind, whoever is killed."""
+"""Files that are sent to a vLLM are always removed, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def another(place: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path]]]:
     """Starts a process that holds a folder."""
-    begun: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start() -> tuple[subprocess.Popen[str], Path]:
         command = [sys.executable, "-c", CHILD, str(place)]
-        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        assert begun[-1].stdout
-        return begun[-1], Path(begun[-1].stdout.readline().strip())
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout
+        return processes[-1], Path(processes[-1].stdout.readline().strip())
 
     yield start
-    for process in begun:
+    for process in processes:
         process.kill()
         process.communicate()
 
 
-def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(
+def test_the_folder_of_a_killed_process_is_removed_and_others_stay(
     place: Path, another: Callable[[], tuple[subprocess.Popen[str], Path]]
 ) -> None:
     (killed, left), (_, kept) = another(), another()
-    assert (left / "weights").exists(), "a living process keeps its own while others ask for room"
+    assert (left / "weights").exists(), "a live process keeps its folder while others ask for one"
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert (left / "weights").exists()
@@ -65,7 +65,7 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(
     assert Path(memory_folder(10)) != mine
 
 
-def test_a_process_that_ends_takes_its_folder_along(
+def test_a_process_removes_its_folder_on_exit(
     place: Path, another: Callable[[], tuple[subprocess.Popen[str], Path]]
 ) -> None:
     process, _ = another()
@@ -73,7 +73,7 @@ def test_a_process_that_ends_takes_its_folder_along(
     assert list(place.iterdir()) == []
 
 
-def test_a_folder_that_somebody_removed_is_made_again(place: Path) -> None:
+def test_a_folder_that_was_removed_is_created_again(place: Path) -> None:
     first = Path(memory_folder(10))
     (first.parent / memory.LOCK).unlink()
     os.rmdir(first)
@@ -81,7 +81,9 @@ def test_a_folder_that_somebody_removed_is_made_again(place: Path) -> None:
     assert Path(memory_folder(10)).is_dir()
 
 
-def test_without_room_in_memory_a_disk_does(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_without_room_in_shared_memory_the_disk_is_used(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path_factory.mktemp("disk")
     monkeypatch.setattr("tempfile.tempdir", str(disk))
     assert Path(memory_folder(1 << 60)).parent.parent == disk

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_vllm
-from vllm_cases import apart, assert_told_apart, context_of, drawn, small_moe, some_prompts, stirred
+from vllm_cases import assert_versions_are_reported, context_of, differences, generate, perturb, small_moe, some_prompts
 
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.serve import TOKEN
@@ -35,49 +35,50 @@ def test_weights_reach_the_server(engine: Any, way: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine.host, "transfer", way)
     prompts, model = some_prompts(), engine.context.model
     for version in (1, 2):
-        stirred(model)
-        replies = drawn(engine, prompts, version=version)
-        assert apart(model, prompts, replies).max() < 2e-5
-        assert {r.version for r in replies} == {version}
+        perturb(model)
+        completions = generate(engine, prompts, version=version)
+        assert differences(model, prompts, completions).max() < 2e-5
+        assert {r.version for r in completions} == {version}
 
 
-def test_the_servers_experts_are_the_models(engine: Any) -> None:
-    """In float32 hardly a token is routed differently; the last of a sequence is not asked."""
+def test_the_servers_experts_match_the_model(engine: Any) -> None:
+    """In float32 hardly any token is routed differently. The last token of a sequence has no experts."""
     prompts, model = some_prompts(), engine.context.model
-    routers, by_id = engine.context.routers, {p.id: p for p in prompts}
+    routers = engine.context.routers
+    by_id = {p.id: p for p in prompts}
     same = total = 0
-    for reply in drawn(engine, prompts, routes=True):
-        ids = torch.tensor([by_id[reply.prompt_id].token_ids + reply.token_ids])
-        with routers.watch() as seen, torch.no_grad():
+    for completion in generate(engine, prompts, routes=True):
+        ids = torch.tensor([by_id[completion.prompt_id].token_ids + completion.token_ids])
+        with routers.watch() as trace, torch.no_grad():
             model(ids[:, :-1])
-        ours, theirs = seen.used_ILK.sort(-1).values, routers.unpack(reply.routes).sort(-1).values
+        ours, theirs = trace.used_ILK.sort(-1).values, routers.unpack(completion.routes).sort(-1).values
         assert ours.shape == theirs.shape
         same, total = same + int((ours == theirs).sum()), total + ours.numel()
     assert same > 0.999 * total
 
 
-def test_weights_that_change_under_way_are_told_apart(engine: Any) -> None:
+def test_completions_report_a_weight_update_during_generation(engine: Any) -> None:
     prompts, model, old = some_prompts(2), engine.context.model, small_moe()
-    drawn(engine, prompts, version=3)
+    generate(engine, prompts, version=3)
     old.load_state_dict(model.state_dict())
-    assert_told_apart(engine, prompts, old, lambda: stirred(model), versions=(3, 4), near=2e-5)
+    assert_versions_are_reported(engine, prompts, old, lambda: perturb(model), versions=(3, 4), near=2e-5)
 
 
-def test_a_server_that_is_killed_is_started_anew_and_draws_the_same(engine: Any) -> None:
+def test_a_killed_server_is_restarted_and_samples_the_same_completions(engine: Any) -> None:
     prompts = some_prompts()
     settings: dict[str, Any] = {"samples": 8, "sampling": Sampling(max_tokens=200), "version": 5}
-    expected = drawn(engine, prompts, **settings)
+    expected = generate(engine, prompts, **settings)
     (server,) = engine.host.servers
     threading.Timer(0.3, os.killpg, (server.process.process.pid, signal.SIGKILL)).start()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replies = drawn(engine, prompts, **settings)
+        completions = generate(engine, prompts, **settings)
     assert server.restarts == 1
-    assert any("is started anew" in str(w.message) for w in told)
-    assert [r.token_ids for r in replies] == [r.token_ids for r in expected]
+    assert any("is restarted" in str(w.message) for w in caught)
+    assert [r.token_ids for r in completions] == [r.token_ids for r in expected]
 
 
-def test_the_token_is_not_to_be_seen(engine: Any) -> None:
+def test_the_token_is_in_no_command_line_and_no_log(engine: Any) -> None:
     (server,) = engine.host.servers
     token = server.process.token
     lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if os.access(p, os.R_OK)]

@@ -26,13 +26,24 @@ class Numbers:
 
 
 def small_moe(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
-    """Four layers of eight experts; head size 32 is the smallest that vLLM's CPU attention has."""
+    """Four layers of eight experts; head size 32 is the smallest that vLLM's CPU attention supports."""
     torch.manual_seed(0)
     shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "initializer_range": 0.1,
-        "max_position_embeddings": 512, "norm_topk_prob": True, "eos_token_id": STOP, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "initializer_range": 0.1,
+        "max_position_embeddings": 512,
+        "norm_topk_prob": True,
+        "eos_token_id": STOP,
+        "tie_word_embeddings": True,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | sizes)).to(dtype).eval()
 
 
@@ -48,48 +59,63 @@ def some_prompts(count: int = 4, length: int = 12) -> list[Prompt]:
     ]
 
 
-def drawn(engine: Any, prompts: Sequence[Prompt], **changes: Any) -> list[Completion]:
-    settings: dict[str, Any] = {"sampling": Sampling(max_tokens=24), "seed": 3, "stream": "train/1", "version": 7, "samples": 3}  # fmt: skip
-    return [reply for group in engine.generate(prompts, **settings | changes) for reply in group]
+def generate(engine: Any, prompts: Sequence[Prompt], **changes: Any) -> list[Completion]:
+    settings: dict[str, Any] = {
+        "sampling": Sampling(max_tokens=24),
+        "seed": 3,
+        "stream": "train/1",
+        "version": 7,
+        "samples": 3,
+    }
+    return [completion for group in engine.generate(prompts, **settings | changes) for completion in group]
 
 
 @torch.no_grad()
-def apart(model: Any, prompts: Sequence[Prompt], replies: Sequence[Completion]) -> torch.Tensor:
-    """|log-probability of the engine - of the model| for every token."""
+def differences(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> torch.Tensor:
+    """|log-prob of the engine - log-prob of the model| for every token."""
     by_id = {p.id: p for p in prompts}
     parts = []
-    for reply in replies:
-        prompt_ids = by_id[reply.prompt_id].token_ids
-        ids = torch.tensor([prompt_ids + reply.token_ids])
+    for completion in completions:
+        prompt_ids = by_id[completion.prompt_id].token_ids
+        ids = torch.tensor([prompt_ids + completion.token_ids])
         logp = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt_ids) - 1 :, 0]
-        parts.append((logp - torch.tensor(reply.logp_sampler)).abs())
+        parts.append((logp - torch.tensor(completion.logp_sampler)).abs())
     return torch.cat(parts)
 
 
 @torch.no_grad()
-def stirred(model: Any, amount: float = 0.02) -> None:
-    """Another policy, as an optimiser would make it: in place."""
+def perturb(model: Any, amount: float = 0.02) -> None:
+    """Change the policy in place, as an optimizer does."""
     generator = torch.Generator().manual_seed(int(next(model.parameters())._version))
     for p in model.parameters():
         p.add_(amount * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def assert_told_apart(engine: Any, prompts: Sequence[Prompt], old: Any, change: Callable[[], None], *, versions: tuple[int, int], near: float) -> None:  # fmt: skip
-    """Weights change while replies are under way: each of these says from which token on, and which were drawn by `old`."""
+def assert_versions_are_reported(
+    engine: Any,
+    prompts: Sequence[Prompt],
+    old: Any,
+    change: Callable[[], None],
+    *,
+    versions: tuple[int, int],
+    near: float,
+) -> None:
+    """Change weights during generation: each running completion must report from which token on the new ones were
+    used."""
     found: list[Completion] = []
     settings: dict[str, Any] = {"version": versions[0], "samples": 4, "sampling": Sampling(max_tokens=480)}
-    thread = threading.Thread(target=lambda: found.extend(drawn(engine, prompts, **settings)))
+    thread = threading.Thread(target=lambda: found.extend(generate(engine, prompts, **settings)))
     thread.start()
     time.sleep(0.6)
     change()
     engine.sync(versions[1])
     thread.join()
     changed = [r for r in found if r.spans]
-    assert changed, "some reply was under way"
-    for reply in changed:
-        assert tuple(version for version, _ in reply.spans) == versions
-        first = reply.spans[1][1]
-        of_old, of_new = (apart(m, prompts, [reply]) for m in (old, engine.context.model))
+    assert changed, "some completion was running"
+    for completion in changed:
+        assert tuple(version for version, _ in completion.spans) == versions
+        first = completion.spans[1][1]
+        of_old, of_new = (differences(m, prompts, [completion]) for m in (old, engine.context.model))
         assert of_old[:first].max() < near
         assert of_new[first:].max() < near
         assert of_new[:first].max() > 1e-2 if first else True

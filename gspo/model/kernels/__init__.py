@@ -1,1 +1,1 @@
-"""Kernels of the learner: one file per kernel, Triton only in files of that name, each with a plain torch twin."""
+"""Kernels of the learner, one file each. Only files named so use Triton; each kernel has a plain PyTorch version."""

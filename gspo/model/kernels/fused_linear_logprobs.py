@@ -1,17 +1,19 @@
-"""Log-probability of one chosen token per row, and the entropy, without ever holding the logits.
+"""Log-prob of one target token per row, and the entropy, without materializing the logits.
 
-In: hidden states `[N, H]`, the head's weight `[V, H]`, a target per row, the temperature. Out: `logp_N` and `entropy_N` in
-float32 (float64 if the hidden states are), both differentiable. Invariant: no logit is rounded below that precision, no
-entry of a gradient is dropped, and a row whose incoming gradient is exactly zero (a clipped reply, a zero advantage)
-costs nothing in the backward pass.
+In: hidden states `[N, H]`, the LM head's weight `[V, H]`, a target per row, the temperature. Out: `logp_N` and
+`entropy_N` in float32 (float64 for float64 hidden states), both differentiable. Invariant: no logit is rounded below
+that precision, no entry of a gradient is dropped, and a row whose incoming gradient is exactly zero (a clipped
+completion, a zero advantage) costs nothing in the backward pass.
 
-With z = hidden weight^T / temperature, p = softmax(z), y the target, g and e the gradients of logp and of the entropy h,
+With z = hidden weight^T / temperature, p = softmax(z), y the target, g and e the gradients of logp and of the entropy
+h,
 
     logp = z_y - log sum_v exp z_v,   h = -sum_v p_v log p_v,
     dz_v = g (1[v = y] - p_v) - e p_v (log p_v + h).
 
-The vocabulary is gone through in parts. The backward pass computes each part's logits again, turns them into dz and
-multiplies that with the weight and with the hidden states: four matrix products in all, the least without keeping logits.
+The vocabulary is processed in chunks. The backward pass recomputes the logits of each chunk, turns them into dz and
+multiplies that with the weight and with the hidden states: four matrix products in all, the minimum without storing
+logits.
 """
 
 from __future__ import annotations
@@ -23,28 +25,29 @@ import torch
 from torch import Tensor
 
 HELD = 2**27
-"""Entries of dz that exist at a time on a GPU: 256 MiB in bfloat16."""
+"""Entries of dz in memory at a time on a GPU: 256 MiB in bfloat16."""
 HELD_CPU = 2**22
-"""The same in main memory, where a smaller part stays in the cache."""
+"""The same on a CPU, where a smaller chunk stays in the cache."""
 
 
 def fused_linear_logprobs(
     hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, *, weight_gradient: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(logp_N, entropy_N) of the targets. With `weight_gradient`, a float32 buffer, the weight's gradient is added to it in
-    the backward pass and does not go through autograd, which would round it to the weight's precision every time."""
+    """(logp_N, entropy_N) of the targets. If `weight_gradient`, a float32 buffer, is given, the backward pass adds the
+    weight's gradient to it and bypasses autograd, which would round it to the weight's precision every time."""
     assert hidden_N.shape == (len(target_N), weight.shape[1]), f"{hidden_N.shape}, {weight.shape}, {target_N.shape}"
-    logp_N, entropy_N = _Selected.apply(hidden_N, weight, target_N, temperature, weight_gradient)
+    logp_N, entropy_N = _FusedLinearLogprobs.apply(hidden_N, weight, target_N, temperature, weight_gradient)
     return logp_N, entropy_N
 
 
-class _Selected(torch.autograd.Function):
+class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, weight_gradient: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.weight_gradient = temperature, weight_gradient
+        ctx.temperature = temperature
+        ctx.weight_gradient = weight_gradient
         most_N, sum_N, dot_N, picked_N = _kernels(hidden_N).statistics(hidden_N, weight, target_N, 1 / temperature)
         log_N = sum_N.log()
         entropy_N = log_N - dot_N / sum_N
@@ -56,44 +59,51 @@ class _Selected(torch.autograd.Function):
         hidden_N, weight, target_N, log_sum_N, entropy_N = ctx.saved_tensors
         gain_N, slope_N = (torch.zeros_like(log_sum_N) if g is None else g / ctx.temperature for g in gradients)
         per_row = torch.stack([log_sum_N, gain_N, gain_N + slope_N * entropy_N, slope_N])
-        used_N = torch.nonzero((gain_N != 0) | (slope_N != 0)).squeeze(-1)
-        if len(used_N) == len(hidden_N):
+        active_N = torch.nonzero((gain_N != 0) | (slope_N != 0)).squeeze(-1)
+        if len(active_N) == len(hidden_N):
             rows = hidden_N, target_N, per_row
         else:
-            rows = hidden_N[used_N], target_N[used_N], per_row.index_select(1, used_N)
+            rows = hidden_N[active_N], target_N[active_N], per_row.index_select(1, active_N)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        into = ctx.weight_gradient if wants_weight else None
-        if wants_weight and into is None:
-            into = torch.zeros_like(weight, dtype=log_sum_N.dtype)
-        hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, into, wants_hidden)
-        if hidden_gradient is not None and len(used_N) < len(hidden_N):
-            hidden_gradient = torch.zeros_like(hidden_N).index_copy_(0, used_N, hidden_gradient)
-        weight_gradient = None if into is None or ctx.weight_gradient is not None else into.to(weight.dtype)
+        buffer = ctx.weight_gradient if wants_weight else None
+        if wants_weight and buffer is None:
+            buffer = torch.zeros_like(weight, dtype=log_sum_N.dtype)
+        hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, buffer, wants_hidden)
+        if hidden_gradient is not None and len(active_N) < len(hidden_N):
+            hidden_gradient = torch.zeros_like(hidden_N).index_copy_(0, active_N, hidden_gradient)
+        weight_gradient = None if buffer is None or ctx.weight_gradient is not None else buffer.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
 
 
 def _accumulate(
-    hidden_N: Tensor, target_N: Tensor, per_row: Tensor, weight: Tensor, scale: float, into: Tensor | None, wants_hidden: bool
-) -> Tensor | None:  # fmt: skip
-    """Go over the vocabulary in parts; add the weight's gradient to `into` and return the hidden states'."""
-    rows, kernels = len(hidden_N), _kernels(hidden_N)
+    hidden_N: Tensor,
+    target_N: Tensor,
+    per_row: Tensor,
+    weight: Tensor,
+    scale: float,
+    buffer: Tensor | None,
+    wants_hidden: bool,
+) -> Tensor | None:
+    """Process the vocabulary in chunks: add the weight's gradient to `buffer` and return that of the hidden states."""
+    rows = len(hidden_N)
+    kernels = _kernels(hidden_N)
     gradient_N = torch.zeros_like(hidden_N, dtype=per_row.dtype) if wants_hidden else None
     parts = list(parts_of(rows, len(weight), hidden_N.device)) if rows else []
     width = max((b - a for a, b in parts), default=0)
-    # Rows of a multiple of 16 bytes, as the copy engine of a GPU wants them.
+    # The TMA unit of a GPU needs rows of a multiple of 16 bytes.
     held = torch.empty(rows, -width // 8 * -8, dtype=kernels.precision(hidden_N), device=hidden_N.device)
     for a, b in parts:
         dz = held[:, : b - a]
         kernels.logit_gradient(hidden_N, weight[a:b], target_N - a, scale, per_row, dz)
         if gradient_N is not None:
             _add_product(gradient_N, dz, weight[a:b])
-        if into is not None:
-            _add_product(into[a:b], dz.T, hidden_N)
+        if buffer is not None:
+            _add_product(buffer[a:b], dz.T, hidden_N)
     return None if gradient_N is None else gradient_N.to(hidden_N.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in the precision of `total`."""
+    """total += a @ b, accumulated in the precision of `total`."""
     if total.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -101,19 +111,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def parts_of(rows: int, vocabulary: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges of the vocabulary such that a part's logits are no more than are held."""
+    """Ranges of the vocabulary such that the logits of a chunk fit into the limit."""
     most = max(256, (HELD_CPU if device.type == "cpu" else HELD) // rows // 256 * 256)
-    # Equal parts: a small last one would leave most of a GPU idle.
+    # Equal chunks: a small last one would leave most of a GPU idle.
     width = -(-vocabulary // -(-vocabulary // most)) + 255 & ~255
     return ((a, min(a + width, vocabulary)) for a in range(0, vocabulary, width))
 
 
 def _kernels(hidden_N: Tensor) -> Any:
-    """Triton for half precision on a GPU, else plain torch: float32 keeps torch's own, exact products."""
+    """Triton for half precision on a GPU, else plain PyTorch: float32 keeps torch's own, exact products."""
     if hidden_N.is_cuda and hidden_N.dtype in (torch.bfloat16, torch.float16) and hidden_N.shape[1] % 8 == 0:
-        from gspo.model.kernels import fused_linear_logprobs_triton as selected_triton
+        from gspo.model.kernels import fused_linear_logprobs_triton as triton_kernels
 
-        return selected_triton
-    from gspo.model.kernels import fused_linear_logprobs_torch as selected_torch
+        return triton_kernels
+    from gspo.model.kernels import fused_linear_logprobs_torch as torch_kernels
 
-    return selected_torch
+    return torch_kernels

@@ -1,8 +1,8 @@
-"""Root-mean-square norms with a backward pass of their own: on a CPU, autograd's takes five times as long as the forward.
+"""RMSNorm with its own backward pass: on a CPU, autograd's backward takes five times as long as the forward.
 
-In: the norms of a transformers model, `weight * x / sqrt(mean(x^2) + eps)`. Out: the same modules, which compute the same
-numbers but for rounding. Invariant: a norm is replaced only after a trial has found value and gradients equal, so one that
-computes something else (`1 + weight`, a bias) stays as it is.
+In: the norms of a transformers model, `weight * x / sqrt(mean(x^2) + eps)`. Out: the same modules with the same
+results, except for rounding. Invariant: a norm is replaced only after a trial has found values and gradients equal,
+so a norm that computes something else (`1 + weight`, a bias) is not changed.
 
 With y = x / s, s = sqrt(mean(x^2) + eps), g the incoming gradient and H the width:
 
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 PRECISE = (torch.float32, torch.float64)
 
 
-class _Norm(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
@@ -42,11 +42,11 @@ class _Norm(torch.autograd.Function):
 
 
 def replace_norms(model: Any) -> int:
-    """Let the norms of a model in float32 compute this way; returns how many do."""
+    """Replace the backward pass of the norms of a float32 model; the number of norms replaced."""
     found = [m for m in model.modules() if _is_norm(m) and _agrees(m)]
     for module in found:
         kind: Any = type(module)
-        module.__class__ = _lean(kind)
+        module.__class__ = _with_fast_backward(kind)
     return len(found)
 
 
@@ -61,39 +61,43 @@ def _eps(module: Any) -> Any:
 
 
 @cache
-def _lean(kind: type) -> type:
-    """The module's class with another forward: unlike a function put on the instance, copies of the model keep their own weights."""
+def _with_fast_backward(kind: type) -> type:
+    """A subclass with another forward. A function on the instance would not do: in a copy of the model it would still
+    use the weights of the original."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != self.weight.dtype:
+        if hidden_states.dtype != self.weight.dtype:  # under autocast, for example: keep the model's own rounding
             plain: Tensor = kind.forward(self, hidden_states)  # type: ignore[attr-defined]
             return plain
-        output: Tensor = _Norm.apply(hidden_states, self.weight, _eps(self))
+        output: Tensor = _RMSNorm.apply(hidden_states, self.weight, _eps(self))
         return output
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def _agrees(module: Any) -> bool:
-    """Value and gradients on numbers that make a difference: weights that are not 1, rows that are nearly 0."""
-    generator = torch.Generator().manual_seed(0)
-    weight, size = module.weight, module.weight.shape[-1]
+    """Whether values and gradients agree on inputs that reveal differences: weights other than 1, rows close to 0."""
+    generator = torch.Generator().manual_seed(0)  # does not touch the global random state
+    weight = module.weight
+    size = weight.shape[-1]
     x = torch.randn(6, size, generator=generator, dtype=weight.dtype) * torch.logspace(-4, 2, 6).unsqueeze(-1)
-    gain, before = torch.randn(6, size, generator=generator, dtype=weight.dtype), weight.detach().clone()
-    found, learns = [], weight.requires_grad
+    gradient = torch.randn(6, size, generator=generator, dtype=weight.dtype)
+    before = weight.detach().clone()
+    requires_grad = weight.requires_grad
+    results = []
     weight.requires_grad_()
     try:
         with torch.no_grad():
             weight += torch.linspace(0.1, 1, size)
-        for way in (module, lambda given: _Norm.apply(given, weight, _eps(module))):
+        for norm in (module, lambda given: _RMSNorm.apply(given, weight, _eps(module))):
             given = x.clone().requires_grad_()
             with torch.enable_grad():
-                value = way(given)
-                found.append((value.detach(), *torch.autograd.grad(value, (given, weight), gain)))
-    except Exception:  # any failure inside foreign model code means the same: leave it alone
+                value = norm(given)
+                results.append((value.detach(), *torch.autograd.grad(value, (given, weight), gradient)))
+    except Exception:  # whatever fails inside the model's own code, the norm is not replaced
         return False
     finally:
         with torch.no_grad():
             weight.copy_(before)
-        weight.requires_grad_(learns)
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())) for a, b in zip(*found, strict=True))
+        weight.requires_grad_(requires_grad)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())) for a, b in zip(*results, strict=True))

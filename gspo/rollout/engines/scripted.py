@@ -1,9 +1,9 @@
-"""Replies that were written beforehand, for tests and for trying out rewards without a model.
+"""Completions from a table, for tests and for trying rewards without a model.
 
-In: prompts, and texts by prompt. Out: for each prompt its texts in turn, tokenised, with an end token. Invariant: a reply
-depends on the prompt and the sample index alone; seed and stream change nothing. With a model at hand `logp_sampler` is
-that model's log-probability at the sampling temperature (top-k and top-p could make a written token impossible and are
-not applied); without one, and when greedy, it is 0.
+In: prompts, and texts by prompt. Out: for each prompt its texts in turn, tokenized, with an end token. Invariant: a
+completion depends only on the prompt and the sample index; seed and stream have no effect. With a model,
+`logp_sampler` is that model's log-prob at the sampling temperature. Top-k and top-p are not applied, because they could
+give a scripted token probability 0. Without a model, and for greedy decoding, `logp_sampler` is 0.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import torch
 
 from gspo.errors import ConfigError
 from gspo.rollout.engine import EngineContext
-from gspo.rollout.local.states import evaluating, padded
+from gspo.rollout.local.states import eval_mode, padded
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 
 def build(
     context: EngineContext, *, replies: Mapping[str, Sequence[str]] | None = None, default: str = ""
 ) -> ScriptedEngine:
-    """`replies`: texts by prompt id, or by the prompt's text as the data file has it; `default` answers all others."""
+    """`replies`: texts by prompt id, or by the prompt's text in the data file; `default` is used for all others."""
     if not context.stop_ids:
-        raise ConfigError("rollout.engine: 'scripted' ends its replies with a stop token, and the tokenizer names none")
+        raise ConfigError(
+            "rollout.engine: 'scripted' ends completions with a stop token, and the tokenizer has none; set eos_token "
+            "in the tokenizer's config"
+        )
     for name, texts in (replies or {}).items():
         if isinstance(texts, str) or not texts:
             raise ConfigError(f"rollout.engine_options.replies: {name!r} needs a list of at least one text")
@@ -31,7 +34,7 @@ def build(
 
 
 class ScriptedEngine:
-    """Reads its replies from a table."""
+    """Reads completions from a table."""
 
     decoded = None
 
@@ -90,7 +93,7 @@ class ScriptedEngine:
         if model is None or temperature == 0 or not ids_G:
             return [(0.0,) * len(ids) for ids in ids_G]
         ids_GT = padded([prompt.token_ids + ids for ids in ids_G], model.device)
-        with evaluating(model):
+        with eval_mode(model):
             logp_GTV = (model(input_ids=ids_GT).logits[:, :-1].float() / temperature).log_softmax(-1)
         logp_GT = logp_GTV.gather(2, ids_GT[:, 1:, None]).squeeze(2)
         first = len(prompt.token_ids) - 1
@@ -98,5 +101,5 @@ class ScriptedEngine:
 
 
 def _content(prompt: Prompt) -> str:
-    """The prompt's text; of a chat, what was said last."""
+    """The prompt's text; for a chat, the text of the last message."""
     return prompt.content if isinstance(prompt.content, str) else str(prompt.content[-1].get("content", ""))

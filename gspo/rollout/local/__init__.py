@@ -1,1 +1,1 @@
-"""The parts of the local engine: sampling, KV cache state, and on a GPU a paged KV cache, CUDA graphs and fused kernels."""
+"""The parts of the local engine: queue, sampling, KV cache state, and on a GPU a paged KV cache and CUDA graphs."""

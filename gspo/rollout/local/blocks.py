@@ -1,52 +1,54 @@
-"""Which pages of the cache are free, and who reads the others.
+"""The allocator of the paged KV cache: which blocks are free, and how many sequences read each of the others.
 
-In: how many pages there are. Out: page numbers. Invariant: a page is free exactly when nobody reads it; page 0 is never
-handed out, it takes what nobody will read (padding).
+In: the number of blocks. Out: block numbers. Invariant: a block is free exactly when its reference count is 0. Block
+0 is never allocated; it receives the writes that nobody reads (padding).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-PAGE = 64
-"""Tokens of a page; attention reads one at a time."""
+BLOCK_SIZE = 64
+"""Tokens per KV cache block. The attention kernel reads one block at a time."""
 
 
-def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // PAGE)
+def blocks_for(tokens: int) -> int:
+    """Number of blocks that hold `tokens` tokens."""
+    return -(-tokens // BLOCK_SIZE)
 
 
 class BlockAllocator:
-    """The free pages, and the number of readers of every other."""
+    """Hands out KV cache blocks and counts the references to each."""
 
     def __init__(self, count: int) -> None:
+        # In descending order, so that `pop` hands out low numbers first.
         self._free = list(range(count - 1, 0, -1))
-        self._readers = [0] * count
+        self._references = [0] * count
 
     @property
-    def free(self) -> int:
+    def available(self) -> int:
+        """Number of free blocks."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int] | None:
-        """Pages with one reader each; None if there are too few."""
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each; None if too few are free."""
         if count > len(self._free):
             return None
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._readers[page] = 1
-        return taken
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
 
-    def share(self, pages: Sequence[int]) -> None:
-        """One more reader for each."""
-        for page in pages:
-            assert self._readers[page] > 0, f"page {page} is free"
-            self._readers[page] += 1
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is free"
+            self._references[block] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One reader less for each; the last one frees it."""
-        for page in pages:
-            self._readers[page] -= 1
-            assert self._readers[page] >= 0, f"page {page} was free"
-            if not self._readers[page]:
-                self._free.append(page)
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block. A block without references becomes free."""
+        for block in blocks:
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} was already free"
+            if not self._references[block]:
+                self._free.append(block)

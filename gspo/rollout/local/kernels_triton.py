@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Triton twins of `kernels.py`: each operation of a decoding step as one or two launches, none of which waits for the host.
+"""Triton versions of `kernels.py`: one or two launches per operation, without host synchronization.
 
-In and out as there. Invariant: activations are rounded where the model's own code rounds them, sums are float32, and what a
-launch does is decided by tensors alone, so that a captured step can be replayed with other rows.
+In and out as in `kernels.py`. Invariant: activations are rounded where the model's own code rounds them, sums are
+float32, and a launch depends on tensors alone, so that a CUDA graph of a step can be replayed for other rows.
 """
 
 from __future__ import annotations
@@ -14,94 +14,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo.rollout.local.blocks import PAGE
-from gspo.rollout.local.sampling import draw, uniform, with_greedy
-from gspo.rollout.local.slots import DRAWN, INPUT, KEY, LIVE, POSITION, Slots
+from gspo.rollout.local.blocks import BLOCK_SIZE
+from gspo.rollout.local.sampling import sample_from_logits, uniform, with_greedy
+from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots
 from gspo.types import Sampling
 
 VOCABULARY_BLOCK = 4096
-"""Logits that one program looks at."""
+"""Logits per program of the sampling kernels."""
 PROGRAMS = 1024
-"""Attention is cut into at least about this many programs, so that few rows keep a whole card busy too."""
-STRETCH = 32
-"""Pages that a program reads at a time where there are programs enough, so that one long row does not keep all waiting."""
+"""Attention is split into about this many programs or more, so that few rows also occupy the whole GPU."""
+SPLIT_BLOCKS = 32
+"""KV cache blocks per program when there are enough programs, so that one long row does not delay all others."""
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension."""
     x = x.contiguous()
-    out, size = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _normed[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
     return out
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _gated[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), BLOCK=1024)
+    _silu_mul_kernel[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), BLOCK=1024)
     return out
 
 
-def arranged(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of experts, put together by expert, without sorting: an expert counts those before it and its own."""
+def group_by_expert(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Group the choices of experts by expert, without a sort: the program of an expert counts the choices before its
+    own."""
     count = expert_RK.numel()
     expert_RK = expert_RK.contiguous()
-    row_I, place_RK = expert_RK.new_empty(count), torch.empty_like(expert_RK)
+    row_I = expert_RK.new_empty(count)
+    place_RK = torch.empty_like(expert_RK)
     ends_E = torch.empty(experts, dtype=torch.int32, device=expert_RK.device)
     block = min(4096, triton.next_power_of_2(count))
-    _arranged[(experts,)](expert_RK, row_I, place_RK, ends_E, count, K=expert_RK.shape[1], BLOCK=block)
+    _group_by_expert_kernel[(experts,)](expert_RK, row_I, place_RK, ends_E, count, K=expert_RK.shape[1], BLOCK=block)
     return row_I, place_RK, ends_E
 
 
-def halves_gated(x: Tensor) -> Tensor:
+def silu_mul_halves(x: Tensor) -> Tensor:
     """silu(first half) * second half."""
     size = x.shape[-1] // 2
     out = x.new_empty(len(x), size)
-    _halves_gated[(len(x),)](x, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size))
+    _silu_mul_halves_kernel[(len(x),)](x, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size))
     return out
 
 
-def summed(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:
-    """For each row the weighted sum over its experts."""
-    (rows, chosen), size = place_RK.shape, x_IH.shape[1]
-    out, block = x_IH.new_empty(rows, size), min(1024, triton.next_power_of_2(size))
-    _summed[(rows, triton.cdiv(size, block))](x_IH, place_RK, weight_RK.contiguous(), out, K=chosen, SIZE=size, BLOCK=block)  # fmt: skip
+def combine_experts(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:
+    """The weighted sum over the experts of each row."""
+    rows, chosen = place_RK.shape
+    size = x_IH.shape[1]
+    out = x_IH.new_empty(rows, size)
+    block = min(1024, triton.next_power_of_2(size))
+    _combine_experts_kernel[(rows, triton.cdiv(size, block))](
+        x_IH, place_RK, weight_RK.contiguous(), out, K=chosen, SIZE=size, BLOCK=block
+    )
     return out
 
 
-def stored(
+def rope_and_store(
     slots: Slots,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    turn: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Norm and rotary embedding of queries and keys; keys and values go to the row's page."""
+    """Apply the norm per head (if any) and rotary embedding, and store keys and values in the row's block."""
     heads, size = cache[0].shape[1], cache[0].shape[3]
-    assert turn[0].shape[-1] == size, "the whole head is turned"
+    assert rope[0].shape[-1] == size, "rotary embedding must cover the whole head"
     queries = query.shape[-1] // size
     out = query.new_empty(len(query), queries, size)
-    weights = norms or (query, query)
-    _stored[(len(query), queries + heads)](
-        query.contiguous(), key.contiguous(), value.contiguous(), turn[0].contiguous(), turn[1].contiguous(), *weights, eps,
-        slots.state[POSITION], slots.state[LIVE], slots.table_SW, slots.table_SW.stride(0), *cache, out,
-        QUERIES=queries, HEADS=heads, SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE=PAGE, NORMED=norms is not None,
+    weights = norms or (query, query)  # any pointer will do: the kernel does not read it without norms
+    _rope_and_store_kernel[(len(query), queries + heads)](
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        rope[0].contiguous(),
+        rope[1].contiguous(),
+        *weights,
+        eps,
+        slots.state[POSITION],
+        slots.state[LIVE],
+        slots.table_SW,
+        slots.table_SW.stride(0),
+        *cache,
+        out,
+        QUERIES=queries,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        KV_BLOCK=BLOCK_SIZE,
+        NORMED=norms is not None,
         num_warps=1,
-    )  # fmt: skip
+    )
     return out
 
 
-def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Attention of every row to its own pages."""
+def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Attention of every row to its own blocks, split over programs as in flash-decoding."""
     rows, queries, size = query_RHD.shape
     heads, width = cache[0].shape[1], slots.table_SW.shape[1]
-    stretch = STRETCH if rows * heads >= PROGRAMS else 1
-    wanted = max(triton.cdiv(width, stretch) if stretch > 1 else triton.cdiv(PROGRAMS, rows * heads), 1)
+    split_blocks = SPLIT_BLOCKS if rows * heads >= PROGRAMS else 1
+    wanted = max(triton.cdiv(width, split_blocks) if split_blocks > 1 else triton.cdiv(PROGRAMS, rows * heads), 1)
     splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(width), 16)
     sums = torch.float64 if query_RHD.dtype == torch.float64 else torch.float32
     out = torch.empty_like(query_RHD)
@@ -114,62 +137,105 @@ def attended(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scal
         "BLOCK": max(16, triton.next_power_of_2(size)),
         "SPLITS": splits,
     }
-    _attended[(rows, heads, splits)](
-        query_RHD, parts, logs, *cache, slots.table_SW, slots.table_SW.stride(0), slots.state[POSITION], slots.state[LIVE], scale,
-        HEADS=heads, STRETCH=stretch, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), PAGE=PAGE, **common,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+    _paged_attention_kernel[(rows, heads, splits)](
+        query_RHD,
+        parts,
+        logs,
+        *cache,
+        slots.table_SW,
+        slots.table_SW.stride(0),
+        slots.state[POSITION],
+        slots.state[LIVE],
+        scale,
+        HEADS=heads,
+        SPLIT_BLOCKS=split_blocks,
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        KV_BLOCK=BLOCK_SIZE,
+        **common,
+        num_warps=4,
+        num_stages=3,
+    )
     if splits > 1:
-        _combined[(rows, queries)](parts, logs, out, rows, **common, num_warps=1)
+        _combine_splits_kernel[(rows, queries)](parts, logs, out, rows, **common, num_warps=1)
     return out.flatten(1)
 
 
-def drawn(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """A token per row from its own random stream, and its log-probability."""
-    key_R, drawn_R = slots.state[KEY], slots.state[DRAWN]
-    narrowed = sampling.temperature == 0 or sampling.top_p < 1 or 0 < sampling.top_k < logits_RV.shape[1]
-    if narrowed or logits_RV.dtype != torch.float32:
-        token_R, logp_R = draw(logits_RV, sampling, uniform(key_R, drawn_R))
+def sample_tokens(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Sample a token per row from its own random stream; tokens and log-probs."""
+    key_R = slots.state[KEY]
+    sampled_R = slots.state[SAMPLED]
+    # Greedy decoding, top-k and top-p are not fused.
+    filtered = sampling.temperature == 0 or sampling.top_p < 1 or 0 < sampling.top_k < logits_RV.shape[1]
+    if filtered or logits_RV.dtype != torch.float32:
+        token_R, logp_R = sample_from_logits(logits_RV, sampling, uniform(key_R, sampled_R))
         return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
     logits_RV = logits_RV.contiguous()
     rows, vocabulary = logits_RV.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     most = logits_RV.new_empty(2, rows, blocks)
-    token_R, logp_R = torch.empty_like(key_R), logits_RV.new_empty(rows)
+    token_R = torch.empty_like(key_R)
+    logp_R = logits_RV.new_empty(rows)
     scale = 1 / sampling.temperature
     size: dict[str, Any] = {"BLOCK": VOCABULARY_BLOCK}
-    _weighed[(rows, blocks)](logits_RV, most[0], most[1], vocabulary, scale, **size)
-    _drawn[(rows,)](logits_RV, most[0], most[1], key_R, drawn_R, token_R, logp_R, vocabulary, blocks, scale, BLOCKS=triton.next_power_of_2(blocks), **size)  # fmt: skip
+    _block_sums_kernel[(rows, blocks)](logits_RV, most[0], most[1], vocabulary, scale, **size)
+    _sample_kernel[(rows,)](
+        logits_RV,
+        most[0],
+        most[1],
+        key_R,
+        sampled_R,
+        token_R,
+        logp_R,
+        vocabulary,
+        blocks,
+        scale,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **size,
+    )
     return with_greedy(logits_RV, sampling, key_R, token_R, logp_R)
 
 
-def advanced(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, max_tokens: int) -> None:
-    """Note what was drawn; it is the next input. A row ends with a stop token or at the limit."""
+def advance(slots: Slots, token_R: Tensor, logp_R: Tensor, stop_ids: Tensor, max_tokens: int) -> None:
+    """Store the sampled tokens and make them the next input. A row finishes with a stop token or at the limit."""
     state = slots.state
-    _advanced[(len(token_R),)](
-        token_R, logp_R, stop_ids, slots.token_ST, slots.logp_ST, slots.token_ST.stride(0),
-        state[INPUT], state[POSITION], state[DRAWN], state[LIVE], max_tokens, len(stop_ids),
-        STOPS=triton.next_power_of_2(max(1, len(stop_ids))), num_warps=1,
-    )  # fmt: skip
+    _advance_kernel[(len(token_R),)](
+        token_R,
+        logp_R,
+        stop_ids,
+        slots.token_ST,
+        slots.logp_ST,
+        slots.token_ST.stride(0),
+        state[INPUT],
+        state[POSITION],
+        state[SAMPLED],
+        state[LIVE],
+        max_tokens,
+        len(stop_ids),
+        STOPS=triton.next_power_of_2(max(1, len(stop_ids))),
+        num_warps=1,
+    )
 
 
 def _warps(size: int) -> int:
-    """Triton accepts powers of two only, and sizes such as Qwen3-30B-A3B's expert width (768) are not."""
+    """Number of warps. Triton accepts only powers of two, and a size such as Qwen3-30B-A3B's expert width (768) is
+    none."""
     return max(1, min(8, triton.next_power_of_2(size) // 256))
 
 
 @triton.jit
-def _normed(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     given = tl.load(x + start + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
-    near = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
-    tl.store(out + start + at, near * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+    # Rounded before the multiplication with the weight, as the model does.
+    normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
+    tl.store(out + start + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
 
 
 @triton.jit
-def _gated(gate, up, out, count, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + at, mask=at < count, other=0.0)
     wide = given.to(tl.float32)
@@ -178,8 +244,9 @@ def _gated(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _arranged(expert, row, place, ends, count, K: tl.constexpr, BLOCK: tl.constexpr):
+def _group_by_expert_kernel(expert, row, place, ends, count, K: tl.constexpr, BLOCK: tl.constexpr):
     mine = tl.program_id(0)
+    # Every program counts all choices: with a few thousand of them that is cheaper than a sort.
     before = tl.zeros([], tl.int32)
     own = tl.zeros([], tl.int32)
     for start in range(0, count, BLOCK):
@@ -197,29 +264,33 @@ def _arranged(expert, row, place, ends, count, K: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _halves_gated(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_halves_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     given = tl.load(x + row * 2 * SIZE + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
     opened = (wide / (1 + tl.exp(-wide))).to(given.dtype)
-    tl.store(out + row * SIZE + at, opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0), mask=at < SIZE)  # fmt: skip
+    tl.store(
+        out + row * SIZE + at,
+        opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0),
+        mask=at < SIZE,
+    )
 
 
 @triton.jit
-def _summed(x, place, weight, out, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_experts_kernel(x, place, weight, out, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(K):
         given = tl.load(x + tl.load(place + row * K + k) * SIZE + at, mask=at < SIZE, other=0.0)
         share = tl.load(weight + row * K + k).to(tl.float32)
-        total += (given.to(tl.float32) * share).to(given.dtype).to(tl.float32)
+        total += (given.to(tl.float32) * share).to(given.dtype).to(tl.float32)  # rounded as in the model's own code
     tl.store(out + row * SIZE + at, total.to(out.dtype.element_ty), mask=at < SIZE)
 
 
 @triton.jit
-def _turned(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):
-    """A head, normed and turned; every product and sum is rounded as the model's own code rounds it."""
+def _rotate(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):
+    """Normalize and rotate a head. Every product and sum is rounded as the model's own code rounds it."""
     at = tl.arange(0, BLOCK)
     other = tl.where(at < SIZE // 2, at + SIZE // 2, at - SIZE // 2)
     here = tl.load(x + at, mask=at < SIZE, other=0.0)
@@ -237,99 +308,136 @@ def _turned(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _stored(
-    query, key, value, cosine, sine, query_weight, key_weight, eps, position, live, table, width, keys, values, out,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+def _rope_and_store_kernel(
+    query,
+    key,
+    value,
+    cosine,
+    sine,
+    query_weight,
+    key_weight,
+    eps,
+    position,
+    live,
+    table,
+    width,
+    keys,
+    values,
+    out,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
-):  # fmt: skip
+):
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     cosine += row * SIZE
     sine += row * SIZE
     if head < QUERIES:
         start = (row * QUERIES + head) * SIZE
-        turned = _turned(query + start, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
-        tl.store(out + start + at, turned, mask=at < SIZE)
+        rotated = _rotate(query + start, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+        tl.store(out + start + at, rotated, mask=at < SIZE)
     else:
         if tl.load(live + row) != 0:
             start = (row * HEADS + head - QUERIES) * SIZE
             where = tl.load(position + row)
-            page = tl.load(table + row * width + where // PAGE).to(tl.int64)
-            to = ((page * HEADS + head - QUERIES) * PAGE + where % PAGE) * SIZE + at
-            turned = _turned(key + start, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
-            tl.store(keys + to, turned, mask=at < SIZE)
+            # int64: the offset of an element in a large cache overflows int32.
+            kv_block = tl.load(table + row * width + where // KV_BLOCK).to(tl.int64)
+            to = ((kv_block * HEADS + head - QUERIES) * KV_BLOCK + where % KV_BLOCK) * SIZE + at
+            rotated = _rotate(key + start, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+            tl.store(keys + to, rotated, mask=at < SIZE)
             tl.store(values + to, tl.load(value + start + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
 
 
 @triton.jit
-def _attended(
-    query, parts, logs, keys, values, table, width, position, live, scale,
-    HEADS: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The heads that share keys, of one row, over a stretch of its pages."""
+def _paged_attention_kernel(
+    query,
+    parts,
+    logs,
+    keys,
+    values,
+    table,
+    width,
+    position,
+    live,
+    scale,
+    HEADS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One row, the query heads of one key-value head, over one split of the row's blocks: online softmax."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.where(tl.load(live + row) != 0, tl.load(position + row) + 1, 0).to(tl.int32)
-    pages = tl.cdiv(length, PAGE)
-    stretch = tl.maximum(tl.cdiv(pages, SPLITS), STRETCH)
-    first, last = stretch * split, tl.minimum(stretch * (split + 1), pages)
-    at, member, token = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE)
+    kv_blocks = tl.cdiv(length, KV_BLOCK)
+    per_split = tl.maximum(tl.cdiv(kv_blocks, SPLITS), SPLIT_BLOCKS)
+    first, last = per_split * split, tl.minimum(per_split * (split + 1), kv_blocks)
+    at, member, token = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KV_BLOCK)
     mine = (row * QUERIES + head * GROUP + member[:, None]) * SIZE + at[None, :]
     real = (member[:, None] < GROUP) & (at[None, :] < SIZE)
-    asked = tl.load(query + mine, mask=real, other=0.0)
+    own_query = tl.load(query + mine, mask=real, other=0.0)
+    # A large finite number instead of -inf: exp(-inf - -inf) would be NaN.
     most = tl.full([GROUP_BLOCK], -1.0e30, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
-    answer = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
+    output = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     for index in range(first, last):
-        page = tl.load(table + row * width + index).to(tl.int64)
-        held = (page * HEADS + head) * PAGE * SIZE + token[:, None] * SIZE + at[None, :]
-        seen = index * PAGE + token < length
+        kv_block = tl.load(table + row * width + index).to(tl.int64)
+        held = (kv_block * HEADS + head) * KV_BLOCK * SIZE + token[:, None] * SIZE + at[None, :]
+        seen = index * KV_BLOCK + token < length
         there = seen[:, None] & (at[None, :] < SIZE)
         read = tl.load(keys + held, mask=there, other=0.0)
-        score = tl.dot(asked, tl.trans(read), input_precision="ieee") * scale
+        score = tl.dot(own_query, tl.trans(read), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -1.0e30)
         peak = tl.maximum(most, tl.max(score, 1))
+        # Online softmax: earlier sums were relative to the old maximum.
         shrink = tl.exp(most - peak)
         weight = tl.exp(score - peak[:, None])
         total = total * shrink + tl.sum(weight, 1)
         read = tl.load(values + held, mask=there, other=0.0)
-        answer = answer * shrink[:, None] + tl.dot(weight.to(read.dtype), read, input_precision="ieee")
+        output = output * shrink[:, None] + tl.dot(weight.to(read.dtype), read, input_precision="ieee")
         most = peak
-    answer = answer / tl.where(total > 0, total, 1.0)[:, None]
+    output = output / tl.where(total > 0, total, 1.0)[:, None]
     log = tl.where(total > 0, most + tl.log(tl.where(total > 0, total, 1.0)), -1.0e30)
     if SPLITS == 1:
-        tl.store(parts + mine, answer.to(parts.dtype.element_ty), mask=real)
+        tl.store(parts + mine, output.to(parts.dtype.element_ty), mask=real)
     else:
         rows = tl.num_programs(0)
-        tl.store(parts + split * rows * QUERIES * SIZE + mine, answer, mask=real & (total > 0)[:, None])
+        tl.store(parts + split * rows * QUERIES * SIZE + mine, output, mask=real & (total > 0)[:, None])
         tl.store(logs + split * rows * QUERIES + row * QUERIES + head * GROUP + member, log, mask=member < GROUP)
 
 
 @triton.jit
-def _combined(
+def _combine_splits_kernel(
     parts, logs, out, rows, QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """One answer from those of the stretches, each weighed by its sum of exponentials."""
+    """Combine the outputs of the splits, weighted by their sums of exponentials."""
     row, head = tl.program_id(0), tl.program_id(1)
     at, split = tl.arange(0, BLOCK), tl.arange(0, SPLITS)
     place = row * QUERIES + head
     log = tl.load(logs + split * rows * QUERIES + place)
     weight = tl.exp(log - tl.max(log, 0))
-    # A stretch that holds nothing wrote nothing.
+    # An empty split wrote nothing: its output is uninitialized memory.
     real = (log[:, None] > -1.0e29) & (at[None, :] < SIZE)
     part = tl.load(parts + (split[:, None] * rows * QUERIES + place) * SIZE + at[None, :], mask=real, other=0.0)
-    answer = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + place * SIZE + at, answer.to(out.dtype.element_ty), mask=at < SIZE)
+    output = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + place * SIZE + at, output.to(out.dtype.element_ty), mask=at < SIZE)
 
 
 @triton.jit
-def _weighed(logits, most, sums, vocabulary, scale, BLOCK: tl.constexpr):
+def _block_sums_kernel(logits, most, sums, vocabulary, scale, BLOCK: tl.constexpr):
     """Maximum of a block of scaled logits, and the sum of exponentials relative to it."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")) * scale
     peak = tl.max(x, 0)
-    least = tl.where(peak == -float("inf"), 0.0, peak)  # a block of impossible tokens weighs nothing
+    least = tl.where(peak == -float("inf"), 0.0, peak)  # all tokens masked: the sum is 0, not NaN
     place = row * tl.num_programs(1) + block
     tl.store(most + place, peak)
     tl.store(sums + place, tl.sum(tl.exp(x - least), 0))
@@ -337,7 +445,7 @@ def _weighed(logits, most, sums, vocabulary, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _uniform(key, index):
-    """The same numbers as `draw.uniform`."""
+    """The same numbers as `sampling.uniform`."""
     z = key.to(tl.uint64) + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -346,16 +454,19 @@ def _uniform(key, index):
 
 
 @triton.jit
-def _drawn(logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scale, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Invert the cumulative distribution: the block that reaches the threshold, then the entry in it."""
+def _sample_kernel(
+    logits, most, sums, key, sampled, token, logp, vocabulary, blocks, scale, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Invert the cumulative distribution: find the block that reaches the threshold, then the entry in it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     peaks = tl.load(most + row * blocks + block, mask=block < blocks, other=-float("inf"))
     peak = tl.max(peaks, 0)
     mass = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0) * tl.exp(peaks - peak)
+    # float64: in float32 the cumulative sum would lose the mass of unlikely tokens.
     reached = tl.cumsum(mass.to(tl.float64), 0)
     total = tl.sum(tl.where(block == blocks - 1, reached, 0.0), 0)
-    threshold = _uniform(tl.load(key + row), tl.load(drawn + row)) * total
+    threshold = _uniform(tl.load(key + row), tl.load(sampled + row)) * total
     chosen = tl.minimum(tl.sum((reached < threshold).to(tl.int32), 0), blocks - 1)
     before = tl.sum(tl.where(block == chosen - 1, reached, 0.0), 0)
     inside = tl.arange(0, BLOCK)
@@ -363,7 +474,8 @@ def _drawn(logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scal
     x = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")) * scale
     p = tl.exp(x - peak)
     index = tl.sum((before + tl.cumsum(p.to(tl.float64), 0) < threshold).to(tl.int32), 0)
-    # Rounding may leave the block's end just short of the threshold: then its last possible token.
+    # Rounding may leave the end of the block just short of the threshold. Then take its last token of nonzero
+    # probability.
     index = tl.minimum(index, tl.max(tl.where(p > 0, inside, 0), 0))
     tl.store(token + row, (chosen * BLOCK + index).to(tl.int64))
     picked = tl.sum(tl.where(inside == index, x, 0.0), 0)
@@ -371,15 +483,29 @@ def _drawn(logits, most, sums, key, drawn, token, logp, vocabulary, blocks, scal
 
 
 @triton.jit
-def _advanced(token, logp, stop_ids, tokens, logps, columns, given, position, drawn, live, max_tokens, stops, STOPS: tl.constexpr):  # fmt: skip
+def _advance_kernel(
+    token,
+    logp,
+    stop_ids,
+    tokens,
+    logps,
+    columns,
+    given,
+    position,
+    sampled,
+    live,
+    max_tokens,
+    stops,
+    STOPS: tl.constexpr,
+):
     row = tl.program_id(0)
     if tl.load(live + row) != 0:
-        new, count = tl.load(token + row), tl.load(drawn + row)
+        new, count = tl.load(token + row), tl.load(sampled + row)
         tl.store(tokens + row * columns + count, new.to(tl.int32))
         tl.store(logps + row * columns + count, tl.load(logp + row))
         tl.store(given + row, new)
         tl.store(position + row, tl.load(position + row) + 1)
-        tl.store(drawn + row, count + 1)
+        tl.store(sampled + row, count + 1)
         which = tl.arange(0, STOPS)
         ended = tl.sum(((tl.load(stop_ids + which, mask=which < stops, other=-1)) == new).to(tl.int32), 0)
         if (ended > 0) | (count + 1 >= max_tokens):

@@ -1,7 +1,7 @@
-"""Every reply that is to be drawn, replies of the same prompt together, and what was drawn.
+"""The completions to sample, grouped by prompt, and the result of decoding them.
 
-In: prompts of a call. Out: a `Queue`, in whose order an engine admits requests. Invariant: a request carries its own random
-stream, so the order changes nothing but speed.
+In: the prompts of one call. Out: a `Queue`; an engine admits requests in its order. Invariant: each request carries
+its own random stream, so the order affects speed and nothing else.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from gspo.types import Prompt, Routes
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """What there is to draw."""
+    """The requests of one call."""
 
     prompt_U: list[tuple[int, ...]]
-    """Distinct prompts, longest first: neighbours are of similar length, so that little is padded when prefilling."""
+    """Distinct prompts, longest first. Neighbors have similar lengths, so prefill pads little."""
     prompt_of_B: list[int]
-    """Which of them each request continues; never decreasing."""
+    """Index into `prompt_U` of each request's prompt; never decreasing."""
     place_B: list[tuple[int, int]]
-    """Where the reply belongs: (index of the prompt in the call, sample)."""
+    """Where the completion belongs: (index of the prompt in the call, sample)."""
     key_B: list[int]
-    """The random stream of each request; `GREEDY` for one that takes the likeliest token."""
+    """The random stream of each request; `GREEDY` for greedy decoding."""
 
 
 def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str, greedy_last: bool = False) -> Queue:
@@ -48,11 +48,12 @@ def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replies:
-    """What was drawn, in queue order."""
+class DecodeResult:
+    """The sampled completions, in queue order."""
 
     token_ids: list[list[int]]
     logp: list[list[float]]
-    ended: list[bool]
+    stopped: list[bool]
+    """Whether the completion ended with a stop token, not at the length limit."""
     routes: Sequence[Routes | None]
     decoded: DecodeStats

@@ -1,6 +1,8 @@
-"""The rows that are being decoded, as tensors that stay where they are: a captured graph reads and writes them in place.
+"""The sequences being decoded, as tensors at fixed addresses: a CUDA graph reads and writes them in place.
 
-Shape suffixes beside those of `engines/local.py`: `S` slots, `W` pages that a row can have.
+In: the number of slots, and the sizes of a row. Out: `Slots`. Invariant: no tensor is ever reallocated, because a
+captured graph keeps its address. Shape suffixes, in addition to those of `engines/local.py`: `S` slots, `W` KV cache
+blocks per row.
 """
 
 from __future__ import annotations
@@ -10,29 +12,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-INPUT, POSITION, DRAWN, KEY, LIVE = range(5)
+# Rows of `Slots.state`.
+INPUT, POSITION, SAMPLED, KEY, LIVE = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Everything a step knows of its rows. A row that is not live is read by nobody and writes nothing that is kept."""
+    """All inputs and outputs of a decoding step. The results of a row that is not live are never read."""
 
     state: Tensor
-    """[5, S]: input token, its position, tokens drawn so far, random stream, whether the row is live."""
+    """[5, S]: input token, its position, number of tokens sampled, random stream, whether the row is live."""
     table_SW: Tensor
-    """Page of every `PAGE` tokens of a row."""
+    """The block table: the KV cache block of each `BLOCK_SIZE` tokens of a row."""
     token_ST: Tensor
-    """What was drawn; one column more than a reply has, for rows that have ended."""
+    """Sampled tokens. One column more than a completion has: rows that have finished write there."""
     logp_ST: Tensor
     routes_STLK: Tensor | None
-    """Experts of every input token, where they are noted."""
+    """Experts of every input token; None if routing is not recorded."""
 
     @property
     def count(self) -> int:
         return self.state.shape[1]
 
     def first(self, rows: int) -> Slots:
-        """The first rows of all, the same memory."""
+        """The first `rows` rows, as views of the same memory."""
         return Slots(
             state=self.state[:, :rows],
             table_SW=self.table_SW[:rows],
@@ -42,7 +45,7 @@ class Slots:
         )
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows `target` become copies of rows `source`; their pages stay where they are."""
+        """Copy rows `source` to rows `target`. KV cache blocks are not copied: the block table moves with the row."""
         self.state[:, target] = self.state[:, source]
         for rows in (self.table_SW, self.token_ST, self.logp_ST, self.routes_STLK):
             if rows is not None:
@@ -52,7 +55,8 @@ class Slots:
 def make_slots(
     count: int, width: int, tokens: int, device: torch.device, routed: tuple[int, int, torch.dtype] | None
 ) -> Slots:
-    """`count` empty rows of up to `width` pages and `tokens` tokens to draw; `routed`: layers, experts per token, type."""
+    """`count` empty rows with up to `width` blocks and `tokens` sampled tokens; `routed`: layers, experts per token,
+    dtype."""
     routes = None if routed is None else torch.zeros(count, tokens + 1, *routed[:2], dtype=routed[2], device=device)
     return Slots(
         state=torch.zeros(5, count, dtype=torch.int64, device=device),

@@ -1,1 +1,1 @@
-"""What engine `vllm` is made of. vLLM itself is imported in `worker.py` and `in_process.py` alone."""
+"""The parts of engine `vllm`. Only `worker.py` and `in_process.py` import vLLM."""

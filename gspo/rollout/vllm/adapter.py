@@ -1,8 +1,8 @@
-"""A policy's low-rank adapter, given to vLLM as an adapter: the model's own weights travel once, then A and B alone.
+"""A policy's LoRA adapter, sent to vLLM as an adapter: the base weights are sent once, then only A and B.
 
-In: the learner's model with adapters of peft's. Out: a folder in peft's format that vLLM reads, and the digest of what its
-kernels must hold afterwards. Invariant: where vLLM cannot compute with the adapter as the learner does, `why_merged` says so
-before vLLM is built, and the adapter is added to the weights that are sent.
+In: the learner's model with peft adapters. Out: a folder in peft's format that vLLM reads, and the digest of what its
+kernels must hold afterwards. Invariant: if vLLM cannot apply the adapter as the learner does, `obstacle_to_adapter`
+says so before vLLM is built, and the adapter is merged into the weights that are sent.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from gspo.model.routing import find_routers
 from gspo.rollout.vllm.memory import memory_folder
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM has room; a smaller one leaves some of it empty."""
+"""The values of `max_lora_rank` that vLLM accepts. An adapter of a smaller rank is padded."""
 
 
-def rank_of(model: Any) -> int:
+def lora_rank(model: Any) -> int:
     """The rank of a model's adapters."""
     return int(model.peft_config[adapter.NAME].r)
 
 
-def settings_of(model: Any) -> dict[str, Any]:
-    """What vLLM must be told to make room for one adapter, beside the layers that have one and no others."""
+def lora_settings(model: Any) -> dict[str, Any]:
+    """The vLLM settings that reserve room for one adapter, in exactly the layers that have one."""
     return {
         "enable_lora": True,
-        "max_lora_rank": next(room for room in RANKS if room >= rank_of(model)),
+        "max_lora_rank": next(room for room in RANKS if room >= lora_rank(model)),
         "max_loras": 1,
         "max_cpu_loras": 1,
         "lora_target_modules": sorted(model.peft_config[adapter.NAME].target_modules),
     }
 
 
-def why_merged(model: Any, settings: Mapping[str, Any]) -> str:
-    """Why vLLM in this process, with these settings, cannot be given a model's adapter as such; empty: it can."""
+def obstacle_to_adapter(model: Any, settings: Mapping[str, Any]) -> str:
+    """Why vLLM with these settings cannot apply a model's adapter, so that it must be merged; empty if it can."""
     config = model.peft_config[adapter.NAME]
-    if rank_of(model) > RANKS[-1]:
-        return f"vLLM takes no adapters of a rank above {RANKS[-1]}"
+    if lora_rank(model) > RANKS[-1]:
+        return f"vLLM supports no adapters of a rank above {RANKS[-1]}"
     if config.rank_pattern or config.alpha_pattern:
-        return "vLLM takes no adapters whose rank or scale differs by layer"
+        return "vLLM supports no adapters whose rank or scale differs by layer"
     if model.device.type == "cuda" and model.dtype == torch.float32:
-        return "vLLM's kernels for adapters on GPUs compute in 16 bits, not in float32"
+        return "vLLM's LoRA kernels on GPUs compute in 16 bits, not in float32"
     if model.device.type == "cpu" and find_routers(model) is not None:
-        return "with room for adapters vLLM takes a kernel for experts that needs a GPU (Triton), whichever layers have them"
+        return "with LoRA enabled, vLLM's MoE kernel needs a GPU (Triton), whichever layers have adapters"
     if settings.get("tensor_parallel_size", 1) != 1:
-        return "with tensor_parallel_size above 1 it cannot be proved that the adapter arrived"
-    return "" if _known_to_take(type(model).__name__) else f"this vLLM has no adapters for {type(model).__name__}"
+        return "with tensor_parallel_size above 1, the transfer of an adapter cannot be verified"
+    return "" if _vllm_supports_lora(type(model).__name__) else f"this vLLM has no LoRA for {type(model).__name__}"
 
 
-def _known_to_take(architecture: str) -> bool:
+def _vllm_supports_lora(architecture: str) -> bool:
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     found = ModelRegistry.models.get(architecture)
@@ -64,8 +64,9 @@ def _known_to_take(architecture: str) -> bool:
 
 
 @torch.no_grad()
-def applied(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """A, and B times the scale, of every layer: what vLLM's kernels read. A layer whose A is 0 adds nothing and is left out."""
+def kernel_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A, and B times the scale, of every layer: what vLLM's kernels read. Layers whose A is 0 have no effect and are
+    left out."""
     for path, layer in adapter.layers(model).items():
         a, b = (part[adapter.NAME].weight for part in (layer.lora_A, layer.lora_B))
         if a.any():
@@ -74,15 +75,15 @@ def applied(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(model: Any) -> str:
-    """The adapter as a new folder in peft's format, in memory if there is room."""
-    folder = memory_folder(sum(t.numel() * t.element_size() for _, t in applied(model)))
+    """Write the adapter to a new folder in peft's format, in shared memory if it fits."""
+    folder = memory_folder(sum(t.numel() * t.element_size() for _, t in kernel_weights(model)))
     adapter.save(model, Path(folder))
     return folder
 
 
 @contextmanager
-def written(model: Any) -> Iterator[str]:
-    """The same, gone afterwards."""
+def temporary_folder(model: Any) -> Iterator[str]:
+    """The same, deleted afterwards."""
     folder = write(model)
     try:
         yield folder

@@ -1,6 +1,7 @@
-"""A broadcast from the learner to the workers of a server: gloo over TCP, or NCCL between GPUs; both ends use this file.
+"""A broadcast from the learner to the workers of a server, over gloo (TCP) or NCCL (GPUs). Both sides use this file.
 
-Invariant: the group is beside any other that a process has, and whatever the type, bytes are sent.
+In: a rendezvous address, a tensor. Out: the tensor of rank 0 on all ranks. Invariant: the process group is independent
+of any other that a process has, and tensors of any dtype are sent as bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-def group(kind: str, host: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group of the learner (rank 0, which listens) and the workers, beside any other that a process has."""
+def process_group(kind: str, host: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
+    """A process group of the learner (rank 0, which listens) and the workers, independent of the default group."""
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=timeout_s)
@@ -30,10 +31,11 @@ def group(kind: str, host: str, port: int, rank: int, size: int, timeout_s: floa
     return ProcessGroupGloo(shared, rank, size, limit)
 
 
-def broadcast(among: Any, tensor: Tensor) -> None:
-    """From rank 0 to all others, in place."""
+def broadcast(group: Any, tensor: Tensor) -> None:
+    """Send a tensor from rank 0 to all others, in place."""
     from torch.distributed import BroadcastOptions
 
     options = BroadcastOptions()
     options.rootRank = 0
-    among.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+    # As bytes, so that the backend need not support the dtype.
+    group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()

@@ -1,8 +1,8 @@
-"""After weights were sent: does the engine compute with them?
+"""The canary: after a weight update, does the engine compute with the new weights?
 
-In: a few prompts. Out: nothing, or `WeightSyncError`. Invariant: no token is used for learning that was drawn before this
-has passed. Equal digests prove that the weights arrived; this shows that they are in use, as the learner uses them: a
-kernel that kept a copy of its own, or a tensor that was put in the wrong place, raises no error anywhere else.
+In: a few prompts. Out: nothing, or `WeightSyncError`. Invariant: no token that was sampled before this check passed is
+trained on. Equal digests prove that the weights arrived. The canary shows that they are in use, and used as the learner
+uses them: a kernel that kept its own copy, or a tensor in the wrong place, raises no error anywhere else.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any
 import torch
 
 from gspo.errors import WeightSyncError
-from gspo.rollout.local.states import evaluating
-from gspo.rollout.vllm.host import Draw, Reply, Request
+from gspo.rollout.local.states import eval_mode
+from gspo.rollout.vllm.host import Generate, Request, RequestOutput
 from gspo.types import Prompt, Sampling
 
 PROMPTS = 4
 TOKENS = 16
 TOLERANCE = {torch.float32: 1e-3}
-"""Mean |difference| of log-probabilities that is still rounding. Seen: 1e-6 in float32; 0.02 in bfloat16, of experts too."""
+"""Largest mean |difference| of log-probs that counts as rounding. Measured: 1e-6 in float32; 0.02 in bfloat16, also for
+MoE models."""
 LOW_PRECISION = 0.15
+"""The same for all other dtypes."""
 
 
 def check_canary(
-    draw: Draw,
+    generate: Generate,
     model: Any,
     prompts: Sequence[Prompt],
     *,
@@ -35,42 +37,50 @@ def check_canary(
     stop_ids: tuple[int, ...],
     label: str,
 ) -> float:
-    """The mean |difference| between engine and learner over some tokens that are drawn for this, at the run's temperature, which
-    also proves that the engine's numbers are those after it; raises when it is too large."""
+    """The mean |difference| of log-probs between engine and learner over a few tokens; raises if it is too large.
+
+    The tokens are sampled at the run's temperature, which also proves that the engine reports log-probs after
+    temperature."""
     sampling = Sampling(max_tokens=min(TOKENS, limit), temperature=temperature)
     requests = [
         Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids)
         for i, p in enumerate(prompts[:PROMPTS])
     ]
-    replies = draw(requests)
-    strange = {name for reply in replies for name, _ in reply.spans} - {label}
-    if strange:
+    outputs = generate(requests)
+    unexpected = {name for output in outputs for name, _ in output.spans} - {label}
+    if unexpected:
         raise WeightSyncError(
-            f"engine 'vllm': after weights {label!r} were sent it samples with {sorted(strange)[0]!r}"
+            f"engine 'vllm': after weights {label!r} were sent it samples with {sorted(unexpected)[0]!r}"
         )
-    apart = _apart(model, requests, replies, temperature)
-    if not apart <= TOLERANCE.get(model.dtype, LOW_PRECISION):
+    difference = _mean_difference(model, requests, outputs, temperature)
+    # `not <=` instead of `>`: NaN must fail the check.
+    if not difference <= TOLERANCE.get(model.dtype, LOW_PRECISION):
         raise WeightSyncError(
-            f"engine 'vllm': it does not compute what the learner computes: log-probabilities differ by {apart:.2g} per token on "
-            "average after the weights were sent; is the model's architecture one that this vLLM loads exactly?"
+            f"engine 'vllm': it does not compute what the learner computes: log-probs differ by {difference:.2g} per "
+            "token on average after the weights were sent; check that this vLLM supports the model's architecture "
+            'exactly, or set rollout.engine = "local"'
         )
-    return apart
+    return difference
 
 
 @torch.no_grad()
-def _apart(model: Any, requests: Sequence[Request], replies: Sequence[Reply], temperature: float) -> float:
-    """Mean |log-probability of the engine - of the learner|; NaN counts as far. One reply after the other, and of most models
-    the logits of the reply alone: beside an engine the card has no room for those of whole prompts."""
+def _mean_difference(
+    model: Any, requests: Sequence[Request], outputs: Sequence[RequestOutput], temperature: float
+) -> float:
+    """Mean |log-prob of the engine - log-prob of the learner|.
+
+    Completions are computed one by one, and for most models only the logits of the completion: with an engine on the
+    same GPU there is no room for the logits of whole prompts."""
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    total, count = 0.0, 0
-    for request, reply in zip(requests, replies, strict=True):
-        drawn = len(reply.token_ids)
-        ids_1T = torch.tensor([request.prompt_ids + reply.token_ids], device=model.device)
-        with evaluating(model):
-            logits = model(input_ids=ids_1T, **({"logits_to_keep": drawn + 1} if keeps else {})).logits[
-                0, -drawn - 1 : -1
-            ]
-        logp = (logits.float() / temperature).log_softmax(-1).gather(1, ids_1T[0, -drawn:, None]).squeeze(1)
-        total += float((logp.cpu() - torch.tensor(reply.logp)).abs().sum())
-        count += drawn
+    total = 0.0
+    count = 0
+    for request, output in zip(requests, outputs, strict=True):
+        length = len(output.token_ids)
+        ids_1T = torch.tensor([request.prompt_ids + output.token_ids], device=model.device)
+        options = {"logits_to_keep": length + 1} if keeps else {}
+        with eval_mode(model):
+            logits = model(input_ids=ids_1T, **options).logits[0, -length - 1 : -1]
+        logp = (logits.float() / temperature).log_softmax(-1).gather(1, ids_1T[0, -length:, None]).squeeze(1)
+        total += float((logp.cpu() - torch.tensor(output.logp)).abs().sum())
+        count += length
     return total / max(1, count)

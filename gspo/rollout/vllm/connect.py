@@ -1,6 +1,7 @@
-"""Servers for the vLLM engine: those that run already, or some that are started for the run.
+"""Servers for the vLLM engine: given by address, or started for the run.
 
-In: the engine's options. Out: a `ServedHost` host whose servers were all reached.
+In: the engine's options. Out: a `ServedHost` whose servers all responded. Invariant: if a server cannot be reached,
+every server that was started here is stopped before the error is raised.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.serve import Process, as_arguments
 from gspo.rollout.vllm.served import Limits, ServedHost, Server
-from gspo.rollout.vllm.transfer import sees
+from gspo.rollout.vllm.transfer import can_read
 
-WAYS = ("auto", "file", "gloo", "nccl")
+TRANSFERS = ("auto", "file", "gloo", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `engines/vllm.py` that are about servers."""
+    """The options of `engines/vllm.py` that concern servers."""
 
     servers: tuple[str, ...]
     start: int
     experts: bool
     layers: tuple[int, ...]
-    """The layers that have experts."""
+    """Indices of the MoE layers."""
     adapters: bool
-    """Send a low-rank adapter as an adapter, where every server can take it."""
+    """Whether to send a LoRA adapter as an adapter if every server supports it."""
     settings: Mapping[str, Any]
     transfer: str
     in_flight: int
@@ -49,87 +50,104 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Refuse what cannot work, or would do nothing."""
+    """Refuse options that cannot work or would have no effect."""
     where = "rollout.engine_options"
     if options.servers and options.start:
-        raise ConfigError(f"{where}.start: servers are given, so none is started; set one of start and servers")
+        raise ConfigError(f"{where}.start: servers are given, so none is started; set either start or servers")
     if options.servers and options.settings:
-        raise ConfigError(f"{where}.settings: a server that runs has its settings already; give them to gspo serve")
+        raise ConfigError(f"{where}.settings: has no effect on a running server; pass the settings to gspo serve")
     if not isinstance(options.start, int) or options.start < 0:
         raise ConfigError(f"{where}.start: must be a whole number, at least 0, not {options.start!r}")
     if not isinstance(options.in_flight, int) or options.in_flight < 1:
         raise ConfigError(f"{where}.in_flight: must be a whole number, at least 1, not {options.in_flight!r}")
-    if options.transfer not in WAYS:
-        raise ConfigError(f"{where}.transfer: must be one of {', '.join(WAYS)}, not {options.transfer!r}")
+    if options.transfer not in TRANSFERS:
+        raise ConfigError(f"{where}.transfer: must be one of {', '.join(TRANSFERS)}, not {options.transfer!r}")
     for name in ("request_s", "check_s", "absent_s"):
         value = getattr(options, name)
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{where}.{name}: must be a positive number of seconds, not {value!r}")
     if not options.servers and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"rollout.engine: vLLM is not installed here; docs/engines.md says how to install it; or set {where}.servers")  # fmt: skip
+        raise ConfigError(
+            "rollout.engine: vLLM is not installed here; docs/engines.md says how to install it; or set "
+            f"{where}.servers"
+        )
     for address in options.servers:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
-            raise ConfigError(f"{where}.servers: {address!r} is no address; write HOST:PORT")
+            raise ConfigError(f"{where}.servers: {address!r} is not an address; write HOST:PORT")
 
 
 def connect(model: Any, options: Options) -> ServedHost:
-    """Reach the servers, or start them first."""
+    """Connect to the servers, or start them first."""
     limits = Limits(
         request_s=options.request_s, check_s=options.check_s, absent_s=options.absent_s, sync_s=options.absent_s
     )
     dtype = str(model.dtype).removeprefix("torch.")
-    servers = _given(options) if options.servers else _started(model, options, limits)
+    servers = _running_servers(options) if options.servers else _start_servers(model, options, limits)
     try:
-        adapters = options.adapters and options.transfer in ("auto", "file") and _take_adapters(model, servers, limits)
+        adapters = (
+            options.adapters and options.transfer in ("auto", "file") and _support_adapters(model, servers, limits)
+        )
         return ServedHost(
-            servers, adapters=adapters, in_flight=options.in_flight, limits=limits, transfer=options.transfer, tell=_tell, experts=options.experts, layers=options.layers, dtype=dtype,
+            servers,
+            adapters=adapters,
+            in_flight=options.in_flight,
+            limits=limits,
+            transfer=options.transfer,
+            warn=_warn,
+            experts=options.experts,
+            layers=options.layers,
+            dtype=dtype,
             folder=None if servers[0].process is None else servers[0].process.log.parent,
-        )  # fmt: skip
+        )
     except BaseException as error:
         for server in servers:
             if server.process is not None:
                 server.process.stop()
         if isinstance(error, Fault):
-            raise EngineError(f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one") from error  # fmt: skip
+            raise EngineError(
+                f"rollout.engine_options.servers: {error}; is it running? gspo serve MODEL starts one"
+            ) from error
         raise
 
 
-def _take_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> bool:
-    """Whether every server has one worker, which has room for the model's adapter and can read a file of this machine."""
-    wanted, rank = adapted_layers(model).keys(), adapter.rank_of(model)
-    with adapter.written(model) as folder:
+def _support_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> bool:
+    """Whether every server has a single worker with room for the model's adapter, which can read files of this
+    machine."""
+    wanted = adapted_layers(model).keys()
+    rank = adapter.lora_rank(model)
+    with adapter.temporary_folder(model) as folder:
         for server in servers:
             rooms = server.client.workers("gspo_adapted", rank, timeout_s=limits.sync_s)
             fits = len(rooms) == 1 and isinstance(rooms[0], list) and wanted <= set(rooms[0])
-            if not fits or not sees(server.client, str(Path(folder) / SETTINGS), limits.sync_s):
+            if not fits or not can_read(server.client, str(Path(folder) / SETTINGS), limits.sync_s):
                 return False
     return True
 
 
-def _tell(text: str) -> None:
+def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _given(options: Options) -> list[Server]:
+def _running_servers(options: Options) -> list[Server]:
     token = os.environ.get(TOKEN, "")
     if not token:
         raise ConfigError(
-            f"rollout.engine_options.servers: set {TOKEN} to the servers' token (gspo serve says where it is)"
+            f"rollout.engine_options.servers: set {TOKEN} to the token of the servers (gspo serve prints where it is)"
         )
     return [Server(client=Client(address, token)) for address in options.servers]
 
 
-def _started(model: Any, options: Options, limits: Limits) -> list[Server]:
-    """Servers of our own, side by side; they begin with weights of no meaning, and end with this process."""
+def _start_servers(model: Any, options: Options, limits: Limits) -> list[Server]:
+    """Start the run's own servers, in parallel. They start with dummy weights and exit with this process."""
     folder = Path(tempfile.mkdtemp(prefix="gspo-vllm-"))
     write_shape(model, folder)
     settings = {"dtype": str(model.dtype).removeprefix("torch."), "load_format": "dummy", **options.settings}
     if model.device.type == "cpu":
         check_cpu(model)
         settings.setdefault("enforce_eager", True)
-    if options.adapters and not adapter.why_merged(model, settings):
-        settings |= adapter.settings_of(model)
+    if options.adapters and not adapter.obstacle_to_adapter(model, settings):
+        settings |= adapter.lora_settings(model)
     processes = [
         Process(str(folder), log=folder / f"server-{i}.log", experts=options.experts, more=as_arguments(settings))
         for i in range(options.start)

@@ -1,7 +1,8 @@
-"""Who may speak to a server that `gspo` started: whoever has the token, whatever the path.
+"""Access control of a server that `gspo` started: every request needs the token, whatever its path.
 
-Loaded by `vllm serve` as a middleware, because vLLM's own key guards only the paths of the OpenAI interface, and the others
-change weights. The token comes in an environment variable, so that no process list shows it.
+In: a request. Out: the response of vLLM, or 401. Loaded by `vllm serve` as a middleware, because vLLM's own API key
+protects only the OpenAI paths, and the others change weights. Invariant: the token comes in an environment variable, so
+that no process list shows it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Any
 
 TOKEN = "GSPO_SERVE_TOKEN"
 PARENT = "GSPO_SERVE_PARENT"
-"""Process that started this server and without which it is not to go on; unset: none."""
+"""Id of the process that started this server. The server exits with it; unset for a server that runs on its own."""
 
 
 class Guard:
-    """The outermost layer of the server."""
+    """The outermost ASGI middleware of the server."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.token = app, os.environ.get(TOKEN, "")
+        self.app = app
+        self.token = os.environ.get(TOKEN, "")
         if not self.token:
             raise RuntimeError(f"{TOKEN} is not set")
         if os.environ.get(PARENT):
-            threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
+            threading.Thread(target=_exit_with, args=(int(os.environ[PARENT]),), daemon=True).start()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] == "lifespan" or self._knows(scope):
+        """Handle one request."""
+        if scope["type"] == "lifespan" or self._authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -39,13 +41,13 @@ class Guard:
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"This server needs the token it was started with.\n"})
 
-    def _knows(self, scope: Mapping[str, Any]) -> bool:
+    def _authorized(self, scope: Mapping[str, Any]) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
 
-def _end_with(parent: int) -> None:
-    """A learner that was killed cannot stop its servers, so they watch it."""
+def _exit_with(parent: int) -> None:
+    """Exit when the parent process is gone: a learner that was killed cannot stop its servers."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(os.getpgrp(), signal.SIGTERM)

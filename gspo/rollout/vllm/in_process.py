@@ -1,7 +1,7 @@
-"""vLLM in the learner's own process: weights are handed over by reference, a low-rank adapter as an adapter.
+"""vLLM in the learner's own process: weights are passed by reference, a LoRA adapter as an adapter.
 
-In: the learner's model, for its shape. Out: a `Host`. Invariant: vLLM starts with weights of no meaning; what it samples with
-is only ever what `sync` gave it.
+In: the learner's model, for its shape. Out: a `Host`. Invariant: vLLM starts with dummy weights and samples only with
+weights that `sync` gave it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
-from gspo.rollout.vllm.experts import native, sees_itself
-from gspo.rollout.vllm.host import Check, Reply, Request
+from gspo.rollout.vllm.experts import pack_experts, vllm_returns_experts
+from gspo.rollout.vllm.host import Check, Request, RequestOutput
 from gspo.rollout.vllm.serve import EXTENSION
-from gspo.rollout.vllm.weights import changes, digest, named_weights
+from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM 0.32's attention on CPUs."""
+"""Head sizes that the CPU attention of vLLM 0.32 supports."""
 
 
 def settings_for(model: Any, *, experts: bool, adapters: bool) -> dict[str, Any]:
-    """What vLLM must be told so that its numbers are the learner's; by the names of its own settings."""
+    """The vLLM settings that make its results match the learner's."""
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "load_format": "dummy",
@@ -43,26 +43,29 @@ def settings_for(model: Any, *, experts: bool, adapters: bool) -> dict[str, Any]
         "weight_transfer_config": {"backend": "gspo"},
         "skip_tokenizer_init": True,
         **_expert_settings(model, experts),
-        **(adapter.settings_of(model) if adapters else {}),
+        **(adapter.lora_settings(model) if adapters else {}),
     }
 
 
 def _expert_settings(model: Any, experts: bool) -> dict[str, Any]:
-    """vLLM's own way to return experts keeps the prefix cache; ours does not see positions that came from a cache."""
-    own = experts and sees_itself(model)
+    """vLLM's own recording of experts works with its prefix cache; ours misses positions that come from the cache."""
+    own = experts and vllm_returns_experts(model)
     return {"enable_prefix_caching": own or not experts, "enable_return_routed_experts": own}
 
 
 def check_cpu(model: Any) -> None:
-    """vLLM says this only when the first token is drawn, and in its own words."""
+    """Refuse head sizes without CPU attention. vLLM itself fails only at the first token, with an obscure message."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in CPU_HEADS:
-        raise ConfigError(f"rollout.engine: vLLM on a CPU has no attention for heads of size {size}; it has {', '.join(map(str, CPU_HEADS))} (for a built model: model.build_options.head_dim)")  # fmt: skip
+        raise ConfigError(
+            f"rollout.engine: vLLM on a CPU has no attention for heads of size {size}; it supports "
+            f"{', '.join(map(str, CPU_HEADS))} (for a built model: set model.build_options.head_dim)"
+        )
 
 
 def write_shape(model: Any, folder: Path) -> None:
-    """The model's config, which is all that vLLM needs to build it with weights of no meaning."""
+    """Write the model's config, which is all that vLLM needs to build the model with dummy weights."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -76,18 +79,23 @@ class InProcessHost:
     def __init__(
         self, model: Any, *, experts: bool, layers: Sequence[int], settings: Mapping[str, Any], adapters: bool = False
     ) -> None:
-        # Read when vLLM is imported: the engine core in this process, so that tensors go by reference; quiet.
+        # vLLM reads these when it is imported. The engine core must be in this process, so that tensors can be passed
+        # by reference.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if model.device.type == "cpu":
             check_cpu(model)
+            # Otherwise vLLM pins threads to cores and reserves more main memory; the learner shares both.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             settings = {"enforce_eager": True, **settings}
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise ConfigError("rollout.engine: 'vllm' in process needs VLLM_ENABLE_V1_MULTIPROCESSING=0; unset it")
         if InProcessHost.alive:
-            raise ConfigError("rollout.engine: vLLM's groups are those of its process, so 'vllm' runs in it one at a time; close the other, or use servers")  # fmt: skip
+            raise ConfigError(
+                "rollout.engine: vLLM's process groups are global, so 'vllm' engines in a process run one at a time; "
+                "close the other, or set rollout.engine_options.start"
+            )
         import vllm
 
         self.llm: Any = None
@@ -97,22 +105,23 @@ class InProcessHost:
         try:
             self.llm = vllm.LLM(self.folder.name, **settings_for(model, experts=experts, adapters=adapters), **settings)
         finally:
-            torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a refusal in its place
-        self.experts, self.layers = experts, layers
+            torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a function that raises
+        self.experts = experts
+        self.layers = layers
         if experts:
             self._rpc("gspo_watch_routes")
         self.adapters = adapters and adapted_layers(model).keys() <= set(
-            self._rpc("gspo_adapted", adapter.rank_of(model))
+            self._rpc("gspo_adapted", adapter.lora_rank(model))
         )
-        """Whether adapters travel as adapters; else they are added to the weights."""
+        """Whether adapters are sent as adapters; otherwise they are merged into the weights."""
         self._numbers = itertools.count(1)
         self._request: Any = None
-        """vLLM's name for the adapter that draws."""
+        """The `LoRARequest` of the current adapter."""
         self._base: str | None = None
-        """The model's own weights that lie beside it, by `changes`; None: to be sent."""
+        """The `fingerprint` of the base weights that vLLM holds; None if they must be sent."""
         self._label: str | None = None
         self._lock = threading.RLock()
-        """vLLM's engine is one thread's at a time: weights wait for replies that are being drawn."""
+        """vLLM's engine is not thread-safe: a weight update waits for running requests."""
         InProcessHost.alive += 1
 
     def label(self) -> str | None:
@@ -125,66 +134,67 @@ class InProcessHost:
     def _sync(self, model: Any, label: str, check: Check) -> None:
         self._label = None
         if self.adapters:
-            base, held = changes(model, adapters=False), self._base
-            self._base = None
-            self._take_out_adapters()
+            base = fingerprint(model, adapters=False)
+            held = self._base
+            self._base = None  # if the update fails, the next one sends the base weights again
+            self._unload_adapters()
             if base != held:
                 self._send(list(named_weights(model, merge=False)), f"{label} without its adapter")
-            self._put_in_adapter(model, label)
+            self._load_adapter(model, label)
         else:
             self._send(list(named_weights(model)), label)
-        self.llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         check(lambda requests: self.generate(requests, routes=False))
         self._label = label
         if self.adapters:
             self._base = base
 
-    def _take_out_adapters(self) -> None:
+    def _unload_adapters(self) -> None:
         self._request = None
         for number in self.llm.llm_engine.list_loras():
             self.llm.llm_engine.remove_lora(number)
 
-    def _put_in_adapter(self, model: Any, label: str) -> None:
-        """vLLM reads it at once; the digest is that of the places that its kernels read from."""
+    def _load_adapter(self, model: Any, label: str) -> None:
+        """Load the adapter. The digest is taken from the buffers that vLLM's kernels read."""
         from vllm.lora.request import LoRARequest
 
         number = next(self._numbers)
-        with adapter.written(model) as folder:
+        with adapter.temporary_folder(model) as folder:
             request = LoRARequest(lora_name=label, lora_int_id=number, lora_path=folder)
             self.llm.llm_engine.add_lora(request)
         if self.llm.llm_engine.list_loras() != {number}:
             raise WeightSyncError("engine 'vllm': the learner's adapter is not the only one in vLLM")
-        if self._rpc("gspo_adapter", number, adapter.rank_of(model)) != digest(adapter.applied(model)):
-            raise WeightSyncError("engine 'vllm': the adapter that arrived in vLLM is not the learner's")
+        if self._rpc("gspo_adapter", number, adapter.lora_rank(model)) != digest(adapter.kernel_weights(model)):
+            raise WeightSyncError("engine 'vllm': the adapter that arrived in vLLM differs from the learner's")
         self._request = request
 
     def _send(self, pairs: list[tuple[str, Tensor]], label: str) -> None:
-        from gspo.rollout.vllm.worker import HANDED
+        from gspo.rollout.vllm.worker import OFFERED
 
-        HANDED[label] = pairs
+        OFFERED[label] = pairs
         try:
             self.llm.start_weight_update()
             self.llm.update_weights({"update_info": {"handed": label}})
             self.llm.finish_weight_update(label)
         finally:
-            del HANDED[label]
+            del OFFERED[label]
         received = self._rpc("gspo_received")
         if received != digest(pairs):
-            raise WeightSyncError("engine 'vllm': the weights that arrived in vLLM are not the learner's")
+            raise WeightSyncError("engine 'vllm': the weights that arrived in vLLM differ from the learner's")
 
-    def generate(self, requests: Sequence[Request], *, routes: bool) -> list[Reply]:
+    def generate(self, requests: Sequence[Request], *, routes: bool) -> list[RequestOutput]:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         params = [SamplingParams(**r.settings()) for r in requests]
         with self._lock:
             try:
-                done = self.llm.generate(prompts, params, lora_request=self._request, use_tqdm=False)
+                outputs = self.llm.generate(prompts, params, lora_request=self._request, use_tqdm=False)
             except BaseException:
                 self._abort()
                 raise
-            experts = self._experts(done) if routes else [None] * len(done)
-        return [_reply(d, e) for d, e in zip(done, experts, strict=True)]
+            experts = self._experts(outputs) if routes else [None] * len(outputs)
+        return [_convert(o, e) for o, e in zip(outputs, experts, strict=True)]
 
     def close(self) -> None:
         if self.llm is not None:
@@ -195,32 +205,33 @@ class InProcessHost:
             self.folder.cleanup()
 
     def _rpc(self, method: str, *args: Any) -> Any:
-        """The answer of the first worker."""
+        """The result of the first worker."""
         return self.llm.collective_rpc(method, args=args)[0]
 
     def _abort(self) -> None:
-        """Requests that are left behind would be finished, and returned, with the next call's."""
+        """Abort all requests. Otherwise vLLM would finish them and return them with those of the next call."""
         engine = self.llm.llm_engine
         with suppress(Exception):
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
-    def _experts(self, done: Sequence[Any]) -> list[bytes | None]:
-        own = [d.outputs[0].routed_experts for d in done]
-        if all(array is not None for array in own):
-            return [native(array, self.layers) for array in own]
-        texts = self._rpc("gspo_take_routes", [d.request_id for d in done])
+    def _experts(self, outputs: Sequence[Any]) -> list[bytes | None]:
+        arrays = [o.outputs[0].routed_experts for o in outputs]
+        if all(array is not None for array in arrays):
+            return [pack_experts(array, self.layers) for array in arrays]
+        texts = self._rpc("gspo_take_routes", [o.request_id for o in outputs])
         self._rpc("gspo_forget_routes")
         return [None if text is None else base64.b64decode(text) for text in texts]
 
 
-def _reply(done: Any, experts: bytes | None) -> Reply:
-    """Weights are known by the label they were sent under; an adapter by its name, which is its label."""
-    output, request = done.outputs[0], done.lora_request
+def _convert(done: Any, experts: bytes | None) -> RequestOutput:
+    """From vLLM's output. vLLM reports weights by their label, and an adapter by its name, which is its label."""
+    output = done.outputs[0]
+    request = done.lora_request
     spans = tuple((span.version, span.start) for span in output.weight_versions or ())
-    return Reply(
+    return RequestOutput(
         token_ids=tuple(output.token_ids),
         logp=tuple(next(iter(at.values())).logprob for at in output.logprobs),
-        ended=output.finish_reason == "stop",
+        stopped=output.finish_reason == "stop",
         spans=spans if request is None else ((request.lora_name, 0),),
         experts=experts,
     )

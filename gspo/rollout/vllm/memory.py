@@ -1,7 +1,8 @@
-"""Where files lie that travel to a vLLM on the same machine: in shared memory if they fit.
+"""Temporary folders for files that are sent to a vLLM on the same machine: in shared memory if they fit.
 
-Invariant: nothing stays behind. A process keeps its files in a folder of its own, which it holds locked and removes at its
-end; what a process has left that was killed goes when the next one asks for room.
+In: a size in bytes. Out: a new folder. Invariant: no file is left behind. A process keeps its files in a folder of its
+own, which it holds locked and removes when it exits. The folder of a process that was killed is removed the next time
+any process asks for a folder.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from pathlib import Path
 
 SHARED = Path("/dev/shm")
 PREFIX, LOCK = "gspo-weights-", ".held"
-_own: dict[tuple[Path, int], Path] = {}
-"""The folder of a process, by place and process: a fork needs one of its own."""
+_folders: dict[tuple[Path, int], Path] = {}
+"""The folders of this process, by parent directory and process id: a fork needs one of its own."""
 
 
 def memory_folder(size: int) -> str:
-    """A new folder with room for so many bytes: in shared memory if they fit, else in the temporary directory."""
-    disk, shared = Path(tempfile.gettempdir()), SHARED.is_dir() and os.access(SHARED, os.W_OK)
+    """A new folder with room for `size` bytes: in shared memory if they fit, else in the temporary directory."""
+    disk = Path(tempfile.gettempdir())
+    shared = SHARED.is_dir() and os.access(SHARED, os.W_OK)
     for place in (SHARED, disk):
         _sweep(place)
     fits = shared and shutil.disk_usage(SHARED).free > 1.2 * size
-    return tempfile.mkdtemp(dir=_held(SHARED if fits else disk))
+    return tempfile.mkdtemp(dir=_locked_folder(SHARED if fits else disk))
 
 
-def _held(place: Path) -> Path:
-    """This process's folder there, held as long as it lives."""
+def _locked_folder(place: Path) -> Path:
+    """This process's folder in `place`, locked as long as the process lives."""
     process = os.getpid()
-    known = _own.get((place, process))
+    known = _folders.get((place, process))
     if known is not None and (known / LOCK).exists():
         return known
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / LOCK).exists():  # else it was swept just before it was locked
+        if (folder / LOCK).exists():  # otherwise another process swept it just before it was locked
             atexit.register(_remove, folder, process)
-            _own[place, process] = folder
+            _folders[place, process] = folder
             return folder
         os.close(lock)
 
@@ -52,9 +54,9 @@ def _remove(folder: Path, process: int) -> None:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what processes have left that are no more."""
+    """Remove the folders of processes that no longer exist: their locks are free."""
     for held in place.glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # somebody else's, or gone by now
+        with suppress(OSError):  # another user's, or already removed
             lock = os.open(held, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

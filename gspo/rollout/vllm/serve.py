@@ -1,7 +1,7 @@
-"""Starting `vllm serve` as the vLLM engine needs it: `gspo serve MODEL`, and the servers that a run starts for itself.
+"""Starting `vllm serve` as the vLLM engine needs it: `gspo serve MODEL`, and the servers that a run starts itself.
 
-Invariant: a server listens on the loopback unless it was told otherwise, every path of it needs the token, and the token is
-in no command line and no log.
+In: a model and vLLM's settings. Out: a server. Invariant: a server listens on the loopback interface by default, every
+path requires the token, and the token appears in no command line and no log.
 """
 
 from __future__ import annotations
@@ -30,69 +30,97 @@ GUARD = "gspo.rollout.vllm.guard.Guard"
 
 
 def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[str] = ()) -> list[str]:
-    """The command line of a server; `experts`: it can tell which experts drew a reply."""
-    own = ["--enable-return-routed-experts"] if torch.cuda.is_available() else ["--no-enable-prefix-caching"]
+    """The command line of a server; with `experts` it can report the experts of a completion."""
+    expert_options = ["--enable-return-routed-experts"] if torch.cuda.is_available() else ["--no-enable-prefix-caching"]
     return [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port),
-        "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--skip-tokenizer-init",
-        "--weight-transfer-config", json.dumps({"backend": "gspo"}), "--worker-extension-cls", EXTENSION,
-        "--middleware", GUARD, "--disable-uvicorn-access-log", *(own if experts else ()), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--skip-tokenizer-init",
+        "--weight-transfer-config",
+        json.dumps({"backend": "gspo"}),
+        "--worker-extension-cls",
+        EXTENSION,
+        "--middleware",
+        GUARD,
+        "--disable-uvicorn-access-log",
+        *(expert_options if experts else ()),
+        *more,
+    ]
 
 
 def environment(token: str) -> dict[str, str]:
-    """The environment of a server: the token, and leave to change weights."""
+    """The environment of a server: the token, and permission to change weights."""
     env = dict(os.environ)
-    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
     return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now."""
+    """A port that is currently free."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """vLLM's settings as its command line has them."""
-    given: list[str] = []
+    """vLLM's settings as command-line arguments."""
+    arguments: list[str] = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            given.append(flag if value else flag.replace("--", "--no-", 1))
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list) and all(isinstance(v, str) for v in value):
-            given += [flag, *value]
+            arguments += [flag, *value]
         else:
-            given += [flag, json.dumps(value) if isinstance(value, Mapping | list) else str(value)]
-    return given
+            arguments += [flag, json.dumps(value) if isinstance(value, Mapping | list) else str(value)]
+    return arguments
 
 
 class Process:
-    """A server of our own: started, waited for, stopped with everything it has started."""
+    """A server that the run starts and stops, with all of its children."""
 
     def __init__(self, model: str, *, log: Path, experts: bool, more: Sequence[str]) -> None:
-        self.model, self.log, self.experts, self.more = model, log, experts, more
+        self.model = model
+        self.log = log
+        self.experts = experts
+        self.more = more
         self.token = secrets.token_urlsafe(32)
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, or start it anew, on a free port."""
+        """Start or restart it, on a free port."""
         self.stop()
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         argv = command(self.model, host="127.0.0.1", port=port, experts=self.experts, more=self.more)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                argv, env=environment(self.token) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True
-            )  # fmt: skip
+                argv,
+                env=environment(self.token) | {PARENT: str(os.getpid())},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def wait_ready(self, limit_s: float) -> None:
-        """Until it answers; `EngineError` with the end of its log when it does not come up."""
-        client, until = Client(self.address, self.token), time.monotonic() + limit_s
+        """Wait until it responds; `EngineError` with the end of its log if it does not."""
+        client = Client(self.address, self.token)
+        until = time.monotonic() + limit_s
         while time.monotonic() < until:
             if self.process is None or self.process.poll() is not None:
                 break
@@ -102,10 +130,12 @@ class Process:
             time.sleep(0.3)
         self.stop()
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        raise EngineError(f"a vLLM server did not come up within {limit_s:.0f} s; its log ({self.log}) ends: {last[0][:300]}")  # fmt: skip
+        raise EngineError(
+            f"a vLLM server did not start within {limit_s:.0f} s; its log ({self.log}) ends: {last[0][:300]}"
+        )
 
     def stop(self) -> None:
-        """End it and its children."""
+        """Stop it and its children."""
         if self.process is None:
             return
         for number, wait_s in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
@@ -113,6 +143,7 @@ class Process:
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(wait_s)
+                # The server itself is gone; children that ignored SIGTERM may still run.
                 with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
                 break
@@ -120,7 +151,8 @@ class Process:
 
 
 def _defaults(model: str, given: Sequence[str]) -> list[str]:
-    """Weights of no meaning, because a run sends its own; the model's own type, where vLLM would take half of float32."""
+    """Dummy weights, because a run sends its own, and the model's own dtype: vLLM would run a float32 model in 16
+    bits."""
     found = [] if any(g.startswith("--load-format") for g in given) else ["--load-format", "dummy"]
     with suppress(OSError, ValueError, KeyError):
         config = json.loads((Path(model) / "config.json").read_text())
@@ -130,7 +162,7 @@ def _defaults(model: str, given: Sequence[str]) -> list[str]:
 
 
 def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | None, more: Sequence[str]) -> NoReturn:
-    """Become a server, in the foreground."""
+    """Replace this process with a server in the foreground."""
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
@@ -143,9 +175,10 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
         "--weight-transfer-config",
     ):
         if any(given.replace("_", "-").split("=")[0] == flag for given in more):
-            raise ConfigError(f"serve: {flag} is set by gspo, so that a run can trust the server; leave it out")
-    token, port = os.environ.get(TOKEN) or secrets.token_urlsafe(32), port or free_port(host)
-    where = f"the token is that of {TOKEN}"
+            raise ConfigError(f"serve: {flag} is set by gspo, so that a run can trust the server; remove it")
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    port = port or free_port(host)
+    where = f"the token is the value of {TOKEN}"
     if not os.environ.get(TOKEN):
         path = Path(token_file or f"gspo-serve-{port}.token")
         with suppress(FileNotFoundError):
@@ -153,7 +186,7 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token + "\n")
         where = f"the token is in {path}"
-    print(f"vLLM at {host}:{port}; {where}. In the recipe:", flush=True)
+    print(f"vLLM at {host}:{port}; {where}. Put this into the recipe:", flush=True)
     print(f'  rollout.engine = "vllm"\n  rollout.engine_options.servers = ["{host}:{port}"]', flush=True)
     argv = command(model, host=host, port=port, experts=experts, more=[*_defaults(model, more), *more])
-    os.execve(argv[0], argv, environment(token))  # signals then reach vLLM itself
+    os.execve(argv[0], argv, environment(token))  # replaces this process, so that signals reach vLLM itself

@@ -1,9 +1,10 @@
-"""The learner's end of a weight transfer to a server.
+"""The learner's side of a weight transfer to a server.
 
-In: the model's weights, or those of its own once and then its low-rank adapter. Out: an update that the server's workers (`worker.py`) have taken. Three ways, chosen by asking the
-workers: `file`, when they can read what the learner writes (shared memory if it fits, else the temporary directory), else a
-broadcast: `nccl` where both ends have GPUs, `gloo` over TCP elsewhere. Invariant: a file is written once for all servers, and
-is gone afterwards. An adapter is always a file.
+In: the model's weights, or its base weights once and then its LoRA adapter. Out: an update that the server's workers
+(`worker.py`) have applied. There are three transfers, chosen by asking the workers: `file` if they can read what the
+learner writes (shared memory if it fits, else the temporary directory), otherwise a broadcast: `nccl` if both sides
+have GPUs, `gloo` over TCP if not. Invariant: a file is written once for all servers and deleted afterwards. An
+adapter is always sent as a file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 
 from gspo.errors import WeightSyncError
 from gspo.rollout.vllm import adapter
-from gspo.rollout.vllm.broadcast import broadcast, group
+from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.memory import memory_folder
 from gspo.rollout.vllm.serve import free_port
@@ -28,10 +29,12 @@ from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
 
 
 class Offer:
-    """One version of the weights, for as many servers as there are."""
+    """One version of the weights, for all servers."""
 
     def __init__(self, model: Any, label: str, *, adapters: bool = False) -> None:
-        self.label, self.model, self.adapters = label, model, adapters
+        self.label = label
+        self.model = model
+        self.adapters = adapters
         self.pairs = [(name, tensor.detach()) for name, tensor in named_weights(model, merge=not adapters)]
         self.digest = digest(self.pairs)
         self._folder: str | None = None
@@ -39,7 +42,7 @@ class Offer:
 
     @property
     def path(self) -> str:
-        """The weights as a file, written when it is first asked for."""
+        """The weights as a file, written on first use."""
         if self._folder is None:
             size = sum(t.numel() * t.element_size() for _, t in self.pairs)
             self._folder = memory_folder(size)
@@ -50,13 +53,13 @@ class Offer:
 
     @property
     def adapter(self) -> str:
-        """The adapter as a folder, written when it is first asked for."""
+        """The adapter as a folder, written on first use."""
         if self._adapter is None:
             self._adapter = adapter.write(self.model)
         return self._adapter
 
     def close(self) -> None:
-        """Remove the files."""
+        """Delete the files."""
         for folder in (self._folder, self._adapter):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -66,114 +69,123 @@ class Offer:
         return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in self.pairs]
 
 
-def send(offer: Offer, client: Client, *, way: str, workers: int, timeout_s: float) -> None:
-    """Bring a server to the offered weights; requests under way are held meanwhile and go on with the new ones."""
+def send(offer: Offer, client: Client, *, transfer: str, workers: int, timeout_s: float) -> None:
+    """Update a server to the offered weights. Running requests pause meanwhile and continue with the new weights."""
     client.post("/pause?mode=keep", timeout_s=timeout_s)
     try:
         if offer.adapters:
-            _send_adapter(offer, client, way, workers, timeout_s)
+            _send_adapter(offer, client, transfer, workers, timeout_s)
         else:
-            _send_weights(offer, client, offer.label, way, workers, timeout_s)
-        client.post("/reset_prefix_cache", timeout_s=timeout_s)
+            _send_weights(offer, client, offer.label, transfer, workers, timeout_s)
+        client.post("/reset_prefix_cache", timeout_s=timeout_s)  # cached keys and values belong to the old weights
     finally:
         client.post("/resume", timeout_s=timeout_s)
 
 
-def _send_adapter(offer: Offer, client: Client, way: str, workers: int, timeout_s: float) -> None:
-    """The model's own weights if the server has others, then the adapter. Until it is proved, replies carry a label that
-    nobody accepts."""
+def _send_adapter(offer: Offer, client: Client, transfer: str, workers: int, timeout_s: float) -> None:
+    """Send the base weights if the server holds others, then the adapter. Until its digest is verified, completions
+    carry a label that is not trusted."""
     label = f"{offer.label} without its adapter"
     client.post("/update_weight_version", {"new_version": label}, timeout_s=timeout_s)
     if any(found != offer.digest for found in client.workers("gspo_received", timeout_s=timeout_s)):
-        _send_weights(offer, client, label, way, workers, timeout_s)
-    if not _knows_adapter(client, timeout_s):
+        _send_weights(offer, client, label, transfer, workers, timeout_s)
+    if not _has_adapter(client, timeout_s):
         named = {"lora_name": ADAPTER, "lora_path": offer.adapter}
         client.post("/v1/load_lora_adapter", named, timeout_s=timeout_s, plain=True)
     client.workers("gspo_put_adapter", offer.adapter, timeout_s=timeout_s)
-    arrived, sent = client.workers("gspo_adapter", 1, adapter.rank_of(offer.model), timeout_s=timeout_s), digest(adapter.applied(offer.model))  # fmt: skip
+    arrived = client.workers("gspo_adapter", 1, adapter.lora_rank(offer.model), timeout_s=timeout_s)
+    sent = digest(adapter.kernel_weights(offer.model))
     if any(found != sent for found in arrived):
-        raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} is not the learner's")
+        raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} differs from the learner's")
     client.post("/update_weight_version", {"new_version": offer.label}, timeout_s=timeout_s)
 
 
-def _knows_adapter(client: Client, timeout_s: float) -> bool:
-    """Whether requests can ask for the adapter by its name; after that it is exchanged in its place."""
+def _has_adapter(client: Client, timeout_s: float) -> bool:
+    """Whether requests can select the adapter by its name. Once loaded, it is updated in place."""
     try:
         return ADAPTER in [model["id"] for model in client.get("/v1/models", timeout_s=timeout_s)["data"]]
     except (KeyError, TypeError) as error:
-        raise Fault(f"{client.address}/v1/models: not the answer of a vLLM: {error}") from error
+        raise Fault(f"{client.address}/v1/models: not the response of a vLLM: {error}") from error
 
 
-def _send_weights(offer: Offer, client: Client, label: str, way: str, workers: int, timeout_s: float) -> None:
-    way = chosen(offer, client, timeout_s) if way == "auto" else way
-    if way == "file":
+def _send_weights(offer: Offer, client: Client, label: str, transfer: str, workers: int, timeout_s: float) -> None:
+    transfer = choose_transfer(offer, client, timeout_s) if transfer == "auto" else transfer
+    if transfer == "file":
         client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
         _update(client, label, {"path": offer.path}, timeout_s)
     else:
-        _broadcast(offer, client, label, way, workers, timeout_s)
+        _broadcast(offer, client, label, transfer, workers, timeout_s)
     arrived = client.workers("gspo_received", timeout_s=timeout_s)
     if any(found != offer.digest for found in arrived):
-        raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} are not the learner's")
+        raise WeightSyncError(f"engine 'vllm': the weights that arrived at {client.address} differ from the learner's")
 
 
-def chosen(offer: Offer, client: Client, timeout_s: float) -> str:
-    """The best way to a server."""
-    if sees(client, offer.path, timeout_s):
+def choose_transfer(offer: Offer, client: Client, timeout_s: float) -> str:
+    """The best transfer to a server."""
+    if can_read(client, offer.path, timeout_s):
         return "file"
     devices = [*client.workers("gspo_device", timeout_s=timeout_s), offer.pairs[0][1].device.type]
     return "nccl" if all(device == "cuda" for device in devices) else "gloo"
 
 
-def sees(client: Client, path: str, timeout_s: float) -> bool:
+def can_read(client: Client, path: str, timeout_s: float) -> bool:
     """Whether all workers of a server can read a file of this machine."""
-    return all(answer == "True" for answer in client.workers("gspo_sees", path, timeout_s=timeout_s))
+    return all(result == "True" for result in client.workers("gspo_sees", path, timeout_s=timeout_s))
 
 
-def _update(client: Client, label: str, info: dict[str, Any], timeout_s: float, beside: Callable[[], None] | None = None) -> None:  # fmt: skip
-    """vLLM's three calls; `beside` is done while the second one waits for it."""
+def _update(
+    client: Client, label: str, info: dict[str, Any], timeout_s: float, meanwhile: Callable[[], None] | None = None
+) -> None:
+    """vLLM's three calls of an update; `meanwhile` runs while the second one waits for it."""
     try:
         client.post("/start_weight_update", timeout_s=timeout_s)
-    except Fault:  # an earlier update was left in its middle
+    except Fault:  # an earlier update was interrupted
         with suppress(Fault):
             client.post("/finish_weight_update", timeout_s=timeout_s)
         client.post("/start_weight_update", timeout_s=timeout_s)
-    if beside is None:
+    if meanwhile is None:
         client.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
     else:
-        with ThreadPoolExecutor(1) as side:
-            waiting = side.submit(client.post, "/update_weights", {"update_info": info}, timeout_s=timeout_s)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.post, "/update_weights", {"update_info": info}, timeout_s=timeout_s)
             try:
-                beside()
+                meanwhile()
             finally:
                 waiting.result()
     client.post("/finish_weight_update", {"weight_version": label}, timeout_s=timeout_s)
 
 
 def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int, timeout_s: float) -> None:
-    host, port, size = _own_address(client), free_port("0.0.0.0"), 1 + workers
-    where = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
-    with ThreadPoolExecutor(1) as side:
-        joined = side.submit(client.post, "/init_weight_transfer_engine", {"init_info": where}, timeout_s=timeout_s)
+    host = _own_address(client)
+    port = free_port("0.0.0.0")
+    size = 1 + workers
+    rendezvous = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
+    # Both sides must join at the same time: the call returns only when the group exists.
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(
+            client.post, "/init_weight_transfer_engine", {"init_info": rendezvous}, timeout_s=timeout_s
+        )
         try:
-            among = group(kind, host, port, 0, size, timeout_s)
+            group = process_group(kind, host, port, 0, size, timeout_s)
         except RuntimeError as error:
-            raise Fault(f"{client.address}: no {kind} group with it: {error}") from error
+            raise Fault(f"{client.address}: cannot form a {kind} process group with it: {error}") from error
         finally:
             joined.result()
 
     def send_all() -> None:
         for _, tensor in offer.pairs:
             try:
-                broadcast(among, (tensor if kind == "nccl" else tensor.cpu()).contiguous())
+                broadcast(group, (tensor if kind == "nccl" else tensor.cpu()).contiguous())
             except RuntimeError as error:
-                raise Fault(f"{client.address}: the broadcast broke off: {error}") from error
+                raise Fault(f"{client.address}: the broadcast failed: {error}") from error
 
-    _update(client, label, {"broadcast": offer.metadata()}, timeout_s, beside=send_all)
+    _update(client, label, {"broadcast": offer.metadata()}, timeout_s, meanwhile=send_all)
 
 
 def _own_address(client: Client) -> str:
     """This machine's address as the server sees it."""
     host, _, port = client.address.rpartition(":")
+    # Connecting a UDP socket sends nothing; it only selects the outgoing interface.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])

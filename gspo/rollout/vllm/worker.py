@@ -1,10 +1,10 @@
-"""What runs inside vLLM's workers: weights arrive here, and the experts that were used are noted here.
+"""The code inside vLLM's workers: it receives weights and records experts.
 
-Loaded by vLLM as `worker_extension_cls`; importing it registers the weight-transfer backend `gspo`, which takes weights by
-reference (an engine in the learner's process), from a safetensors file, or from a broadcast (gloo, NCCL), whichever an update names.
-
-Invariant: `gspo_received` is the digest of the tensors that the last update really handed to the model's loader, and after
-every update the kernels' own copies of the experts are made anew.
+In: weights by reference (vLLM in the learner's process), from a safetensors file, or from a broadcast (gloo, NCCL),
+whichever an update names. Out: the digest of what arrived, and the experts of finished requests. vLLM loads this module
+as `worker_extension_cls`; importing it registers the weight-transfer backend `gspo`. Invariant: `gspo_received` is the
+digest of the tensors that the last update passed to the model's loader, and after every update the kernels' own copies
+of the experts are rebuilt.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from gspo.rollout.vllm.broadcast import broadcast, group
+from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.weights import ADAPTER, Digest
 
 BACKEND = "gspo"
 
-HANDED: dict[str, list[tuple[str, Tensor]]] = {}
-"""Weights that the learner offers by reference, where it is in this process."""
+OFFERED: dict[str, list[tuple[str, Tensor]]] = {}
+"""Weights that a learner in this process offers by reference, by key."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where to meet the learner for broadcasts; no port: there will be none."""
+    """The rendezvous with the learner for broadcasts; without a port there are no broadcasts."""
 
     kind: str = "gloo"
     host: str = ""
     port: int = 0
     size: int = 0
-    """The learner and all workers."""
+    """World size: the learner and all workers."""
     first: int = 1
     """Rank of worker 0."""
     timeout_s: float = 60.0
@@ -52,15 +52,15 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Where the weights are: one of the three."""
 
     handed: str = ""
-    """Key in `HANDED`."""
+    """Key in `OFFERED`."""
     path: str = ""
     """A safetensors file."""
     broadcast: list[tuple[str, str, list[int]]] = field(default_factory=list)
-    """Name, type and shape of the tensors that come from the learner, in this order."""
+    """Name, dtype and shape of the tensors that the learner broadcasts, in this order."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The worker's end of backend `gspo`."""
+    """The worker's side of backend `gspo`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -76,7 +76,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.port:
             rank = init_info.first + self.parallel_config.rank
             self.kind = init_info.kind
-            self.group = group(self.kind, init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s)
+            self.group = process_group(
+                self.kind, init_info.host, init_info.port, rank, init_info.size, init_info.timeout_s
+            )
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -86,21 +88,21 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for the accelerator afterwards, which fails where there is none.
+        # vLLM's own method always synchronizes the accelerator afterwards, which fails if there is none.
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.handed:
-            pairs: Iterable[tuple[str, Tensor]] = HANDED[update_info.handed]
+            pairs: Iterable[tuple[str, Tensor]] = OFFERED[update_info.handed]
         elif update_info.path:
             pairs = _from_file(update_info.path)
         else:
             pairs = self._from_broadcast(update_info.broadcast)
-        counted = Digest()
-        self.model.load_weights(counted.over(pairs))
-        self.received = counted.text()
+        digest = Digest()
+        self.model.load_weights(digest.track(pairs))
+        self.received = digest.text()
 
     def _from_broadcast(self, tensors: list[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
         for name, dtype, shape in tensors:
@@ -125,25 +127,27 @@ WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 
 def _from_file(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (no mapping)
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
             yield name, file.get_tensor(name)
 
 
 def repack_experts(model: Any) -> None:
-    """See to it that expert kernels take over weights that are loaded from now on. Some keep them in a layout of their own
-    (vLLM's CPU kernel), and vLLM makes that only when it builds the kernel: later weights would be used as if they were
-    in that layout already, or not at all, and nothing says so."""
+    """Make MoE kernels repack weights that are loaded from now on.
+
+    Some kernels (vLLM's CPU kernel) keep the weights in a layout of their own, and vLLM converts them only when it
+    builds the kernel. Later weights would be read as if they were already in that layout, or ignored, without any
+    error."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is None or not hasattr(method, "_setup_kernel"):
             continue
         if "_setup_kernel" not in vars(method):
-            method._setup_kernel = _repacking(method, method._setup_kernel)
+            method._setup_kernel = _with_repack(method, method._setup_kernel)
 
 
 def repack_head(model: Any) -> None:
-    """The same for an output matrix that is tied to the input's: it is not among the weights that are loaded, and the CPU
-    kernel's copy of it would stay what it was."""
+    """The same for an LM head that is tied to the embedding. It is not among the loaded weights, and the CPU kernel's
+    copy of it would keep the old values."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -151,7 +155,7 @@ def repack_head(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _repacking(method: Any, setup: Callable[..., None]) -> Callable[..., None]:
+def _with_repack(method: Any, setup: Callable[..., None]) -> Callable[..., None]:
     def setup_and_repack(layer: Any, *args: Any, **kwargs: Any) -> None:
         setup(layer, *args, **kwargs)
         method.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -159,43 +163,44 @@ def _repacking(method: Any, setup: Callable[..., None]) -> Callable[..., None]:
     return setup_and_repack
 
 
-# ------------------------------------------------------------------------------------------------- the extension
+# --- The worker extension ---
 
 
 class WorkerExtension:
-    """Calls that the learner makes to every worker."""
+    """Methods that the learner calls on every worker."""
 
     def gspo_received(self) -> str:
-        """The digest of the weights that the last update brought; empty: none came."""
+        """The digest of the weights of the last update; empty if none arrived."""
         return str(getattr(self.weight_transfer_engine, "received", ""))  # type: ignore[attr-defined]
 
     def gspo_adapted(self, rank: int) -> list[str]:
-        """The layers with room for adapters of this rank that `gspo_adapter` can tell, by the learner's names."""
+        """The layers with room for adapters of this rank that `gspo_adapter` can verify, by the learner's names."""
         config = self.vllm_config.lora_config  # type: ignore[attr-defined]
         if config is None or config.max_lora_rank < rank:
             return []
         return [part for part, _, _ in _adapters(self.model_runner)]  # type: ignore[attr-defined]
 
     def gspo_put_adapter(self, folder: str) -> None:
-        """Read an adapter into the place of the one that requests name, so that those under way go on with it."""
+        """Load an adapter in place of the one that requests select, so that running requests continue with it."""
         from vllm.lora.request import LoRARequest
 
         self.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))  # type: ignore[attr-defined]
 
     def gspo_adapter(self, number: int, rank: int) -> str:
-        """The digest of an adapter, of this rank, in the very places that the kernels read; empty: it is not there."""
+        """The digest of an adapter of this rank, from the buffers that the kernels read; empty if it is not loaded."""
         places = self.model_runner.lora_manager._adapter_manager.lora_index_to_id  # type: ignore[attr-defined]
         if number not in places:
             return ""
-        at, counted = places.index(number), Digest()
+        at = places.index(number)
+        digest = Digest()
         for part, a_stacked, b_stacked in _adapters(self.model_runner):  # type: ignore[attr-defined]
             a, b = a_stacked[at, 0, :rank], b_stacked[at, 0, :, :rank]
-            for _ in counted.over([(f"{part}.A", a), (f"{part}.B", b)] if a.any() else []):
+            for _ in digest.track([(f"{part}.A", a), (f"{part}.B", b)] if a.any() else []):
                 pass
-        return counted.text()
+        return digest.text()
 
     def gspo_sees(self, path: str) -> bool:
-        """Whether this worker can read a file of the learner's."""
+        """Whether this worker can read a file of the learner."""
         try:
             with open(path, "rb") as file:
                 return bool(file.read(1))
@@ -203,88 +208,89 @@ class WorkerExtension:
             return False
 
     def gspo_dtype(self) -> str:
-        """The type that this worker computes in."""
+        """The dtype that this worker computes in."""
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
 
     def gspo_device(self) -> str:
-        """What this worker computes on."""
+        """The type of device that this worker runs on."""
         return str(self.device.type)  # type: ignore[attr-defined]
 
     def gspo_watch_routes(self) -> int:
-        """Begin to note the experts of every token, unless vLLM does that itself; how many MoE layers there are."""
+        """Start recording the experts of every token, unless vLLM does so itself; the number of MoE layers."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         runner = self.model_runner  # type: ignore[attr-defined]
         if self.vllm_config.aux_output_config.enable_return_routed_experts:  # type: ignore[attr-defined]
             return sum(isinstance(m, MoERunner) for m in runner.get_model().modules())
         if not hasattr(runner, "gspo_routes"):
-            runner.gspo_routes = RouteNotes(runner)
+            runner.gspo_routes = RouteLog(runner)
         return len(runner.gspo_routes.routers)
 
     def gspo_take_routes(self, requests: list[str]) -> list[str | None]:
-        """The experts of finished requests, base64 of bytes [tokens, layers, top_k] (int16); everything is then forgotten."""
-        notes = self.model_runner.gspo_routes  # type: ignore[attr-defined]
-        return [notes.take(request) for request in requests]
+        """The experts of finished requests, base64 of bytes [tokens, layers, top_k] (int16). They are then dropped."""
+        log = self.model_runner.gspo_routes  # type: ignore[attr-defined]
+        return [log.take(request) for request in requests]
 
     def gspo_forget_routes(self) -> None:
-        """Drop what was noted."""
+        """Drop all recorded experts."""
         if hasattr(self.model_runner, "gspo_routes"):  # type: ignore[attr-defined]
-            self.model_runner.gspo_routes.noted.clear()  # type: ignore[attr-defined]
+            self.model_runner.gspo_routes.by_request.clear()  # type: ignore[attr-defined]
 
 
 def _adapters(runner: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, A and B of every layer with room for adapters. vLLM joins some of the learner's layers (q, k and v) into one;
-    what it has cut otherwise than the learner is left out."""
+    """Name, A and B of every layer with room for adapters. vLLM fuses some of the learner's layers (q, k and v) into
+    one; layers that it splits differently from the learner are left out."""
     manager = runner.lora_manager._adapter_manager
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        plain = isinstance(
-            module.lora_a_stacked, tuple
-        )  # embeddings and the output layer have one tensor of another shape
+        # Embeddings and the LM head have a single tensor of another shape.
+        plain = isinstance(module.lora_a_stacked, tuple)
         if plain and len(parts) == len(module.lora_a_stacked) == len(module.lora_b_stacked):
             yield from zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
 
 
-class RouteNotes:
-    """Which experts computed each position of each request. A position that is computed again (after a preemption, or after
-    weights changed) is noted again: what counts is the forward whose keys and values stayed."""
+class RouteLog:
+    """The experts of each position of each request. A position that is recomputed (after a preemption or a weight
+    update) is recorded again: the forward whose keys and values stay in the cache is the one that counts."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         self.runner = runner
         self.step: dict[int, Tensor] = {}
-        self.noted: dict[str, dict[int, Tensor]] = {}
+        self.by_request: dict[str, dict[int, Tensor]] = {}
         self.routers = [m.router for m in runner.get_model().modules() if isinstance(m, MoERunner)]
         for layer, router in enumerate(self.routers):
             router.set_capture_fn(lambda ids, layer=layer: self.step.__setitem__(layer, ids))
         execute = runner.execute_model
-        runner.execute_model = lambda *args, **kwargs: self._executed(execute, args, kwargs)
+        runner.execute_model = lambda *args, **kwargs: self._execute(execute, args, kwargs)
 
-    def _executed(self, execute: Any, args: Any, kwargs: Any) -> Any:
+    def _execute(self, execute: Any, args: Any, kwargs: Any) -> Any:
         self.step = {}
         result = execute(*args, **kwargs)
         if self.step:
-            self._note(args[0] if args else kwargs["scheduler_output"])
+            self._record(args[0] if args else kwargs["scheduler_output"])
         return result
 
-    def _note(self, scheduled: Any) -> None:
+    def _record(self, scheduled: Any) -> None:
         batch = self.runner.input_batch
         chosen_ILK = torch.stack([self.step[layer] for layer in range(len(self.routers))], dim=1).to(torch.int16).cpu()
         at = 0
         for index, request in enumerate(batch.req_ids):
             count = scheduled.num_scheduled_tokens[request]
             start = int(batch.num_computed_tokens_cpu[index])
-            self.noted.setdefault(request, {})[start] = chosen_ILK[at : at + count]
+            self.by_request.setdefault(request, {})[start] = chosen_ILK[at : at + count]
             at += count
 
     def take(self, request: str) -> str | None:
-        """The whole sequence's experts; None where a position is missing (its keys came from a cache)."""
-        found = next((name for name in self.noted if _external(name) == request), None)
+        """The experts of the whole sequence; None if a position is missing because its keys came from the prefix
+        cache."""
+        found = next((name for name in self.by_request if _external_id(name) == request), None)
         if found is None:
             return None
-        parts, pieces = self.noted.pop(found), {}
-        for start, chosen in parts.items():  # in the order of computing: a later forward replaces an earlier one
+        parts = self.by_request.pop(found)
+        pieces: dict[int, Tensor] = {}
+        for start, chosen in parts.items():  # in the order of computation: a later forward replaces an earlier one
             pieces.update({start + i: row for i, row in enumerate(chosen)})
         if sorted(pieces) != list(range(len(pieces))):
             return None
@@ -292,6 +298,6 @@ class RouteNotes:
         return base64.b64encode(whole.numpy().tobytes()).decode()
 
 
-def _external(name: str) -> str:
-    """vLLM puts a random suffix after the id that a request was given, and the server a word before it."""
+def _external_id(name: str) -> str:
+    """The id that a request was given: vLLM appends a random suffix, and the server prepends a word."""
     return name.rpartition("-")[0].removeprefix("generate-tokens-")
