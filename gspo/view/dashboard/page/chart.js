@@ -1,12 +1,12 @@
 "use strict";
-// Charts over steps, drawn as SVG. Every text goes in as textContent; nothing here builds HTML from strings.
+// Charts over steps, drawn as SVG. All text is set as textContent; nothing builds HTML from strings.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = 7;
+const COLORS = 7;
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
-// Characters that would hide, reorder or escape are shown by name.
+// Invisible and bidirectional control characters are shown by name, so that text cannot hide or reorder itself.
 function visible(text) {
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu, (c) => {
     const code = c.codePointAt(0);
@@ -16,7 +16,7 @@ function visible(text) {
   });
 }
 
-// The one way to make an element; every text in it is only text, with nothing hidden.
+// The only way to create an element. Children are added as text, with control characters made visible.
 function node(name, attributes = {}, ...children) {
   const made = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -37,7 +37,7 @@ function format(value, form = "number") {
 }
 
 function smoothed(values, amount) {
-  // Exponential mean, corrected for its beginning: the first point is the first value, not a pull towards 0.
+  // Exponential moving average with bias correction: the first point is the first value, not pulled toward 0.
   if (!amount) return values;
   let mean = 0, weight = 0;
   return values.map((v) => {
@@ -53,7 +53,7 @@ function niceTicks(low, high, count) {
   if (!(raw > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
   const widest = [1, 2, 5, 10].find((m) => m * power >= raw) || 1;
-  // Three at least: one number says nothing of a scale.
+  // At least three ticks: fewer do not show the scale.
   const enough = (s) => Math.floor(high / s + 1e-9) - Math.ceil(low / s - 1e-9) >= 2;
   const step = [10, 5, 2, 1, 0.5, 0.2].filter((m) => m <= widest).map((m) => m * power).find(enough) || widest * power;
   const first = Math.ceil(low / step);
@@ -81,7 +81,7 @@ class Axis {
   }
 }
 
-// Numbers near the largest there are would overflow on the way to a pixel.
+// Very large numbers would overflow in the conversion to pixels.
 function drawable(value, log) {
   return value !== null && value !== undefined && Math.abs(value) < 1e150 && (!log || value > 0);
 }
@@ -110,7 +110,7 @@ class Chart {
     if (typeof ResizeObserver !== "undefined") new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  // series: [{run, label, colour, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}]; marks: [{x, kind, text}]; view: {smooth, first, last}.
+  // series: [{run, label, color, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}]; marks: [{x, kind, text}]; view: {smooth, first, last}.
   update(series, marks, view) {
     Object.assign(this, { series, marks, view });
     const empty = this.panel.hide_zero && series.every((s) => s.y.every((v) => !v));
@@ -202,18 +202,18 @@ class Chart {
       const back = there.reverse().map((i) => `${x.at(s.x[i]).toFixed(1)} ${y.at(low[i]).toFixed(1)}`);
       return `M${out.join("L")}L${back.join("L")}Z`;
     };
-    const colour = s.colour % COLOURS, dash = DASHES[s.dash % DASHES.length];
+    const color = s.color % COLORS, dash = DASHES[s.dash % DASHES.length];
     const made = [];
     const [low, high] = s.bandLow ? [s.bandLow, s.bandHigh] : [s.low, s.high];
-    if (low) made.push(node("svg:path", { class: `band f${colour}`, d: area(low, high) }));
+    if (low) made.push(node("svg:path", { class: `band f${color}`, d: area(low, high) }));
     const soft = s.smooth && s.y.length > 8 ? smoothed(s.y, this.view.smooth || 0) : s.y;
-    if (soft !== s.y) made.push(node("svg:path", { class: `line faint s${colour}`, d: path(s.y) }));
-    made.push(node("svg:path", { class: `line s${colour}`, d: path(soft), "stroke-dasharray": dash || null }));
-    if (s.x.length < 30) s.x.forEach((v, i) => ok(s.y[i]) && made.push(node("svg:circle", { class: `point f${colour}`, cx: x.at(v), cy: y.at(s.y[i]), r: 2.2 })));
+    if (soft !== s.y) made.push(node("svg:path", { class: `line faint s${color}`, d: path(s.y) }));
+    made.push(node("svg:path", { class: `line s${color}`, d: path(soft), "stroke-dasharray": dash || null }));
+    if (s.x.length < 30) s.x.forEach((v, i) => ok(s.y[i]) && made.push(node("svg:circle", { class: `point f${color}`, cx: x.at(v), cy: y.at(s.y[i]), r: 2.2 })));
     return made;
   }
 
-  // What a curve says at the cursor: its last point up to there; nothing where it has not begun or has ended.
+  // The value of a curve at the cursor: its last point up to there, or a dash outside of the curve.
   valueAt(s, x) {
     const gap = s.x.length > 1 ? (s.x[s.x.length - 1] - s.x[0]) / (s.x.length - 1) : 1;
     if (!s.x.length || x < s.x[0] - gap / 2 || x > s.x[s.x.length - 1] + Math.max(gap, 0.5)) return "–";
@@ -224,7 +224,7 @@ class Chart {
     return format(s.y[i], form) + spread + other;
   }
 
-  // The readout: values of all curves at the cursor, or their last ones.
+  // Move the cursor line and show the values of all curves there, or the latest values without a cursor.
   showCursor(x) {
     this.cursor = x;
     if (this.cursorLine && this.scale) {
@@ -233,7 +233,7 @@ class Chart {
       if (inside) { const at = this.scale.x.at(x); this.cursorLine.setAttribute("x1", at); this.cursorLine.setAttribute("x2", at); }
     }
     const keys = this.series.map((s) => {
-      const line = node("svg:svg", { "aria-hidden": "true" }, node("svg:line", { class: `line s${s.colour % COLOURS}`, x1: 0, x2: 24, y1: 5, y2: 5, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null }));
+      const line = node("svg:svg", { "aria-hidden": "true" }, node("svg:line", { class: `line s${s.color % COLORS}`, x1: 0, x2: 24, y1: 5, y2: 5, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null }));
       const said = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
       return node("span", { class: "key" }, line, `${s.label} ${said}`);
     });
@@ -246,12 +246,12 @@ class Chart {
   }
 
   listen() {
-    let begun = null;
-    const place = (event) => {
+    let dragStart = null;
+    const pixelOf = (event) => {
       const box = this.svg.getBoundingClientRect();
       return Math.min(Math.max(event.clientX - box.left, MARGIN.left), box.width - MARGIN.right);
     };
-    // The run whose curve is nearest to the pointer.
+    // The run whose curve is closest to the pointer.
     const runAt = (event, x) => {
       const y = event.clientY - this.svg.getBoundingClientRect().top;
       const away = (s) => { const v = s.y[nearest(s.x, x)]; return v === null || (this.log && v <= 0) || x > s.x[s.x.length - 1] ? Infinity : Math.abs(this.scale.y.at(v) - y); };
@@ -260,28 +260,33 @@ class Chart {
     const snapped = (pixel) => { const xs = this.points(); return xs[nearest(xs, this.scale.x.back(pixel))]; };
     this.svg.addEventListener("pointermove", (event) => {
       if (!this.scale || !this.series.length) return;
-      const at = place(event);
-      if (begun !== null && Math.abs(at - begun) > 5) {
+      const at = pixelOf(event);
+      if (dragStart !== null && Math.abs(at - dragStart) > 5) {
         this.selection.setAttribute("visibility", "visible");
-        this.selection.setAttribute("x", Math.min(at, begun));
-        this.selection.setAttribute("width", Math.abs(at - begun));
+        this.selection.setAttribute("x", Math.min(at, dragStart));
+        this.selection.setAttribute("width", Math.abs(at - dragStart));
       }
       this.move(snapped(at));
     });
-    this.svg.addEventListener("pointerleave", () => { if (begun === null) this.move(null); });
-    this.svg.addEventListener("pointerdown", (event) => { if (event.button === 0) { begun = place(event); this.busy = true; this.svg.setPointerCapture(event.pointerId); } });
+    this.svg.addEventListener("pointerleave", () => { if (dragStart === null) this.move(null); });
+    this.svg.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      dragStart = pixelOf(event);
+      this.busy = true; // a redraw would remove the selection rectangle
+      this.svg.setPointerCapture(event.pointerId);
+    });
     this.svg.addEventListener("pointerup", (event) => {
-      if (begun === null || !this.scale) return;
-      const at = place(event), from = begun;
-      begun = null;
+      if (dragStart === null || !this.scale) return;
+      const at = pixelOf(event), from = dragStart;
+      dragStart = null;
       this.busy = false;
       this.selection.setAttribute("visibility", "hidden");
       clearTimeout(this.opening);
       if (Math.abs(at - from) > 5) this.events.range?.(this.scale.x.back(Math.min(at, from)), this.scale.x.back(Math.max(at, from)));
-      // A second click within this time is a double click, which shows all instead.
+      // A second click within this time is a double-click, which resets the zoom instead.
       else { const x = snapped(at), run = runAt(event, x); this.opening = setTimeout(() => this.events.open?.(x, run), 250); }
     });
-    this.svg.addEventListener("pointercancel", () => { begun = null; this.busy = false; });
+    this.svg.addEventListener("pointercancel", () => { dragStart = null; this.busy = false; });
     this.svg.addEventListener("dblclick", () => { clearTimeout(this.opening); this.events.range?.(null, null); });
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
@@ -312,7 +317,7 @@ function nearest(xs, x) {
   return Math.abs((xs[low] ?? Infinity) - x) <= Math.abs((xs[high] ?? Infinity) - x) ? low : high;
 }
 
-// Seconds of a step by phase, as stacked bars: where does the time go?
+// Seconds per step by phase, as stacked bars.
 function drawTimes(phases, data, name) {
   const keys = phases.filter((p) => data.y[p.key]?.some((v) => v > 0));
   const totals = data.x.map((_, i) => keys.reduce((sum, p) => sum + (data.y[p.key][i] || 0), 0));
@@ -328,18 +333,18 @@ function drawTimes(phases, data, name) {
       below[i] += value;
       d += `M${(i * width).toFixed(2)} ${y0.toFixed(2)}h${(width * 0.92).toFixed(2)}V${y1.toFixed(2)}h${(-width * 0.92).toFixed(2)}Z`;
     });
-    svg.append(node("svg:path", { class: `f${number % COLOURS}`, d }));
+    svg.append(node("svg:path", { class: `f${number % COLORS}`, d }));
   });
   const legend = node("div", { class: "legend" }, ...keys.map((p) => {
     const sum = data.y[p.key].reduce((a, b) => a + (b || 0), 0);
-    return node("span", { class: "key" }, node("span", { class: `dot f${phases.indexOf(p) % COLOURS}` }), `${p.label} ${format(sum / all, "share")}`);
+    return node("span", { class: "key" }, node("span", { class: `dot f${phases.indexOf(p) % COLORS}` }), `${p.label} ${format(sum / all, "share")}`);
   }));
   const mean = all / Math.max(1, totals.length);
   const range = data.x.length ? `steps ${Math.round(data.x[0]).toLocaleString("en")} to ${Math.round(data.x[data.x.length - 1]).toLocaleString("en")}` : "";
   return node("div", { class: "chart" }, node("p", { class: "soft what" }, `${name}: ${mean.toPrecision(3)} s per step, highest bar ${high.toPrecision(3)} s, ${range}`), svg, legend);
 }
 
-// One curve per run and metric: with several runs a colour is a run, with one a metric.
+// One curve per run and metric. The color is the run if there are several, else the metric.
 function seriesOf(panel, runs) {
   const several = runs.length > 1;
   return runs.flatMap((run) => panel.curves.flatMap((curve, number) => {
@@ -349,13 +354,16 @@ function seriesOf(panel, runs) {
     const banded = low && high && low.length === found.y.length;
     return [{
       run: run.name, label: several ? `${run.name}: ${curve.label}` : curve.label,
-      colour: several ? run.colour : number, dash: several ? number : 0,
+      color: several ? run.color : number, dash: several ? number : 0,
       smooth: curve.every_step, ...found, bandLow: banded ? low : null, bandHigh: banded ? high : null,
     }];
   }));
 }
 
-const MARKS = { alarm: "alarm", error: "error", "skipped update": "skip", "out of memory": "skip", "checkpoint failed": "alarm", "damaged checkpoint": "alarm", resume: "info", "nothing to learn": "skip", unscored: "alarm", "clip range at its limit": "skip" };
+const MARKS = {
+  alarm: "alarm", error: "error", resume: "info", unscored: "alarm", "skipped update": "skip", "out of memory": "skip",
+  "checkpoint failed": "alarm", "damaged checkpoint": "alarm", "nothing to learn": "skip", "clip range at its limit": "skip",
+};
 
 function marksOf(events) {
   return events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300).map((e) => ({ x: e.step, kind: MARKS[e.event], text: `${e.event} ${e.name || ""} ${e.what || e.why || ""}`.trim() }));
@@ -369,6 +377,8 @@ function eventTable(runs, most = 200) {
 }
 
 function findingList(findings) {
-  const words = { bad: "Trouble", warn: "Worth a look", note: "Note", good: "Good" };
-  return node("ul", { class: "findings" }, ...findings.map((f) => node("li", { class: f.level }, node("strong", {}, `${words[f.level]}, ${f.name}. `), f.what, f.remedy ? node("span", { class: "soft" }, ` ${f.remedy}`) : null)));
+  const labels = { bad: "Problem", warn: "Warning", note: "Note", good: "Good" };
+  return node("ul", { class: "findings" }, ...findings.map((f) => node("li", { class: f.level },
+    node("strong", {}, `${labels[f.level]}: ${f.name}. `), f.what,
+    f.remedy ? node("span", { class: "soft" }, ` ${f.remedy}`) : null)));
 }
