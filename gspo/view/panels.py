@@ -144,7 +144,7 @@ PANELS = (
     ),
     Panel(
         id="mismatch",
-        title="KL: sampler, old, new and reference policy",
+        title="KL divergence",
         log=True,
         what=(
             "KL divergence in nats per token between sampler and learner, and between old and new policy. The first "

@@ -127,7 +127,7 @@ def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Cumulative completion tokens at each row."""
     total, totals = 0, []
     for row in rows:
-        # Old runs have no cumulative count.
+        # Runs of older versions lack the cumulative count.
         total = int(row.get("tokens/sampled", total + (row.get("tokens/generated") or 0)))
         totals.append(total)
     return totals

@@ -181,8 +181,8 @@ def write_figures(folder: Path, replay: Replay) -> list[PageFigure]:
     for result in n.sweeps:
         title = f"Sweep of {result.setting}"
         figure = figures.sweep(result)
-        made = _page_figure(folder, f"sweep-{result.setting}", title, sentences.sweep(result), figure)
-        page_figures.append(dataclasses.replace(made, table=[SWEEP_TITLES, *sweep_rows(result)]))
+        page_figure = _page_figure(folder, f"sweep-{result.setting}", title, sentences.sweep(result), figure)
+        page_figures.append(dataclasses.replace(page_figure, table=[SWEEP_TITLES, *sweep_rows(result)]))
     return page_figures
 
 

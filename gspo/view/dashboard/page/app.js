@@ -151,7 +151,8 @@ function buildOverview() {
   const loading = "This is a sample of the steps; the rest of the run is being read …";
   view.partial = node("span", { class: "soft", hidden: true }, loading);
   const setSmoothing = (e) => { state.smooth = Number(e.target.value); drawOverview(); };
-  const smooth = node("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, oninput: setSmoothing });
+  const range = { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth };
+  const smooth = node("input", { ...range, oninput: setSmoothing });
   const setAxis = (e) => { state.x = e.target.value; zoom(null, null); };
   const axis = node("select", { onchange: setAxis },
     node("option", { value: "step" }, "steps"), node("option", { value: "tokens" }, "sampled tokens"));
@@ -228,13 +229,13 @@ async function showStep(name, step) {
   const crumbs = node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" });
   const label = "search prompts and completions";
   const search = node("input", {
-    type: "search", placeholder: label, value: filters.text, "aria-label": label,
+    type: "search", placeholder: "search", value: filters.text, "aria-label": label,
     oninput: (e) => { filters.text = e.target.value; later(draw); },
   });
   const choose = (key, text, none, options) => {
-    const made = options.map(([value, name]) => node("option", { value, selected: filters[key] === value }, name));
+    const choices = options.map(([value, name]) => node("option", { value, selected: filters[key] === value }, name));
     const onchange = (e) => { filters[key] = e.target.value; draw(); };
-    return node("label", {}, `${text} `, node("select", { onchange }, node("option", { value: "" }, none), ...made));
+    return node("label", {}, `${text} `, node("select", { onchange }, node("option", { value: "" }, none), ...choices));
   };
   const numbers = node("p", { class: "soft" });
   const only = choose("only", "show", "all completions", Object.entries(state.setup.filters));
@@ -255,7 +256,8 @@ async function showStep(name, step) {
     crumbs.replaceChildren(node("a", { href: "#/" }, name), title, ...links(view, "step"));
     numbers.textContent = stepSummary(found.metrics);
     state.matches = (found.matching?.replies || []).map((r) => address(name, step, r.group, r.number));
-    list.replaceChildren(...(found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching)));
+    const rows = found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching);
+    list.replaceChildren(...rows);
   };
   await draw();
 }
@@ -291,11 +293,12 @@ function groupRows(name, step, groups) {
     const [kind, label] = g.discarded ? ["out", "discarded: all completions have the same reward"]
       : g.uniform ? ["uniform", "uniform: all completions have the same reward"] : ["mixed", "mixed"];
     const verdicts = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
+    const completions = g.replies.map((c, i) => completionLink(c, i, address(name, step, g.group, i)));
     return node("div", { class: "group" },
       node("div", {},
         node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind}` }, label),
         node("span", { class: "soft" }, `  ${verdicts}, ${g.prompt_id}`)),
-      node("div", { class: "completions" }, ...g.replies.map((c, i) => completionLink(c, i, address(name, step, g.group, i)))));
+      node("div", { class: "completions" }, ...completions));
   });
 }
 

@@ -7,7 +7,8 @@ function runCard(run, number) {
   const packages = Object.entries(environment.packages || {}).filter(([, version]) => version);
   const of = settings.steps && !settings.tokens ? ` of ${settings.steps}` : "";
   const facts = [
-    run.state, `step ${run.step}${of}`, `objective ${settings.objective?.name || "unknown"}`, `seed ${settings.seed ?? "unknown"}`,
+    run.state, `step ${run.step}${of}`,
+    `objective ${settings.objective?.name || "unknown"}`, `seed ${settings.seed ?? "unknown"}`,
     environment.device || "unknown device", ...packages.map(([name, version]) => `${name} ${version}`),
     `commit ${environment.commit || "unknown"}`,
   ];
@@ -20,9 +21,11 @@ function runCard(run, number) {
 function differenceTable(runs) {
   if (!report.differences.length || runs.length < 2) return null;
   const head = node("tr", {}, node("th", {}, ""), ...runs.map((r) => node("th", {}, r.name)));
-  const rows = report.differences.map((d) => node("tr", {}, node("th", {}, d.key), ...d.values.map((v) => node("td", {}, v))));
+  const cells = (values) => values.map((value) => node("td", {}, value));
+  const rows = report.differences.map((d) => node("tr", {}, node("th", {}, d.key), ...cells(d.values)));
   const table = node("table", {}, node("tbody", {}, head, ...rows));
-  return node("section", { class: "card" }, node("h2", {}, "Settings that differ"), node("div", { class: "scroll" }, table));
+  const title = node("h2", {}, "Settings that differ");
+  return node("section", { class: "card" }, title, node("div", { class: "scroll" }, table));
 }
 
 function exampleCards(runs) {

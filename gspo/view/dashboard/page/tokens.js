@@ -44,8 +44,9 @@ function clipSentence(completion) {
   if (!completion.trained) return `The completion was not trained on: ${completion.left_out || "unknown"}.`;
   if (!Number.isFinite(ratio)) return "";
   const start = `The sequence ratio is ${ratio.toPrecision(6)}.`;
-  const direction = advantage > 0 ? "The advantage is positive, so the completion is made more likely."
-    : advantage < 0 ? "The advantage is negative, so the completion is made less likely."
+  const direction = share === 1 ? ""
+    : advantage > 0 ? "The advantage is positive, so the update makes the completion more likely."
+    : advantage < 0 ? "The advantage is negative, so the update makes the completion less likely."
     : "The advantage is 0, so the completion has no gradient.";
   if (!Number.isFinite(low)) {
     const acted = share > 0 ? ` The trust region acted on ${format(share, "share")} of its tokens.` : "";
@@ -68,12 +69,14 @@ function gauge(completion) {
   const out = completion.clipped_fraction > 0;
   const text = (x, label, anchor) => node("svg:text", { class: "tick", x, y: 50, "text-anchor": anchor }, label);
   const axis = (x1, x2, y1, y2) => node("svg:line", { class: "axis", x1, x2, y1, y2 });
-  return node("svg:svg", { class: "gauge", viewBox: `0 0 ${W} 56`, role: "img", "aria-label": clipSentence(completion) },
-    node("svg:rect", { class: "range", x: at(1 - low), width: Math.max(1, at(1 + high) - at(1 - low)), y: 8, height: 24 }),
+  const left = at(1 - low), right = at(1 + high);
+  const attributes = { class: "gauge", viewBox: `0 0 ${W} 56`, role: "img", "aria-label": clipSentence(completion) };
+  return node("svg:svg", attributes,
+    node("svg:rect", { class: "range", x: left, width: Math.max(1, right - left), y: 8, height: 24 }),
     axis(0, W, 20, 20), axis(at(1), at(1), 8, 32),
     node("svg:line", { class: out ? "needle out" : "needle", x1: at(ratio), x2: at(ratio), y1: 2, y2: 38 }),
-    text(at(1 - low), `1 − ${low.toPrecision(2)}`, at(1 - low) < 70 ? "start" : "end"),
-    text(at(1 + high), `1 + ${high.toPrecision(2)}`, at(1 + high) > W - 70 ? "end" : "start"));
+    text(left, `1 − ${low.toPrecision(2)}`, left < 70 ? "start" : "end"),
+    text(right, `1 + ${high.toPrecision(2)}`, right > W - 70 ? "end" : "start"));
 }
 
 function tableRow(name, value) {
@@ -83,7 +86,8 @@ function tableRow(name, value) {
 class TokenView {
   constructor(completion) {
     this.completion = completion;
-    this.modes = Object.keys(MODES).filter((m) => completion.tokens.some((_, i) => MODES[m].of(completion, i) !== null));
+    const recorded = (mode) => completion.tokens.some((_, i) => MODES[mode].of(completion, i) !== null);
+    this.modes = Object.keys(MODES).filter(recorded);
     this.mode = this.modes[0];
     const hint = node("p", { class: "soft" }, "Point at a token, or move with ← and →.");
     this.inspector = node("div", { class: "inspector", "aria-live": "polite" }, hint);
@@ -140,7 +144,8 @@ class TokenView {
     const clipped = c.clipped_tokens ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
     const position = `  token ${i + 1} of ${c.length}, id ${c.tokens[i]}`;
     this.inspector.replaceChildren(
-      node("p", {}, node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
+      node("p", {},
+        node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
       node("table", {}, node("tbody", {},
         tableRow("log-prob, new policy", logp(c.logp_new)),
         tableRow("log-prob, old policy", logp(c.logp_old)),
@@ -195,5 +200,6 @@ function completionView(completion) {
       card(controls, view.text, completion.cut ? node("p", { class: "soft" }, more) : null)),
     node("aside", {},
       card(node("h2", {}, "Token"), view.inspector),
-      card(node("h2", {}, "Details"), gauge(completion), node("p", {}, clipSentence(completion)), factTable(completion))));
+      card(node("h2", {}, "Details"),
+        gauge(completion), node("p", {}, clipSentence(completion)), factTable(completion))));
 }
