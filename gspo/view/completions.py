@@ -64,6 +64,7 @@ class Completions:
             return []
         with file:
             status = os.fstat(file.fileno())
+            # The key includes time and size, so a file that is rewritten by a resumed run is parsed again.
             key = (step, status.st_mtime_ns, status.st_size)
             if key not in self._cache:
                 if status.st_size > LARGEST_FILE:

@@ -96,6 +96,7 @@ def setting(settings: Mapping[str, Any], section: str, key: str, default: Any) -
     """A setting from untrusted nested tables; `default` if it is missing or has another type."""
     table = settings.get(section)
     value = table.get(key, default) if isinstance(table, Mapping) else default
+    # A TOML file may write 1 for 1.0 and the reverse.
     expected = (int, float) if isinstance(default, int | float) else type(default)
     return value if isinstance(value, expected) else default
 
@@ -218,6 +219,7 @@ def _plateau(facts: RunFacts) -> Finding | None:
     if min(len(x), len(y)) < FEWEST_STEPS:
         return None
     change = abs(_mean(y) - _mean(x))
+    # Two standard errors of the difference. The relative floor below covers rewards without any noise.
     error = math.hypot(_standard_error(x), _standard_error(y))
     if change > max(2 * error, 0.005 * max(abs(_mean(x)), 1e-9)):
         return None
@@ -418,6 +420,7 @@ def _clip_too_wide(facts: RunFacts) -> Finding | None:
     high = facts.mean("clip/high")
     if len(facts.recent) < FEWEST_STEPS or facts.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
         return None
+    # Token-level objectives often clip less than 0.1 % of the tokens, so only 0 is suspicious there.
     if not facts.mean("clip/fraction_tokens") <= (1e-3 if facts.clips_sequences else 0):
         return None
     std = facts.mean("ratio/sequence_log_std" if facts.clips_sequences else "ratio/token_log_std")
@@ -455,6 +458,7 @@ def _clip_too_narrow(facts: RunFacts) -> Finding | None:
 
 def _entropy(facts: RunFacts) -> Finding | None:
     ends = _ends(facts, "entropy/mean")
+    # A policy that solves nearly all problems has low entropy for a good reason.
     if ends is None or not ends[1] <= 0.5 * ends[0] or facts.mean("reward/correct_fraction", facts.recent[-3:]) > 0.95:
         return None
     return Finding(

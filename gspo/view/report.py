@@ -70,6 +70,7 @@ def page(watchlist: Watchlist) -> str:
     data = handlers.encode({"setup": handlers.page_setup(), "runs": runs, "differences": _differences(runs)}).decode()
     style = (PAGE / "style.css").read_text(encoding="utf-8")
     script = "\n".join(_script(name) for name in SCRIPTS)
+    # Only this script and style may run, even if an escaping bug let markup from a completion into the page.
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     title = html.escape(", ".join(watchlist.runs))
     return f"""<!DOCTYPE html>

@@ -128,6 +128,7 @@ class RunReader:
         """`running`, `finished`, `stopped` (by a signal), `failed`, `ended` (exited unexpectedly) or `gone`."""
         if not self.path.is_dir():
             return "gone"
+        # The lock first: a resumed run is running, although its last event may still be a stop or an error.
         if _locked(self.path / ".lock"):
             return "running"
         last = self.events[-1] if self.events else {}
@@ -301,7 +302,7 @@ def bounded(value: Any, depth: int = DEEPEST) -> Any:
     """A value of an untrusted file, limited for display in text length, nesting, items and integer size."""
     if value is None or isinstance(value, bool | float):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int):  # JavaScript represents integers exactly only below 2**53
         return value if abs(value) < 1 << 53 else f"a number of about {value.bit_length() * 0.30103:.0f} digits"
     if isinstance(value, Mapping | list) and not depth:
         return "…"

@@ -157,6 +157,7 @@ def band(curves: Sequence[Curve]) -> Band | None:
     curves = [c for c in curves if len(c.x)]
     if not curves:
         return None
+    # Only the common range: beyond it the mean would jump when a seed drops out.
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     x = np.unique(np.concatenate([c.x for c in curves]))
     x = x[(x >= first) & (x <= last)]

@@ -174,6 +174,7 @@ def _kill(running: dict[subprocess.Popen[bytes], Job]) -> None:
     """Kill the process groups that are still running when an exception ends the comparison."""
     for process in running:
         if process.poll() is None:
+            # The whole group: a trainer has reward workers, which would otherwise keep running.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

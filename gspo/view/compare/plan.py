@@ -150,6 +150,7 @@ def arm_job(out: Path, label: str, config: Config, seed: int, tokens: int) -> Jo
             model=dataclasses.replace(config.model, path=start, build="", build_options={}),
             cold_start=dataclasses.replace(config.cold_start, steps=0),
         )
+    # The setting `name` allows 64 letters, digits, dots, underscores and hyphens.
     name = path.name.replace("+", "-").replace("=", "-")[-64:]
     config = dataclasses.replace(config, name=name, run_dir=str(path), seed=seed, tokens=tokens)
     return _job(out, f"{label}, seed {seed}", path, config)

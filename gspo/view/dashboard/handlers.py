@@ -44,6 +44,7 @@ def _plain(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, list | tuple):
         # Curves are most of a response and contain nothing to change.
         return value if set(map(type, value)) <= {float, type(None)} else [_plain(v, secrets) for v in value]
+    # orjson refuses integers above 64 bits, and JavaScript represents integers exactly only below 2**53.
     if isinstance(value, int) and abs(value) >= 1 << 53:
         return float(value) if abs(value) < 1 << 1000 else None
     return value

@@ -101,6 +101,7 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
     def route(path: str, handler: Callable[[Any], Any]) -> Route:
         async def respond(request: Any) -> Response:
             try:
+                # In a thread: a handler reads files and would block the event loop for all other requests.
                 body = await asyncio.to_thread(encode, handler, request)
             except handlers.NotFoundError as error:
                 return Response(f"not found: {error}\n", 404, media_type="text/plain")
@@ -111,6 +112,7 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
                 number = secrets.token_hex(4)
                 print(f"gspo watch: error {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 return Response(f"error {number}: see the terminal of gspo watch\n", 500, media_type="text/plain")
+            # The page polls. An unchanged response costs no transfer and no redraw.
             etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
             if request.headers.get("if-none-match") == etag:
                 return Response(status_code=304, headers={"etag": etag})

@@ -82,6 +82,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     trainable_B[rows] = True
     at_N = sequences.spread(trainable_B).nonzero().squeeze(-1)
     weight_B = torch.zeros(sequences.count, dtype=torch.float64, device=advantage_N.device)
+    # The aggregate normalizes over the whole mini-batch, so it must see all of its lengths at once.
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
     tokens = _as_leaves(_take(replace(view.tokens, advantage_N=advantage_N), at_N))
     selected_N = select(objective, tokens, view.seed)

@@ -123,7 +123,7 @@ def gram(
                 if direction.entropy_N is not None:
                     outputs.append(entropy_N)
                     coefficients.append(direction.entropy_N[micro.at_N])
-                if any(bool(c.any()) for c in coefficients):
+                if any(bool(c.any()) for c in coefficients):  # all 0 if the whole micro-batch is clipped
                     store.add(
                         row, torch.autograd.grad(outputs, weights, coefficients, retain_graph=True, allow_unused=True)
                     )

@@ -88,6 +88,7 @@ def compute(request: Request) -> Replay:
     sweeps = [parse_sweep(text) for text in request.sweeps]
     _check(source, request, sweeps)
     step, start = source.start_of(request.step)
+    # A checkpoint may contain model code, which loading executes. Ask before anything is loaded.
     models = [source.checkpoints[start], *((m.path,) if (m := reference_model(source, request.device)) else ())]
     trust.check(source.path, trust.model_code(source.config.model, models), trust=request.trust_run)
     measurement = _Measurement(source, request, step, sweeps)
