@@ -1,1 +1,1 @@
-"""What reads a run directory: curves, diagnosis, the dashboard, reports, comparisons, replay."""
+"""Everything that reads run directories: curves, diagnosis, dashboard, reports, comparisons and replay."""

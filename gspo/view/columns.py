@@ -1,9 +1,9 @@
-"""A growing file of JSON lines as columns of numbers, read as far as it got and no line twice.
+"""A growing file of JSON lines as columns of numbers, read incrementally.
 
-In: `metrics.jsonl` or `timings.jsonl` of a run that may still be writing. Out: one float64 column per key, NaN where a line
-has no number. Invariant: what was read is what the file holds: a file that was cut back by a resume, replaced or deleted is
-noticed and read anew (`generation` counts that), and a torn last line waits until it is whole. Only numbers that are in the
-file are stored, so memory grows with the file and not with its lines times its names.
+In: `metrics.jsonl` or `timings.jsonl` of a run that may still be writing. Out: one float64 column per key, NaN where a
+line has no number. Invariant: the columns equal the file. A file that was truncated by a resume, replaced or deleted is
+detected and read again (`generation` counts that), and an incomplete last line is read once it is complete. Columns are
+sparse, so memory grows with the file and not with the number of lines times the number of keys.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from gspo.view.safe_files import ReadPosition, open_regular
 
 CHUNK = 1 << 19
 LONGEST_LINE = 1 << 20
-"""A line that is longer is no metrics line; it is passed over."""
+"""Longer lines are not metrics and are skipped."""
 TAIL = 1 << 18
-"""Bytes at the end of a long file that a first look reads in full."""
-SAMPLED_LINE = 1 << 16
-"""A first look passes over longer lines."""
+"""Bytes at the end of a long file that a sample reads in full."""
+LONGEST_SAMPLED_LINE = 1 << 16
+"""A sample skips longer lines."""
 MOST_KEYS = 2000
-"""A file with more names than this is no metrics file; only those that are shown are kept."""
-SHOWN = {"step", "tokens/sampled", "time/step_s", *KEYS, *(curve.key for curve in PHASES)}
+"""A file with more keys is not a metrics file. Beyond the limit only displayed keys are stored."""
+DISPLAYED = {"step", "tokens/sampled", "time/step_s", *KEYS, *(curve.key for curve in PHASES)}
 NAN = math.nan
-NUMBERS = {float, int, bool, type(None)}
+NUMBER_TYPES = {float, int, bool, type(None)}
 
 
 class Column:
-    """The numbers of one key and the lines they stand in, in order."""
+    """The numbers of one key and their line indices, in order."""
 
     def __init__(self) -> None:
-        self.lines, self.numbers = array("i"), array("d")
+        self.lines = array("i")
+        self.numbers = array("d")
 
     def add(self, lines: NDArray[np.int32], numbers: NDArray[np.float64]) -> None:
-        """Append numbers of later lines; NaN is none."""
-        there = ~np.isnan(numbers)
-        self.lines.frombytes(lines[there].tobytes())
-        self.numbers.frombytes(numbers[there].tobytes())
+        """Append numbers of later lines; NaN is skipped."""
+        present = ~np.isnan(numbers)
+        self.lines.frombytes(lines[present].tobytes())
+        self.numbers.frombytes(numbers[present].tobytes())
 
     def dense(self, length: int) -> NDArray[np.float64]:
-        """One number per line."""
+        """One number per line, NaN where there is none."""
         values = np.full(length, NAN)
         values[np.array(self.lines)] = np.array(self.numbers)
         return values
 
     def since(self, line: int) -> Iterator[tuple[int, float]]:
-        """Line and number from a line on, the last first."""
+        """Line index and number from a line on, in descending order."""
         for at in range(len(self.lines) - 1, -1, -1):
             if self.lines[at] < line:
                 return
@@ -62,18 +63,19 @@ class Column:
 
 
 class Columns:
-    """Owns what was read of one file."""
+    """The columns of one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.columns: dict[str, Column] = {}
         self._starts = array("q")
-        self._place = ReadPosition()
-        self._behind = self._within_long = False
+        self._read = ReadPosition()
+        self._behind = False
+        self._in_long_line = False
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -85,47 +87,47 @@ class Columns:
 
     @property
     def behind(self) -> bool:
-        """Whether there is more in the file than was read, because the last `refresh` was bounded."""
+        """Whether the file has unread lines because the last `refresh` was limited."""
         return self._behind
 
     def refresh(self, most: int | None = None) -> None:
-        """Read what is new; about `most` bytes of it, if that is given."""
+        """Read new lines, at most about `most` bytes if given."""
         try:
             with open_regular(self.path) as file:
-                if not self._place.still_holds(file):
-                    self._anew()
-                    self._place.still_holds(file)
+                if not self._read.is_valid(file):
+                    self._restart()
+                    self._read.is_valid(file)  # registers the new file
                 self._read_on(file, most)
         except OSError:
-            if self._place.known:
-                self._anew()
+            if self._read.known:
+                self._restart()
 
     @classmethod
     def sampled(cls, path: Path, count: int) -> Columns:
-        """About `count` lines spread over a long file, and its last ones: a first look that does not read it all."""
-        found = cls(path)
+        """About `count` lines spread evenly over a long file, and its last ones, without reading all of it."""
+        sample = cls(path)
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 tail = max(0, size - TAIL)
-                for place in range(0, tail, max(1, size // count)):
-                    found._take_at(file, place, SAMPLED_LINE)
-                found._take_at(file, tail, None)
+                for position in range(0, tail, max(1, size // count)):
+                    sample._take_at(file, position, LONGEST_SAMPLED_LINE)
+                sample._take_at(file, tail, None)
         except OSError:
             pass
-        return found
+        return sample
 
     def values(self, key: str) -> NDArray[np.float64]:
-        """A copy of one column; empty if the key was never there."""
+        """A copy of one column; empty if the key never occurred."""
         return self.columns[key].dense(len(self)) if key in self.columns else np.empty(0)
 
     def latest(self, key: str) -> float:
-        """The last number of a column; NaN if there is none."""
+        """The latest number of a column; NaN if there is none."""
         numbers = self.columns[key].numbers if key in self.columns else ()
         return numbers[-1] if numbers else NAN
 
     def row(self, index: int) -> dict[str, Any]:
-        """One line as it was written; empty if the file has changed under it."""
+        """One line of the file; empty if the file has changed in the meantime."""
         import orjson
 
         try:
@@ -137,45 +139,52 @@ class Columns:
         return found if isinstance(found, dict) else {}
 
     def last(self, count: int) -> list[dict[str, float]]:
-        """The last lines as numbers, without what was not measured."""
-        begin = max(0, len(self) - count)
-        rows: list[dict[str, float]] = [{} for _ in range(begin, len(self))]
+        """The last lines as numbers, without missing values."""
+        first = max(0, len(self) - count)
+        rows: list[dict[str, float]] = [{} for _ in range(first, len(self))]
         for key, column in self.columns.items():
-            for line, number in column.since(begin):
-                rows[line - begin][key] = number
+            for line, number in column.since(first):
+                rows[line - first][key] = number
         return rows
 
-    def _anew(self) -> None:
-        self._forget()
+    def _restart(self) -> None:
+        self._reset()
         self.generation += 1
 
     def _read_on(self, file: BinaryIO, most: int | None) -> None:
-        """Take whole lines; a bounded read goes on until it has at least one, so that it always gets further."""
+        """Read complete lines. A limited read takes at least one, so that it always makes progress."""
         size = os.fstat(file.fileno()).st_size
-        file.seek(self._place.position)
-        rest, left, moved = b"", math.inf if most is None else most, most == 0
-        while (left > 0 or not moved) and (chunk := file.read(CHUNK)):
+        file.seek(self._read.position)
+        rest = b""
+        budget = math.inf if most is None else most
+        progress = most == 0
+        while (budget > 0 or not progress) and (chunk := file.read(CHUNK)):
             *lines, rest = (rest + chunk).split(b"\n")
             self._take(lines)
-            moved = moved or bool(lines)
+            progress = progress or bool(lines)
             if len(rest) > LONGEST_LINE:
-                self._place.position += len(rest)
-                rest, self._within_long, moved = b"", True, True
-            left -= len(chunk)
-        self._behind = left <= 0 and self._place.position + len(rest) < size
-        self._place.remember(file)
+                self._read.position += len(rest)
+                rest = b""
+                self._in_long_line = True
+                progress = True
+            budget -= len(chunk)
+        self._behind = budget <= 0 and self._read.position + len(rest) < size
+        self._read.remember(file)
 
-    def _take_at(self, file: BinaryIO, place: int, longest: int | None) -> None:
-        """Take the line that begins after a place, unless it was taken or is longer than `longest`; None: all lines there."""
-        file.seek(place)
-        if place and not file.readline(longest or -1).endswith(b"\n"):
+    def _take_at(self, file: BinaryIO, position: int, longest: int | None) -> None:
+        """Take the line that starts after a position, unless it was taken or is longer than `longest`.
+
+        Without `longest`, take all lines after the position.
+        """
+        file.seek(position)
+        if position and not file.readline(longest or -1).endswith(b"\n"):
             return
-        if file.tell() < self._place.position:
-            file.seek(self._place.position)
+        if file.tell() < self._read.position:
+            file.seek(self._read.position)
         start = file.tell()
         data = file.readline(longest) if longest else file.read()
         if data.endswith(b"\n") or not longest:
-            self._place.position = start
+            self._read.position = start
             self._take(data.split(b"\n")[:-1])
 
     def _take(self, lines: Sequence[bytes]) -> None:
@@ -184,47 +193,48 @@ class Columns:
         rows: list[dict[str, Any]] = []
         for line in lines:
             try:
-                row = orjson.loads(line) if line and not self._within_long else None
+                row = orjson.loads(line) if line and not self._in_long_line else None
             except ValueError:
                 row = None
             if isinstance(row, dict):
                 rows.append(row)
-                self._starts.append(self._place.position)
-            self._within_long = False
-            self._place.position += len(line) + 1
+                self._starts.append(self._read.position)
+            self._in_long_line = False
+            self._read.position += len(line) + 1
         if rows:
             self._append(rows)
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Lines with the same names are taken together, so that the work is that of the numbers there are."""
-        shapes: dict[tuple[str, ...], list[int]] = {}
+        """Add rows to the columns. Rows with the same keys are added together, which is much faster."""
+        rows_by_keys: dict[tuple[str, ...], list[int]] = {}
         for at, row in enumerate(rows):
-            shapes.setdefault(tuple(row), []).append(at)
+            rows_by_keys.setdefault(tuple(row), []).append(at)
         found: dict[str, list[tuple[list[int], list[Any]]]] = {}
-        for keys, places in shapes.items():
+        for keys, indices in rows_by_keys.items():
             for key in keys:
-                found.setdefault(key, []).append((places, [rows[at][key] for at in places]))
+                found.setdefault(key, []).append((indices, [rows[at][key] for at in indices]))
         before = len(self) - len(rows)
-        for key in sorted(found, key=lambda k: (k not in SHOWN, k)):
+        # Displayed keys first: a file with too many keys must not crowd them out.
+        for key in sorted(found, key=lambda k: (k not in DISPLAYED, k)):
             if key in self.columns or len(self.columns) < MOST_KEYS:
                 column = self.columns.setdefault(key, Column())
-                lines = np.array([at for places, _ in found[key] for at in places], dtype=np.int32)
+                lines = np.array([at for indices, _ in found[key] for at in indices], dtype=np.int32)
                 numbers = _numbers([v for _, values in found[key] for v in values])
                 order = np.argsort(lines) if len(found[key]) > 1 else slice(None)
                 column.add(before + lines[order], numbers[order])
 
 
 def _numbers(values: list[Any]) -> NDArray[np.float64]:
-    """NaN for whatever is not a number."""
-    if not set(map(type, values)) <= NUMBERS:
-        values = [v if type(v) in NUMBERS else None for v in values]
+    """NaN for every value that is not a number."""
+    if not set(map(type, values)) <= NUMBER_TYPES:
+        values = [v if type(v) in NUMBER_TYPES else None for v in values]
     return np.array(values, dtype=np.float64)
 
 
 def downsample(x: NDArray[np.float64], y: NDArray[np.float64], points: int) -> dict[str, list[float | None]]:
-    """The measured points of a curve, at most `points`: where there are more, the mean, lowest and highest of each bucket."""
-    there = ~np.isnan(y) & ~np.isnan(x)
-    x, y = x[there], y[there]
+    """The measured points of a curve. If there are more than `points`, mean, minimum and maximum of each bucket."""
+    present = ~np.isnan(y) & ~np.isnan(x)
+    x, y = x[present], y[present]
     if len(x) <= points:
         return {"x": x.tolist(), "y": _finite(y)}
     edges = np.linspace(0, len(x), points + 1).astype(np.int64)[:-1]

@@ -1,7 +1,8 @@
-"""The replies of a step, down to the token. In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: groups, replies, tokens.
+"""The completions of a step, down to the token.
 
-Invariant: only files named by a step number within the run's own `rollouts` are read, links are not followed, and long
-text is cut and said to be cut: what the model wrote is data, whatever it looks like.
+In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: groups, completions, tokens. Invariant: only files named by a
+step number in the run's own `rollouts` are read, links are not followed, and long text is truncated with a mark. Model
+output is data, whatever it looks like.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from gspo.redact import known_secrets, redacted_pieces
 from gspo.types import UNIFORM_TOLERANCE
 from gspo.view.safe_files import open_regular, read_regular
 
-LARGEST = 1 << 28
-"""Bytes of a rollouts file that is still opened."""
-KEPT = 1 << 25
-"""Bytes of rollouts files that are kept parsed, beside the last one."""
+LARGEST_FILE = 1 << 28
+"""Size limit of a rollouts file in bytes."""
+CACHE_BYTES = 1 << 25
+"""File bytes whose parsed records are cached. The newest file is always cached."""
 EXCERPT = 240
-LONGEST = 100_000
-"""Characters of a prompt or reply that are shown."""
+LONGEST_TEXT = 100_000
+"""Displayed characters of a prompt or completion."""
 MOST_TOKENS = 10_000
-"""Tokens of a reply that are shown."""
+"""Displayed tokens of a completion."""
 MOST_RECORDS = 50_000
-"""Lines of a rollouts file that are read: a short line costs many times its size once it is parsed."""
+"""Lines read from a rollouts file. A short line takes many times its size once it is parsed."""
 MOST_LISTED = 2000
-"""Replies or groups of a step that are listed."""
+"""Listed completions or groups of a step."""
 
 Record = Mapping[str, Any]
 
 
-class Replies:
-    """The replies of one run."""
+class Completions:
+    """The completions of one run."""
 
     def __init__(self, run: Path) -> None:
         self.folder = run / "rollouts"
         self._pieces = TokenTexts(run)
-        self._parsed: OrderedDict[tuple[int, int, int], list[Record]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int, int], list[Record]] = OrderedDict()
 
     def steps(self) -> list[int]:
-        """Steps whose replies are there."""
+        """Steps with recorded completions."""
         try:
             names = [] if self.folder.is_symlink() else os.listdir(self.folder)
         except OSError:
@@ -54,7 +55,7 @@ class Replies:
         return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{6,9}\.jsonl", n))
 
     def of(self, step: int) -> list[Record]:
-        """Every reply of a step, in the order of the file; empty if there are none."""
+        """All completions of a step in file order; empty if there are none."""
         if self.folder.is_symlink():
             return []
         try:
@@ -63,32 +64,34 @@ class Replies:
             return []
         with file:
             status = os.fstat(file.fileno())
+            # The key includes time and size, so a file that is rewritten by a resumed run is parsed again.
             key = (step, status.st_mtime_ns, status.st_size)
-            if key not in self._parsed:
-                if status.st_size > LARGEST:
+            if key not in self._cache:
+                if status.st_size > LARGEST_FILE:
                     return []
-                self._parsed[key] = _records(file.read())
-        self._parsed.move_to_end(key)
-        while len(self._parsed) > 1 and sum(size for _, _, size in self._parsed) > KEPT:
-            self._parsed.popitem(last=False)
-        return self._parsed[key]
+                self._cache[key] = _records(file.read())
+        self._cache.move_to_end(key)
+        while len(self._cache) > 1 and sum(size for _, _, size in self._cache) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return self._cache[key]
 
     def groups(self, step: int) -> list[dict[str, Any]]:
-        """The groups of a step with a line on each of their replies."""
+        """The groups of a step with a summary of each completion."""
         return [_group(number, records) for number, records in enumerate(grouped(self.of(step))[:MOST_LISTED])]
 
     def find(self, step: int, *, text: str = "", only: str = "", order: str = "") -> dict[str, Any]:
-        """Replies of a step that match, in an order: `only` and `order` are names of `FILTERS` and `ORDERS`."""
+        """Matching completions of a step, sorted; `only` and `order` are names of `FILTERS` and `ORDERS`."""
         records = [
             (group, number, record)
             for group, members in enumerate(grouped(self.of(step)))
             for number, record in enumerate(members)
         ]
-        wanted, typical = text.casefold(), _typical(self.of(step))
+        wanted = text.casefold()
+        median = _median_length(self.of(step))
         found = [
             item
             for item in records
-            if (not only or FILTERS[only].holds(item[2], typical))
+            if (not only or FILTERS[only].holds(item[2], median))
             and (not wanted or wanted in f"{item[2].get('prompt', '')}\n{item[2].get('text', '')}".casefold())
         ]
         if order:
@@ -97,29 +100,29 @@ class Replies:
             "total": len(records),
             "found": len(found),
             "replies": [
-                {"group": g, "number": n, "prompt": _cut(r.get("prompt"), EXCERPT), **_line(r)}
+                {"group": g, "number": n, "prompt": _truncate(r.get("prompt"), EXCERPT), **_summary(r)}
                 for g, n, r in found[:MOST_LISTED]
             ],
         }
 
-    def reply(self, step: int, group: int, number: int) -> dict[str, Any] | None:
-        """One reply with its tokens; None if there is no such reply."""
+    def completion(self, step: int, group: int, number: int) -> dict[str, Any] | None:
+        """One completion with its tokens; `None` if it does not exist."""
         groups = grouped(self.of(step))
         if not (0 <= group < len(groups) and 0 <= number < len(groups[group])):
             return None
         record = groups[group][number]
         ids = [int(i) for i in record["token_ids"] or ()][:MOST_TOKENS]
-        places = [(g, n) for g, members in enumerate(groups) for n in range(len(members))]
-        at = places.index((group, number))
+        positions = [(g, n) for g, members in enumerate(groups) for n in range(len(members))]
+        at = positions.index((group, number))
         return {
-            **_line(record),
+            **_summary(record),
             "group": group,
             "number": number,
             "replies": len(groups[group]),
-            "previous": places[at - 1] if at else None,
-            "next": places[at + 1] if at + 1 < len(places) else None,
-            "prompt": _cut(record.get("prompt"), LONGEST),
-            "text": _cut(record.get("text"), LONGEST),
+            "previous": positions[at - 1] if at else None,
+            "next": positions[at + 1] if at + 1 < len(positions) else None,
+            "prompt": _truncate(record.get("prompt"), LONGEST_TEXT),
+            "text": _truncate(record.get("text"), LONGEST_TEXT),
             "version": record.get("version"),
             "parts": record["parts"],
             "failure": record.get("failure"),
@@ -132,11 +135,14 @@ class Replies:
 
 
 TOKEN_FIELDS = ("logp_sampler", "logp_old", "logp_new", "logp_ref", "clipped_tokens", "flipped_experts")
-"""What a record may hold for each token."""
+"""Per-token fields of a record."""
 
 
 def grouped(records: Sequence[Record]) -> list[list[Record]]:
-    """Groups stand one after the other, and the first reply of each is number 0; a prompt may come twice."""
+    """Split records into groups.
+
+    Groups are contiguous and start with sample 0. The prompt id alone is not enough: a prompt may be sampled twice.
+    """
     groups: list[list[Record]] = []
     for record in records:
         if not groups or record.get("sample") == 0 or record.get("prompt_id") != groups[-1][0].get("prompt_id"):
@@ -145,28 +151,34 @@ def grouped(records: Sequence[Record]) -> list[list[Record]]:
     return groups
 
 
-# ------------------------------------------------------------------------------------------------- finding
+# ------------------------------------------------------------------------------------------------- search
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """A kind of reply worth reading."""
+    """A selection of completions."""
 
     label: str
     holds: Callable[[Record, float], bool]
-    """Of a reply, given the length that half of the step's replies exceed."""
+    """Takes a completion and the median length of the step's completions."""
 
 
 FILTERS = {
-    "wrong_long": Filter(label="wrong but long", holds=lambda r, typical: r.get("correct") is False and _length(r) > typical),
-    "right_short": Filter(label="right and short", holds=lambda r, typical: r.get("correct") is True and _length(r) <= typical),
-    "clipped_positive": Filter(label="clipped, although better than its group", holds=lambda r, _: _clipped(r) and (r.get("advantage") or 0) > 0),
+    "wrong_long": Filter(
+        label="wrong and long", holds=lambda r, median: r.get("correct") is False and _length(r) > median
+    ),
+    "right_short": Filter(
+        label="correct and short", holds=lambda r, median: r.get("correct") is True and _length(r) <= median
+    ),
+    "clipped_positive": Filter(
+        label="clipped with a positive advantage", holds=lambda r, _: _clipped(r) and (r.get("advantage") or 0) > 0
+    ),
     "clipped": Filter(label="clipped", holds=lambda r, _: _clipped(r)),
-    "truncated": Filter(label="cut at the limit", holds=lambda r, _: r.get("stop") == "length"),
+    "truncated": Filter(label="truncated", holds=lambda r, _: r.get("stop") == "length"),
     "unscored": Filter(label="unscored", holds=lambda r, _: r.get("status") == "unscored"),
-    "left_out": Filter(label="not learned from", holds=lambda r, _: not r.get("trained")),
-    "flipped": Filter(label="experts flipped", holds=lambda r, _: any(r.get("flipped_experts") or ())),
-}  # fmt: skip
+    "left_out": Filter(label="not trained on", holds=lambda r, _: not r.get("trained")),
+    "flipped": Filter(label="with expert flips", holds=lambda r, _: any(r.get("flipped_experts") or ())),
+}
 
 ORDERS: dict[str, Callable[[Record], float]] = {
     "advantage": lambda r: _number(r.get("advantage")),
@@ -174,10 +186,10 @@ ORDERS: dict[str, Callable[[Record], float]] = {
     "length": lambda r: float(_length(r)),
     "reward": lambda r: _number(r.get("reward")),
 }
-"""What replies can be sorted by, the most first."""
+"""Sort keys of completions, in descending order."""
 
 
-def _typical(records: Sequence[Record]) -> float:
+def _median_length(records: Sequence[Record]) -> float:
     lengths = sorted(map(_length, records))
     return lengths[len(lengths) // 2] if lengths else 0.0
 
@@ -199,7 +211,7 @@ def _number(value: Any) -> float:
     return float(value) if value is not None else -math.inf
 
 
-# ------------------------------------------------------------------------------------------------- lines
+# ------------------------------------------------------------------------------------------------- records
 
 
 def _records(data: bytes) -> list[Record]:
@@ -212,32 +224,32 @@ def _records(data: bytes) -> list[Record]:
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.append(_sound(record))
+            found.append(_validate(record))
     return found
 
 
-TEXTS = ("prompt_id", "prompt", "text", "stop", "status", "left_out", "failure")
-NUMBERS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
-FLAGS = ("correct", "trained")
+TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "left_out", "failure")
+NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
+FLAG_FIELDS = ("correct", "trained")
 
 
-def _sound(raw: Record) -> Record:
-    """The fields of a record, each of its own kind or None, so that nothing further on can meet another."""
-    made: dict[str, Any] = {key: _if(raw.get(key), str) for key in TEXTS}
-    made |= {key: _if(raw.get(key), int, float) for key in NUMBERS}
-    made |= {key: _if(raw.get(key), bool) for key in FLAGS}
-    made |= {key: _list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
+def _validate(raw: Record) -> Record:
+    """The known fields of an untrusted record, each of its expected type or `None`."""
+    record: dict[str, Any] = {key: _only(raw.get(key), str) for key in TEXT_FIELDS}
+    record |= {key: _only(raw.get(key), int, float) for key in NUMBER_FIELDS}
+    record |= {key: _only(raw.get(key), bool) for key in FLAG_FIELDS}
+    record |= {key: _number_list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
     parts = raw.get("parts")
-    made["parts"] = {k: _if(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
-    return made
+    record["parts"] = {k: _only(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
+    return record
 
 
-def _if(value: Any, *kinds: type) -> Any:
-    return value if isinstance(value, kinds) else None
+def _only(value: Any, *types: type) -> Any:
+    """The value if it has one of the types, else `None`."""
+    return value if isinstance(value, types) else None
 
 
-def _list(value: Any) -> list[Any] | None:
-    """A list of numbers."""
+def _number_list(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) and all(isinstance(v, int | float) for v in value) else None
 
 
@@ -249,8 +261,8 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
     return {
         "group": number,
         "prompt_id": records[0].get("prompt_id"),
-        "prompt": _cut(records[0].get("prompt"), EXCERPT),
-        "replies": [_line(r) for r in records],
+        "prompt": _truncate(records[0].get("prompt"), EXCERPT),
+        "replies": [_summary(r) for r in records],
         "uniform": uniform,
         "correct": sum(correct),
         "judged": len(correct),
@@ -259,12 +271,12 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _line(record: Record) -> dict[str, Any]:
-    """What a list shows of a reply."""
+def _summary(record: Record) -> dict[str, Any]:
+    """A completion as shown in lists."""
     return {
         "prompt_id": record.get("prompt_id"),
         "sample": record.get("sample"),
-        "excerpt": _cut(record.get("text"), EXCERPT),
+        "excerpt": _truncate(record.get("text"), EXCERPT),
         "length": _length(record),
         "stop": record.get("stop"),
         "status": record.get("status"),
@@ -279,7 +291,7 @@ def _line(record: Record) -> dict[str, Any]:
     }
 
 
-def _cut(text: Any, most: int) -> str:
+def _truncate(text: Any, most: int) -> str:
     text = str(text or "")
     return text if len(text) <= most else text[:most] + " …"
 
@@ -288,15 +300,15 @@ def _cut(text: Any, most: int) -> str:
 
 
 class TokenTexts:
-    """The text of single tokens, by the tokenizer that the run (or its newest checkpoint) carries."""
+    """The text of single tokens, from the tokenizer of the run or its newest checkpoint."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._tokenizer: Any = None
 
     def of(self, ids: Sequence[int]) -> list[str] | None:
-        """The piece of text that each token adds; None without a tokenizer."""
-        tokenizer = self._loaded()
+        """The piece of text that each token adds; `None` without a tokenizer."""
+        tokenizer = self._load()
         if tokenizer is None:
             return None
         from tokenizers.decoders import DecodeStream
@@ -308,12 +320,12 @@ class TokenTexts:
                 with panics_as_errors():
                     pieces.append(stream.step(tokenizer, token) or "")
             except Exception:
-                # Bytes that are no text end a stream; the next token begins a new one.
+                # Invalid UTF-8 breaks the stream, so the next token starts a new one.
                 stream = DecodeStream(skip_special_tokens=False)
                 pieces.append("\N{REPLACEMENT CHARACTER}")
         return redacted_pieces(pieces, known_secrets())
 
-    def _loaded(self) -> Any:
+    def _load(self) -> Any:
         if self._tokenizer is None:
             from tokenizers import Tokenizer
 
@@ -324,6 +336,6 @@ class TokenTexts:
                         self._tokenizer = Tokenizer.from_str(read_regular(folder / "tokenizer.json"))
                     break
                 except Exception:
-                    # A missing or damaged file: the next one may do. The library raises plain Exceptions.
+                    # The file is missing or damaged, so try the next one. The library raises plain Exceptions.
                     continue
         return self._tokenizer

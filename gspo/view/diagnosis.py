@@ -1,7 +1,8 @@
-"""What is going on in a run, in plain language: what the numbers mean together, and what to try.
+"""Diagnosis of a run: findings in plain language, each with a suggestion.
 
-In: what a run directory says (`RunFacts`). Out: findings, the gravest first. Invariant: a function of the run directory alone;
-every sentence carries the numbers it rests on, and every rule has a test that triggers it and one that does not.
+In: the contents of a run directory (`RunFacts`). Out: findings, most severe first. Invariant: a function of the run
+directory alone; every sentence states the numbers it is based on, and every rule has a test that triggers it and one
+that does not.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Any, Literal
 from gspo.record.alarms import FLAT, NOISY
 
 WINDOW = 20
-"""Steps that a rule looks back over."""
-FEWEST = 5
-"""Steps below which nothing is said about a trend or a habit."""
+"""Number of recent steps that a rule considers."""
+FEWEST_STEPS = 5
+"""With fewer steps, no rule reports a trend or an average."""
 
 SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
-"""Objectives that clip whole replies."""
+"""Objectives that clip whole completions."""
 TOKEN_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "minirl")
-"""Objectives that compare each token's ratio with 1 - clip_low and 1 + clip_high."""
+"""Objectives that clip each token's ratio to [1 - clip_low, 1 + clip_high]."""
 SHAPED_ROWS = {"dapo": "soft_overlong"}
-"""Objectives that shape the reward by length unless they are told otherwise."""
+"""Objectives that shape the reward by length by default."""
 WHITENED_ROWS = ("reinforce_pp",)
-"""Objectives that compare a reply with the whole batch; their KL penalty is in the reward unless they are told otherwise."""
+"""Objectives that normalize advantages over the whole batch and, by default, put the KL penalty into the reward."""
 NEARLY_ALL = 0.95
-"""Of the groups uniform: what is learned is not the reward."""
+"""At this share of uniform groups, the reward hardly contributes to training."""
 
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -36,7 +37,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is worth knowing."""
+    """One observation about a run."""
 
     name: str
     level: Level
@@ -46,101 +47,107 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the rules look at."""
+    """The input of the rules."""
 
     rows: Sequence[Row]
-    """The metrics of the last `2 * WINDOW` steps, step 0 not among them."""
+    """The metrics of the last `2 * WINDOW` steps, without step 0."""
     evaluations: Sequence[Row]
-    """Every row that has a held-out accuracy with its interval, step 0 first."""
+    """Every row with a held-out accuracy and its interval, step 0 first."""
     timings: Sequence[Row]
     """The times of the last `WINDOW` steps."""
     events: Sequence[Row]
     settings: Mapping[str, Any]
     """`config.toml` as nested tables."""
     state: str
-    """Of the run, as `RunReader.state` says it."""
+    """As defined by `RunReader.state`."""
 
     @property
     def recent(self) -> Sequence[Row]:
         """The last `WINDOW` steps."""
         return self.rows[-WINDOW:]
 
-    def setting(self, section: str, key: str, otherwise: Any) -> Any:
-        """A setting of the run; `otherwise` if it is missing or of another kind."""
-        return setting(self.settings, section, key, otherwise)
+    def setting(self, section: str, key: str, default: Any) -> Any:
+        """A setting of the run; `default` if it is missing or has another type."""
+        return setting(self.settings, section, key, default)
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the objective clips whole replies."""
+        """Whether the objective clips whole completions."""
         return self.setting("objective", "name", "gspo") in SEQUENCE_ROWS
 
     @property
     def shape(self) -> str:
-        """How the objective treats long replies."""
-        return str(
-            self.setting("objective", "shape", SHAPED_ROWS.get(self.setting("objective", "name", "gspo"), "none"))
-        )
+        """How the objective shapes the reward of long completions."""
+        default = SHAPED_ROWS.get(self.setting("objective", "name", "gspo"), "none")
+        return str(self.setting("objective", "shape", default))
 
     @property
     def whitens(self) -> bool:
-        """Whether the objective compares replies across groups."""
+        """Whether the objective normalizes advantages across groups."""
         return self.setting("objective", "name", "gspo") in WHITENED_ROWS
 
     def mean(self, key: str, rows: Sequence[Row] | None = None) -> float:
-        """Mean of a metric over the recent steps that have it; NaN if none has."""
-        found = [float(r[key]) for r in (self.recent if rows is None else rows) if r.get(key) is not None]
-        return sum(found) / len(found) if found else math.nan
+        """Mean of a metric over the recent steps that have it; NaN if none does."""
+        values = [float(r[key]) for r in (self.recent if rows is None else rows) if r.get(key) is not None]
+        return sum(values) / len(values) if values else math.nan
 
 
-def setting(settings: Mapping[str, Any], section: str, key: str, otherwise: Any) -> Any:
-    """A setting of nested tables that anybody may have written; `otherwise` if it is missing or of another kind."""
+def setting(settings: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+    """A setting from untrusted nested tables; `default` if it is missing or has another type."""
     table = settings.get(section)
-    found = table.get(key, otherwise) if isinstance(table, Mapping) else otherwise
-    kind = (int, float) if isinstance(otherwise, int | float) else type(otherwise)
-    return found if isinstance(found, kind) else otherwise
+    value = table.get(key, default) if isinstance(table, Mapping) else default
+    # A TOML file may write 1 for 1.0 and the reverse.
+    expected = (int, float) if isinstance(default, int | float) else type(default)
+    return value if isinstance(value, expected) else default
 
 
-def diagnose(look: RunFacts) -> list[Finding]:
-    """Everything that holds now, the gravest first."""
-    found = [finding for rule in RULES if (finding := rule(look)) is not None]
-    if len(look.recent) >= FEWEST and not any(f.level in ("bad", "warn") for f in found):
-        found.append(Finding(name="no trouble", level="good", what="Nothing here looks wrong."))
+def diagnose(facts: RunFacts) -> list[Finding]:
+    """All findings that hold now, most severe first."""
+    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    if len(facts.recent) >= FEWEST_STEPS and not any(f.level in ("bad", "warn") for f in found):
+        found.append(Finding(name="no problems", level="good", what="No problems found."))
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 # ------------------------------------------------------------------------------------------------- how the run ended
 
 
-def _error(look: RunFacts) -> Finding | None:
-    last = look.events[-1] if look.events else {}
+def _error(facts: RunFacts) -> Finding | None:
+    last = facts.events[-1] if facts.events else {}
     if last.get("event") != "error":
         return None
     return Finding(
-        name="error", level="bad", what=f"The run ended with an error: {last.get('error')}: {last.get('what')}"
+        name="error", level="bad", what=f"The run stopped with an error: {last.get('error')}: {last.get('what')}"
     )
 
 
-def _died(look: RunFacts) -> Finding | None:
-    """A run that nobody works on, that said nothing at its end and is not at its end."""
-    steps, tokens = look.settings.get("steps"), look.settings.get("tokens")
-    if look.state != "ended" or not isinstance(steps, int):
+def _exited(facts: RunFacts) -> Finding | None:
+    """A run without a trainer that wrote no final event and has not reached its end."""
+    steps = facts.settings.get("steps")
+    tokens = facts.settings.get("tokens")
+    if facts.state != "ended" or not isinstance(steps, int):
         return None
-    last = look.recent[-1] if look.recent else {}
-    step, sampled = last.get("step", 0), last.get("tokens/sampled") or 0
+    last = facts.recent[-1] if facts.recent else {}
+    step = last.get("step", 0)
+    sampled = last.get("tokens/sampled") or 0
     if sampled >= tokens if isinstance(tokens, int) and tokens else step >= steps:
         return None
     of = "" if tokens else f" of {steps}"
     return Finding(
-        name="ended without a word", level="bad",
-        what=f"No trainer works on this run, and it did not say why: it is at step {step:.0f}{of}. It was killed, or this is a copy of a run that goes on elsewhere.",
-        remedy="gspo train --resume RUN goes on from its last checkpoint.",
-    )  # fmt: skip
+        name="exited unexpectedly",
+        level="bad",
+        what=(
+            f"No trainer is running, and the run did not record why it stopped at step {step:.0f}{of}. It was killed, "
+            "or this is a copy of a run that continues elsewhere."
+        ),
+        remedy="Resume from the last checkpoint with gspo train --resume RUN.",
+    )
 
 
-def _alarm(look: RunFacts) -> Finding | None:
+def _alarm(facts: RunFacts) -> Finding | None:
     """The newest alarm of the recent steps."""
-    first = look.recent[0]["step"] if look.recent else 0
-    alarms = [e for e in look.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
+    first = facts.recent[0]["step"] if facts.recent else 0
+    alarms = [e for e in facts.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
     if not alarms:
         return None
     last = alarms[-1]
@@ -152,355 +159,502 @@ def _alarm(look: RunFacts) -> Finding | None:
 # ------------------------------------------------------------------------------------------------- is it learning?
 
 
-def _held_out(look: RunFacts) -> Finding | None:
-    """The last evaluation against the first and the best, beyond their intervals."""
-    points = look.evaluations
+def _held_out(facts: RunFacts) -> Finding | None:
+    """Compare the last evaluation with the first and the best; their intervals must not overlap."""
+    points = facts.evaluations
     if len(points) < 2:
         return None
-    first, last, best = points[0], points[-1], max(points, key=lambda e: float(e["eval/accuracy"]))
+    first = points[0]
+    last = points[-1]
+    best = max(points, key=lambda e: float(e["eval/accuracy"]))
     now = f"{_percent(last['eval/accuracy'])} at step {_step(last)}"
     if float(last["eval/accuracy_high"]) < float(best["eval/accuracy_low"]):
-        return _fallen(look, now, best, last)
+        return _accuracy_drop(now, best, last)
     if float(last["eval/accuracy_low"]) > float(first["eval/accuracy_high"]):
         return Finding(
             name="learning",
             level="good",
-            what=f"Held-out accuracy rose from {_percent(first['eval/accuracy'])} to {now}, beyond its 95 % interval.",
+            what=(
+                f"Held-out accuracy rose from {_percent(first['eval/accuracy'])} to {now}; the 95 % intervals do not "
+                "overlap."
+            ),
         )
     return None
 
 
-def _fallen(look: RunFacts, now: str, best: Row, last: Row) -> Finding:
-    best_now = f"Held-out accuracy is {now}, below its best of {_percent(best['eval/accuracy'])} at step {_step(best)}, beyond both intervals"
+def _accuracy_drop(now: str, best: Row, last: Row) -> Finding:
+    drop = (
+        f"Held-out accuracy is {now}, below its best of {_percent(best['eval/accuracy'])} at step {_step(best)} (the "
+        "95 % intervals do not overlap)"
+    )
     rewards = [r for r in (best.get("reward/mean"), last.get("reward/mean")) if r is not None]
     if len(rewards) == 2 and rewards[1] > rewards[0]:
         return Finding(
-            name="reward without accuracy", level="bad",
-            what=f"{best_now}, while the training reward rose from {rewards[0]:.3g} to {rewards[1]:.3g}.",
-            remedy="The policy has learned the training problems or a weakness of the reward: read the best-paid replies of the last steps, use more problems, or stop at the best checkpoint.",
-        )  # fmt: skip
+            name="overfitting or reward hacking",
+            level="bad",
+            what=f"{drop}, while the training reward rose from {rewards[0]:.3g} to {rewards[1]:.3g}.",
+            remedy=(
+                "The policy overfits the training problems or exploits the reward. Read the completions with the "
+                "highest reward in the last steps, use more problems, or stop at the best checkpoint."
+            ),
+        )
     return Finding(
-        name="forgetting", level="bad", what=f"{best_now}.",
-        remedy="Start a new run from the checkpoint near that step (model.path), with a lower learner.learning_rate or a narrower clip range.",
-    )  # fmt: skip
+        name="accuracy drop",
+        level="bad",
+        what=f"{drop}.",
+        remedy=(
+            "Start a new run from a checkpoint near that step (model.path), with a lower learner.learning_rate or a "
+            "narrower clip range."
+        ),
+    )
 
 
-def _plateau(look: RunFacts) -> Finding | None:
-    """The reward of the last window against the one before it."""
-    before, after = look.rows[:-WINDOW], look.recent
-    if len(before) < WINDOW or look.mean("reward/correct_fraction") > 0.9:
+def _plateau(facts: RunFacts) -> Finding | None:
+    """Compare the reward of the last window with the window before it."""
+    before = facts.rows[:-WINDOW]
+    after = facts.recent
+    if len(before) < WINDOW or facts.mean("reward/correct_fraction") > 0.9:
         return None
     x, y = ([float(r["reward/mean"]) for r in rows if r.get("reward/mean") is not None] for rows in (before, after))
-    if min(len(x), len(y)) < FEWEST:
+    if min(len(x), len(y)) < FEWEST_STEPS:
         return None
-    moved, error = abs(_mean(y) - _mean(x)), math.hypot(_standard_error(x), _standard_error(y))
-    if moved > max(2 * error, 0.005 * max(abs(_mean(x)), 1e-9)):
+    change = abs(_mean(y) - _mean(x))
+    # Two standard errors of the difference. The relative floor below covers rewards without any noise.
+    error = math.hypot(_standard_error(x), _standard_error(y))
+    if change > max(2 * error, 0.005 * max(abs(_mean(x)), 1e-9)):
         return None
     return Finding(
-        name="plateau", level="note",
-        what=f"The reward has not moved over the last {len(before) + len(after)} steps ({_mean(x):.3g} before, {_mean(y):.3g} now, within the noise).",
-        remedy="If it should still climb: look at uniform groups, the clipped share and the learning rate below.",
-    )  # fmt: skip
+        name="plateau",
+        level="note",
+        what=(
+            f"The reward has not changed over the last {len(before) + len(after)} steps ({_mean(x):.3g} before, "
+            f"{_mean(y):.3g} now, within noise)."
+        ),
+        remedy="If it should still improve, check uniform groups, the clip fraction and the learning rate.",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- is there a signal?
 
 
-def _nothing_trained(look: RunFacts) -> Finding | None:
-    """Steps that left the policy as it was."""
-    idle = [r for r in look.recent if r.get("samples/trained") == 0]
+def _no_trainable_samples(facts: RunFacts) -> Finding | None:
+    """Steps that did not change the policy."""
+    idle = [r for r in facts.recent if r.get("samples/trained") == 0]
     if not idle:
         return None
     prefix = "samples/left_out/"
     counts: dict[str, float] = {}
     for key, value in ((k, v) for r in idle for k, v in r.items() if k.startswith(prefix)):
         counts[key.removeprefix(prefix)] = counts.get(key.removeprefix(prefix), 0) + float(value or 0)
-    why, remedy = _WHY_NOTHING.get(max(counts, key=counts.__getitem__, default=""), _WHY_NOTHING[""])
+    why, remedy = _DROP_REASONS.get(max(counts, key=counts.__getitem__, default=""), _DROP_REASONS[""])
     return Finding(
-        name="trained on nothing",
-        level="bad" if 2 * len(idle) >= len(look.recent) else "warn",
-        what=f"{len(idle)} of the last {len(look.recent)} steps trained on nothing{why}: the policy did not change.",
+        name="no trainable samples",
+        level="bad" if 2 * len(idle) >= len(facts.recent) else "warn",
+        what=(
+            f"{len(idle)} of the last {len(facts.recent)} steps had no trainable samples{why}. They did not change "
+            "the policy."
+        ),
         remedy=remedy,
     )
 
 
-_WHY_NOTHING = {
-    "": ("", "The events say what became of the replies."),
+_DROP_REASONS = {
+    "": ("", "The events give the reason."),
     "not_mixed": (
-        ", because in every sampled group all replies had the same reward",
-        "Use problems that are sometimes solved, a reward with partial credit, or more replies per prompt "
-        "(rollout.replies). More sampling of the same (rollout.refill_budget) would cost more and help little.",
+        ", because all completions of every sampled group had the same reward",
+        "Use problems that the model sometimes solves, a reward with partial credit, or more completions per prompt "
+        "(rollout.replies). Sampling more of the same (rollout.refill_budget) costs more and helps little.",
     ),
     "overlong": (
-        ", because the replies were cut and objective.shape leaves cut ones out",
-        "Raise rollout.max_tokens, or ask for shorter replies (data.instruction).",
+        ", because all completions were truncated and objective.shape drops truncated ones",
+        "Raise rollout.max_tokens, or ask for shorter answers (data.instruction).",
     ),
     "unscored": (
-        ", because the replies could not be scored",
-        "Open a step and filter by 'unscored' to read why: a reward that raises, hangs or returns nonsense.",
+        ", because the completions could not be scored",
+        "Open a step and filter by 'unscored' to see why: the reward raises, hangs or returns invalid values.",
     ),
     "alone": (
-        ", because no group had two replies left to compare",
-        "Raise rollout.replies, and look at why the others were left out: samples/left_out counts the reasons.",
+        ", because no group had two trainable completions to compare",
+        "Raise rollout.replies, and check why the others were dropped: samples/left_out counts the reasons.",
     ),
     "empty": (
-        ", because the replies were empty",
-        "The model ends at once: check the chat template and the stop tokens (gspo doctor), or start from another model.",
+        ", because the completions were empty",
+        "The model stops immediately. Check the chat template and the stop tokens (gspo doctor), or start from another "
+        "model.",
     ),
 }
-"""By the most frequent reason why replies were left out: why nothing was trained on, and what to do."""
+"""By the most frequent reason for dropping completions: the reason in words, and the remedy."""
 
 
-def _uniform(look: RunFacts) -> Finding | None:
-    """Groups without a difference in reward. They can still teach a penalty that is added to it."""
-    share, penalty = look.mean("groups/uniform_fraction"), _penalty(look)
-    if len(look.recent) < FEWEST or not share >= 0.5 or (look.whitens and look.mean("reward/std") >= FLAT):
+def _uniform(facts: RunFacts) -> Finding | None:
+    """Groups in which all rewards are equal. A penalty that is added to the reward can still give them a gradient."""
+    share = facts.mean("groups/uniform_fraction")
+    penalty = _penalty(facts)
+    if len(facts.recent) < FEWEST_STEPS or not share >= 0.5 or (facts.whitens and facts.mean("reward/std") >= FLAT):
         return None
     if penalty and share >= NEARLY_ALL:
-        return _only_penalty(look, share, penalty)
-    correct = look.mean("reward/correct_fraction")
-    solved = "" if math.isnan(correct) else f" ({_percent(correct)} of the replies are correct)"
-    harder = "problems that are sometimes solved" if math.isnan(correct) else "harder problems" if correct >= 0.5 else "easier problems, or a warm start"  # fmt: skip
-    # Dynamic sampling helps only where it can fill a batch; beyond that it samples more and trains on as little.
-    fills = (1 - share) * look.setting("rollout", "refill_budget", 3) >= 1
-    off = not look.mean("groups/discarded") > 0
-    mixed = ' turn on dynamic sampling (objective.keep = "mixed"), or' if off and fills else ""
+        return _penalty_only(facts, share, penalty)
+    correct = facts.mean("reward/correct_fraction")
+    accuracy = "" if math.isnan(correct) else f" ({_percent(correct)} of the completions are correct)"
+    # Dynamic sampling helps only if it can fill a batch. Otherwise it samples more and trains on just as little.
+    fills = (1 - share) * facts.setting("rollout", "refill_budget", 3) >= 1
+    disabled = not facts.mean("groups/discarded") > 0
+    dynamic = 'enable dynamic sampling (objective.keep = "mixed"), ' if disabled and fills else ""
+    except_penalty = f" beyond {penalty}" if penalty else ""
     return Finding(
-        name="uniform groups", level="warn",
-        what=f"{_percent(share)} of the groups are uniform{solved}: all their replies have the same reward, so {_percent(share)} of the sampling teaches nothing{f' but {penalty}' if penalty else ''}.",
-        remedy=f"To waste less:{mixed} use {harder}, or more replies per prompt (rollout.replies).",
-    )  # fmt: skip
+        name="uniform groups",
+        level="warn",
+        what=(
+            f"{_percent(share)} of the groups are uniform{accuracy}: all their completions have the same reward, so "
+            f"{_percent(share)} of the sampled groups give no training signal{except_penalty}."
+        ),
+        remedy=(
+            f"To waste less, {dynamic}use {_better_problems(correct)}, or more completions per prompt "
+            "(rollout.replies)."
+        ),
+    )
 
 
-def _penalty(look: RunFacts) -> str:
-    """What is learned from groups that are uniform in reward; empty: nothing, as where they are discarded."""
-    if look.mean("groups/discarded") > 0 or not look.mean("advantage/std") >= FLAT:
+def _better_problems(correct: float) -> str:
+    if math.isnan(correct):
+        return "problems that the model sometimes solves"
+    return "harder problems" if correct >= 0.5 else "easier problems or a cold start (cold_start.steps)"
+
+
+def _penalty(facts: RunFacts) -> str:
+    """The penalties that give uniform groups a gradient; empty if there are none or the groups are discarded."""
+    if facts.mean("groups/discarded") > 0 or not facts.mean("advantage/std") >= FLAT:
         return ""
-    kl_in = look.setting("objective", "kl_in", "reward" if look.whitens else "loss")
-    length = "the length penalty" if look.mean("reward/length_penalty") > 0 else ""
-    kl = "the KL penalty" if kl_in == "reward" and look.mean("kl/ref") > 0 else ""
+    kl_in = facts.setting("objective", "kl_in", "reward" if facts.whitens else "loss")
+    length = "the length penalty" if facts.mean("reward/length_penalty") > 0 else ""
+    kl = "the KL penalty" if kl_in == "reward" and facts.mean("kl/ref") > 0 else ""
     return " and ".join(filter(None, (length, kl)))
 
 
-def _only_penalty(look: RunFacts, share: float, penalty: str) -> Finding:
+def _penalty_only(facts: RunFacts, share: float, penalty: str) -> Finding:
     return Finding(
-        name="only a penalty is learned", level="warn",
-        what=f"Only {penalty} is being learned: in {_percent(share)} of the groups all replies have the same reward (mean {look.mean('reward/mean'):.3g}), and yet their advantages differ (standard deviation {look.mean('advantage/std'):.2g}).",
-        remedy="Nothing rewards being right. Use problems that are sometimes solved, a warm start or more replies per prompt (rollout.replies), look at the reward, or do without the penalty until there is something to learn.",
-    )  # fmt: skip
+        name="penalty only",
+        level="warn",
+        what=(
+            f"The training signal is only {penalty}: in {_percent(share)} of the groups all completions have the same "
+            f"reward (mean {facts.mean('reward/mean'):.3g}), but their advantages differ (standard deviation "
+            f"{facts.mean('advantage/std'):.2g})."
+        ),
+        remedy=(
+            "Correct completions are not rewarded. Use problems that the model sometimes solves, a cold start "
+            "(cold_start.steps) or more completions per prompt (rollout.replies), check the reward, or disable the "
+            "penalty until rewards differ."
+        ),
+    )
 
 
-def _unscored(look: RunFacts) -> Finding | None:
-    steps = [r for r in look.recent if (r.get("samples/unscored") or 0) > 0]
+def _unscored(facts: RunFacts) -> Finding | None:
+    steps = [r for r in facts.recent if (r.get("samples/unscored") or 0) > 0]
     if not steps:
         return None
     total = sum(int(r["samples/unscored"]) for r in steps)
     return Finding(
-        name="unscored", level="warn",
-        what=f"{total} replies of the last {len(look.recent)} steps could not be scored. They are left out of every mean, never counted as wrong.",
-        remedy="Open a step and filter by 'unscored' to read why: a reward that raises, hangs or returns nonsense.",
-    )  # fmt: skip
+        name="unscored",
+        level="warn",
+        what=(
+            f"{total} completions of the last {len(facts.recent)} steps could not be scored. They are excluded from "
+            "every mean and never count as wrong."
+        ),
+        remedy="Open a step and filter by 'unscored' to see why: the reward raises, hangs or returns invalid values.",
+    )
 
 
-def _truncated(look: RunFacts) -> Finding | None:
-    share, limit = look.mean("length/truncated_fraction"), look.setting("rollout", "max_tokens", 0)
-    if len(look.recent) < FEWEST or not share >= 0.1:
+def _truncated(facts: RunFacts) -> Finding | None:
+    share = facts.mean("length/truncated_fraction")
+    limit = facts.setting("rollout", "max_tokens", 0)
+    if len(facts.recent) < FEWEST_STEPS or not share >= 0.1:
         return None
-    shapes = ', or set a shape that makes length cost something (objective.shape = "soft_overlong") or leaves cut replies out ("overlong_filter")'
+    shaping = (
+        ', or set objective.shape = "soft_overlong" to penalize length or "overlong_filter" to drop truncated '
+        "completions"
+    )
     return Finding(
-        name="length limit", level="warn",
-        what=f"{_percent(share)} of the replies are cut at the limit of {limit} tokens.",
-        remedy=f"Raise rollout.max_tokens, or ask for shorter replies (data.instruction){shapes if look.shape == 'none' else ''}.",
-    )  # fmt: skip
+        name="truncated completions",
+        level="warn",
+        what=f"{_percent(share)} of the completions are truncated at the limit of {limit} tokens.",
+        remedy=(
+            "Raise rollout.max_tokens, or ask for shorter answers (data.instruction)"
+            f"{shaping if facts.shape == 'none' else ''}."
+        ),
+    )
 
 
-def _length_drift(look: RunFacts) -> Finding | None:
-    ends = _ends(look, "length/mean")
+def _length_drift(facts: RunFacts) -> Finding | None:
+    ends = _ends(facts, "length/mean")
     if ends is None or not (ends[1] >= 2 * ends[0] or ends[1] <= 0.5 * ends[0]):
         return None
-    way = "doubled" if ends[1] > ends[0] else "halved"
+    change = "doubled" if ends[1] > ends[0] else "halved"
     return Finding(
-        name="length drift", level="note",
-        what=f"Replies have {way} in {len(look.recent)} steps: from {ends[0]:.0f} to {ends[1]:.0f} tokens.",
-        remedy="Read a few of both ends: reasoning that grows is fine, padding and repetition are not.",
-    )  # fmt: skip
+        name="length drift",
+        level="note",
+        what=(
+            f"The mean completion length has {change} in {len(facts.recent)} steps, from {ends[0]:.0f} to "
+            f"{ends[1]:.0f} tokens."
+        ),
+        remedy="Read completions from both ends: longer reasoning is fine, padding and repetition are not.",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the trust region
 
 
-def _one_update(look: RunFacts) -> Finding | None:
-    if look.setting("learner", "mini_batches", 1) != 1 or not look.rows or look.mean("clip/high") != look.mean("clip/high"):  # fmt: skip
+def _one_update(facts: RunFacts) -> Finding | None:
+    if facts.setting("learner", "mini_batches", 1) != 1 or not facts.rows or math.isnan(facts.mean("clip/high")):
         return None
     return Finding(
-        name="one update per batch", level="note",
-        what="Each batch is used for one update, so every ratio is 1 and the clip range cannot act.",
-        remedy="That is the most on-policy way to train. learner.mini_batches = 4 gets more updates out of the same replies.",
-    )  # fmt: skip
+        name="one update per batch",
+        level="note",
+        what="Each batch is used for one update, so every importance ratio is 1 and nothing can be clipped.",
+        remedy=(
+            "This is fully on-policy training. learner.mini_batches = 4 makes more updates from the same completions."
+        ),
+    )
 
 
-def _clip_never(look: RunFacts) -> Finding | None:
-    high = look.mean("clip/high")
-    if len(look.recent) < FEWEST or look.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
+def _clip_too_wide(facts: RunFacts) -> Finding | None:
+    high = facts.mean("clip/high")
+    if len(facts.recent) < FEWEST_STEPS or facts.setting("learner", "mini_batches", 1) < 2 or math.isnan(high):
         return None
-    if not look.mean("clip/fraction_tokens") <= (1e-3 if look.clips_sequences else 0):
+    # Token-level objectives often clip less than 0.1 % of the tokens, so only 0 is suspicious there.
+    if not facts.mean("clip/fraction_tokens") <= (1e-3 if facts.clips_sequences else 0):
         return None
-    spread = look.mean("ratio/sequence_log_std" if look.clips_sequences else "ratio/token_log_std")
-    per = "replies' mean log-ratios" if look.clips_sequences else "tokens' log-ratios"
+    std = facts.mean("ratio/sequence_log_std" if facts.clips_sequences else "ratio/token_log_std")
+    ratio = "sequence" if facts.clips_sequences else "token"
     return Finding(
-        name="clip never fires", level="warn",
-        what=f"The clip range never acts ({_percent(look.mean('clip/fraction_tokens'))} of the tokens): the {per} spread by {spread:.1e}, the range reaches to {high:.1e}.",
-        remedy='Nothing holds the policy back. If rewards are unstable, narrow it: objective.clip_low = "auto:0.15" and clip_high alike find the range that clips about 15 % of the tokens.',
-    )  # fmt: skip
+        name="clip range too wide",
+        level="warn",
+        what=(
+            f"The trust region is inactive ({_percent(facts.mean('clip/fraction_tokens'))} of the tokens are clipped): "
+            f"the {ratio}-level log-ratio has a standard deviation of {std:.1e}, the upper clip range is {high:.1e}."
+        ),
+        remedy=(
+            "Nothing limits the policy update. If the reward is unstable, narrow the range: objective.clip_low = "
+            '"auto:0.15" (and clip_high) adapts it until about 15 % of the tokens are clipped.'
+        ),
+    )
 
 
-def _clip_always(look: RunFacts) -> Finding | None:
-    share = look.mean("clip/fraction_sequences")
-    if len(look.recent) < FEWEST or not look.clips_sequences or not share >= 0.5:
+def _clip_too_narrow(facts: RunFacts) -> Finding | None:
+    share = facts.mean("clip/fraction_sequences")
+    if len(facts.recent) < FEWEST_STEPS or not facts.clips_sequences or not share >= 0.5:
         return None
     return Finding(
-        name="clip always fires", level="warn",
-        what=f"{_percent(share)} of the replies are clipped, so most of what was sampled has no gradient.",
-        remedy='Widen the range (objective.clip_low/clip_high = "auto:0.15" finds it), or lower learner.learning_rate.',
-    )  # fmt: skip
+        name="clip range too narrow",
+        level="warn",
+        what=f"{_percent(share)} of the completions are clipped, so most of the batch has no gradient.",
+        remedy=(
+            'Widen the range (objective.clip_low/clip_high = "auto:0.15" adapts it), or lower learner.learning_rate.'
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the policy
 
 
-def _entropy(look: RunFacts) -> Finding | None:
-    ends = _ends(look, "entropy/mean")
-    if ends is None or not ends[1] <= 0.5 * ends[0] or look.mean("reward/correct_fraction", look.recent[-3:]) > 0.95:
+def _entropy(facts: RunFacts) -> Finding | None:
+    ends = _ends(facts, "entropy/mean")
+    # A policy that solves nearly all problems has low entropy for a good reason.
+    if ends is None or not ends[1] <= 0.5 * ends[0] or facts.mean("reward/correct_fraction", facts.recent[-3:]) > 0.95:
         return None
     return Finding(
-        name="entropy falls", level="warn",
-        what=f"Entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats per token in {len(look.recent)} steps: the policy is ceasing to explore.",
-        remedy="Raise objective.clip_high above clip_low (clip-higher), lower learner.learning_rate, or add objective.entropy.",
-    )  # fmt: skip
+        name="entropy drop",
+        level="warn",
+        what=(
+            f"Entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats per token in {len(facts.recent)} steps: the policy "
+            "stops exploring."
+        ),
+        remedy=(
+            "Raise objective.clip_high above clip_low (clip-higher), lower learner.learning_rate, or add an entropy "
+            "bonus (objective.entropy)."
+        ),
+    )
 
 
-def _moves_far(look: RunFacts) -> Finding | None:
-    kl = look.mean("kl/old_new")
-    if len(look.recent) < FEWEST or not kl >= 0.05:
+def _large_updates(facts: RunFacts) -> Finding | None:
+    kl = facts.mean("kl/old_new")
+    if len(facts.recent) < FEWEST_STEPS or not kl >= 0.05:
         return None
     return Finding(
-        name="large steps", level="warn",
-        what=f"The updates of one batch move the policy by {kl:.2g} nats per token; the last mini-batches learn from replies of what is by then another policy.",
+        name="large policy updates",
+        level="warn",
+        what=(
+            f"The updates of one batch change the policy by {kl:.2g} nats per token, so the last mini-batches are "
+            "trained on off-policy completions."
+        ),
         remedy="Lower learner.learning_rate or learner.mini_batches.",
-    )  # fmt: skip
+    )
 
 
-def _mismatch(look: RunFacts) -> Finding | None:
-    k3, truncated = look.mean("mismatch/k3"), look.setting("rollout", "top_p", 1.0) < 1 or look.setting("rollout", "top_k", 0)  # fmt: skip
-    if len(look.recent) < FEWEST or not k3 >= 1e-3:
+def _mismatch(facts: RunFacts) -> Finding | None:
+    k3 = facts.mean("mismatch/k3")
+    if len(facts.recent) < FEWEST_STEPS or not k3 >= 1e-3:
         return None
-    largest, flips = look.mean("mismatch/abs_max"), look.mean("routing/flip_fraction_sampler")
-    tail = f", on single tokens by up to {largest:.2g}" if largest >= 0.01 else ""
+    truncated = facts.setting("rollout", "top_p", 1.0) < 1 or facts.setting("rollout", "top_k", 0)
+    largest = facts.mean("mismatch/abs_max")
+    single = f", up to {largest:.2g} on single tokens" if largest >= 0.01 else ""
     return Finding(
-        name="mismatch", level="warn",
-        what=f"The engine's probabilities differ from the learner's by {k3:.1e} nats per token (k3){tail}; rounding alone gives below 1e-4.",
-        remedy=_mismatch_remedy(bool(truncated), flips),
-    )  # fmt: skip
+        name="sampler-learner mismatch",
+        level="warn",
+        what=(
+            f"The engine's log-probs differ from the learner's by {k3:.1e} nats per token (k3){single}; rounding alone "
+            "gives less than 1e-4."
+        ),
+        remedy=_mismatch_remedy(bool(truncated), facts.mean("routing/flip_fraction_sampler")),
+    )
 
 
 def _mismatch_remedy(truncated: bool, flips: float) -> str:
     if truncated:
-        return "Sampling with top_p or top_k draws from a truncated distribution; 1 and 0 agree."
+        return "top_p and top_k truncate the sampling distribution; rollout.top_p = 1 and rollout.top_k = 0 do not."
     if flips > 0.005:
-        return f"The engine used other experts for {flips:.1%} of the choices: routing.replay = \"sampler\" makes the learner use the engine's. What is left, objective.mismatch = \"token_tis\" or \"icepop\" corrects for."  # fmt: skip
-    return 'Another engine or precision computes them: objective.mismatch = "token_tis" corrects for it.'
+        return (
+            f'The engine routed {flips:.1%} of the tokens\' experts differently. routing.replay = "sampler" makes the '
+            'learner use the same experts; objective.mismatch = "token_tis" or "icepop" corrects for the remaining '
+            "mismatch."
+        )
+    return 'The engine uses other kernels or another precision. objective.mismatch = "token_tis" corrects for it.'
 
 
-def _noise(look: RunFacts) -> Finding | None:
-    beyond, size = look.mean("noise/beyond_clip"), look.mean("noise/log_ratio")
-    if len(look.recent) < FEWEST or not beyond >= NOISY:
+def _noise(facts: RunFacts) -> Finding | None:
+    beyond = facts.mean("noise/beyond_clip")
+    size = facts.mean("noise/log_ratio")
+    if len(facts.recent) < FEWEST_STEPS or not beyond >= NOISY:
         return None
-    what = "replies" if look.clips_sequences else "tokens"
-    low, high = look.mean("clip/low"), look.mean("clip/high")
+    ratio = "sequence" if facts.clips_sequences else "token"
+    low = facts.mean("clip/low")
+    high = facts.mean("clip/high")
     return Finding(
-        name="rounding noise", level="warn",
-        what=f"Rounding alone moves the {what}' log-ratios by {size:.1e}, and {_percent(beyond)} of them out of the clip range ({low:.1e} below, {high:.1e} above): much of what is clipped is chance.",
-        remedy='Train in float32 (model.dtype = "float32"), widen the range (objective.clip_low, clip_high), or make one update per batch (learner.mini_batches = 1), where every ratio is 1 to the bit. Longer replies average more of it away.',
-    )  # fmt: skip
+        name="rounding noise",
+        level="warn",
+        what=(
+            f"Rounding alone changes the {ratio}-level log-ratios by {size:.1e} and moves {_percent(beyond)} of them "
+            f"out of the clip range ({low:.1e} below, {high:.1e} above): much of the clipping is random."
+        ),
+        remedy=(
+            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or use '
+            "one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1. Rounding noise also "
+            "averages out over longer completions."
+        ),
+    )
 
 
-def _skipped(look: RunFacts) -> Finding | None:
-    skipped = sum(int(r.get("grad/skipped") or 0) for r in look.recent)
+def _skipped(facts: RunFacts) -> Finding | None:
+    skipped = sum(int(r.get("grad/skipped") or 0) for r in facts.recent)
     if not skipped:
         return None
     return Finding(
-        name="skipped updates", level="warn",
-        what=f"{skipped} updates of the last {len(look.recent)} steps were skipped: their loss or gradient was not finite, or a spike.",
-        remedy="One now and then is harmless. Many: lower learner.learning_rate; the events say which and why.",
-    )  # fmt: skip
+        name="skipped updates",
+        level="warn",
+        what=(
+            f"{skipped} updates of the last {len(facts.recent)} steps were skipped because of a non-finite loss or "
+            "gradient, or a gradient spike."
+        ),
+        remedy=(
+            "An occasional skipped update is harmless. If there are many, lower learner.learning_rate; the events give "
+            "the reasons."
+        ),
+    )
 
 
-def _flips(look: RunFacts) -> Finding | None:
-    share = look.mean("routing/flip_fraction")
-    if len(look.recent) < FEWEST or not share >= 0.05:
+def _flips(facts: RunFacts) -> Finding | None:
+    share = facts.mean("routing/flip_fraction")
+    if len(facts.recent) < FEWEST_STEPS or not share >= 0.05:
         return None
     return Finding(
-        name="experts flip", level="note",
-        what=f"{_percent(share)} of the experts that compute a token change within a batch's updates.",
-        remedy='Token-level ratios become noisy; routing.replay = "old" holds the experts fixed within a batch.',
-    )  # fmt: skip
+        name="expert flips",
+        level="note",
+        what=f"{_percent(share)} of the routed experts change during the updates of a batch.",
+        remedy='This makes token-level ratios noisy. routing.replay = "old" keeps the experts fixed within a batch.',
+    )
 
 
-def _load(look: RunFacts) -> Finding | None:
-    busiest = look.mean("routing/load_max")
-    if len(look.recent) < FEWEST or not busiest >= 8:
+def _load(facts: RunFacts) -> Finding | None:
+    busiest = facts.mean("routing/load_max")
+    if len(facts.recent) < FEWEST_STEPS or not busiest >= 8:
         return None
     return Finding(
-        name="uneven experts", level="note",
-        what=f"The busiest expert does {busiest:.1f} times its even share of the work.",
-        remedy="routing.balance_loss = 1e-3 pulls towards an even load.",
-    )  # fmt: skip
+        name="load imbalance",
+        level="note",
+        what=f"The busiest expert processes {busiest:.1f} times its even share of the tokens.",
+        remedy="routing.balance_loss = 1e-3 adds a load-balancing loss.",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- time
 
 
-def _time(look: RunFacts) -> Finding | None:
-    """The phase that a user can do something about, if it takes much of the time."""
-    rows = [r for r in look.timings if r.get("time/step_s")]
-    if len(rows) < FEWEST:
+def _time(facts: RunFacts) -> Finding | None:
+    """The first phase with a known remedy that dominates the step time."""
+    rows = [r for r in facts.timings if r.get("time/step_s")]
+    if len(rows) < FEWEST_STEPS:
         return None
     total = sum(float(r["time/step_s"]) for r in rows)
-    share = {key: sum(float(r.get(f"time/{key}_s") or 0) for r in rows) / total for key in ("reward", "eval", "rollout")}  # fmt: skip
-    remedies = {
-        "reward": (0.3, "scoring", "Raise reward.workers, or look at what the reward waits for."),
-        "eval": (0.35, "evaluating", "Raise eval.every, or lower eval.samples."),
-        "rollout": (0.8, "sampling", _sampling_remedy(look)),
-    }  # fmt: skip
-    for key, (limit, doing, remedy) in remedies.items():
-        if share[key] >= limit:
-            return Finding(name=f"time: {doing}", level="note", what=f"{_percent(share[key])} of the time goes into {doing} ({seconds(total / len(rows))} per step).", remedy=remedy)  # fmt: skip
+    phases = {
+        "reward": (0.3, "scoring", "Raise reward.workers, or find out what the reward waits for."),
+        "eval": (0.35, "evaluation", "Raise eval.every, or lower eval.samples."),
+        "rollout": (0.8, "sampling", _sampling_remedy(facts)),
+    }
+    for key, (limit, phase, remedy) in phases.items():
+        share = sum(float(r.get(f"time/{key}_s") or 0) for r in rows) / total
+        if share >= limit:
+            what = f"{_percent(share)} of the step time is {phase} ({seconds(total / len(rows))} per step)."
+            return Finding(name=f"time: {phase}", level="note", what=what, remedy=remedy)
     return None
 
 
-def _sampling_remedy(look: RunFacts) -> str:
-    live, replies = look.mean("sampler/live_mean"), look.setting("rollout", "prompts", 0) * look.setting("rollout", "replies", 0)  # fmt: skip
-    slots = setting({"options": look.setting("rollout", "engine_options", {})}, "options", "slots", 256)
-    if live < min(replies, slots) / 3:
-        return f"A few long replies are waited for: on average {live:.0f} are drawn together, of {replies}. More prompts per step (rollout.prompts) or a lower rollout.max_tokens use the machine better."
-    return "Shorter replies, fewer uniform groups and a faster engine help; a faster learner does not."
+def _sampling_remedy(facts: RunFacts) -> str:
+    concurrent = facts.mean("sampler/live_mean")
+    completions = facts.setting("rollout", "prompts", 0) * facts.setting("rollout", "replies", 0)
+    slots = setting({"options": facts.setting("rollout", "engine_options", {})}, "options", "slots", 256)
+    if concurrent < min(completions, slots) / 3:
+        return (
+            f"Sampling waits for a few long completions: on average {concurrent:.0f} of {completions} are sampled "
+            "concurrently. More prompts per step (rollout.prompts) or a lower rollout.max_tokens use the hardware "
+            "better."
+        )
+    return "Shorter completions, fewer uniform groups or a faster engine help; a faster learner does not."
 
 
 Rule = Callable[[RunFacts], Finding | None]
 RULES: tuple[Rule, ...] = (
-    _error, _died, _alarm, _held_out, _plateau, _nothing_trained, _uniform, _unscored, _truncated, _length_drift, _one_update, _clip_never,
-    _clip_always, _entropy, _moves_far, _mismatch, _noise, _skipped, _flips, _load, _time,
-)  # fmt: skip
+    _error,
+    _exited,
+    _alarm,
+    _held_out,
+    _plateau,
+    _no_trainable_samples,
+    _uniform,
+    _unscored,
+    _truncated,
+    _length_drift,
+    _one_update,
+    _clip_too_wide,
+    _clip_too_narrow,
+    _entropy,
+    _large_updates,
+    _mismatch,
+    _noise,
+    _skipped,
+    _flips,
+    _load,
+    _time,
+)
 
 
-# ------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------- helpers
 
 
-def _ends(look: RunFacts, key: str) -> tuple[float, float] | None:
+def _ends(facts: RunFacts, key: str) -> tuple[float, float] | None:
     """Mean of a metric over the first and the last three of the recent steps."""
-    if len(look.recent) < max(6, WINDOW // 2):
+    if len(facts.recent) < max(6, WINDOW // 2):
         return None
-    first, last = look.mean(key, look.recent[:3]), look.mean(key, look.recent[-3:])
+    first = facts.mean(key, facts.recent[:3])
+    last = facts.mean(key, facts.recent[-3:])
     return None if math.isnan(first) or math.isnan(last) else (first, last)
 
 
@@ -509,7 +663,7 @@ def _percent(share: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration in seconds with three digits, or with all that stand before the point."""
+    """A duration in seconds, with three significant digits below 100."""
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 

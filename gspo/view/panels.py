@@ -1,4 +1,4 @@
-"""The curves that are shown of a run, and the question each panel answers. One list for dashboard, report and terminal."""
+"""The panels of a run and their curves: one list for the dashboard, the report and the terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric, by its name in docs/metrics.md, and what it is called on a panel."""
+    """A metric, by its name in docs/metrics.md, and its label on a panel."""
 
     key: str
     label: str
     band: tuple[str, str] | None = None
     """Metrics of the lower and upper end of an interval around it."""
     every_step: bool = True
-    """False: measured now and then, so smoothing would only hide it."""
+    """Whether every step has a value. Sparse metrics are not smoothed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,90 +25,168 @@ class Panel:
     id: str
     title: str
     what: str
-    """What to look for, in a sentence."""
+    """What the curves show and what to look for."""
     curves: Sequence[Curve]
     form: str = "number"
-    """`share` (shown in percent), `number`, or `count`."""
+    """`share` (displayed in percent), `number`, or `count`."""
     log: bool = False
-    """Whether a logarithmic axis is the better one to begin with."""
+    """Whether the axis is logarithmic by default."""
     hide_zero: bool = False
-    """Whether the panel is only shown when something is not 0."""
+    """Whether the panel is hidden while all values are 0."""
 
 
 PANELS = (
     Panel(
-        id="learning", title="Is it learning?", form="number",
-        what="Reward of the sampled replies, and accuracy on held-out problems with its 95 % interval. Reward that rises while held-out accuracy does not is memorising, or a reward that can be fooled.",
+        id="learning",
+        title="Reward and held-out accuracy",
+        what=(
+            "Mean reward of the sampled completions, and accuracy on the held-out set with its 95 % interval. If the "
+            "reward rises but held-out accuracy does not, the policy overfits or exploits the reward."
+        ),
         curves=(
             Curve(key="reward/mean", label="reward"),
-            Curve(key="eval/accuracy", label="held-out, sampled", band=("eval/accuracy_low", "eval/accuracy_high"), every_step=False),
+            Curve(
+                key="eval/accuracy",
+                label="held-out, sampled",
+                band=("eval/accuracy_low", "eval/accuracy_high"),
+                every_step=False,
+            ),
             Curve(key="eval/accuracy_greedy", label="held-out, greedy", every_step=False),
         ),
     ),
     Panel(
-        id="clipping", title="How much is clipped?", form="share",
-        what="Share of tokens and of whole replies on which the trust region acted. For GSPO 10 to 20 % of the replies is usual.",
-        curves=(Curve(key="clip/fraction_tokens", label="tokens"), Curve(key="clip/fraction_sequences", label="replies")),
-    ),
-    Panel(
-        id="signal", title="Is there something to learn from?", form="share",
-        what="Uniform groups (every reply the same reward) teach nothing, or a penalty for length or KL alone; discarded ones were sampled in vain.",
+        id="clipping",
+        title="Clip fraction",
+        form="share",
+        what=(
+            "Share of tokens on which the trust region acts, and of completions with at least one such token. GSPO "
+            "usually clips 10 to 20 % of the completions."
+        ),
         curves=(
-            Curve(key="groups/uniform_fraction", label="uniform groups"),
-            Curve(key="reward/correct_fraction", label="correct replies"),
-            Curve(key="length/truncated_fraction", label="replies cut at the limit"),
+            Curve(key="clip/fraction_tokens", label="tokens"),
+            Curve(key="clip/fraction_sequences", label="completions"),
         ),
     ),
     Panel(
-        id="entropy", title="How sure of itself is the policy?", what="Entropy in nats per token. A quick fall means that it stops exploring.",
+        id="signal",
+        title="Training signal",
+        form="share",
+        what=(
+            "In a uniform group all completions have the same reward, so it gives no gradient, except from a length or "
+            "KL penalty."
+        ),
+        curves=(
+            Curve(key="groups/uniform_fraction", label="uniform groups"),
+            Curve(key="reward/correct_fraction", label="correct completions"),
+            Curve(key="length/truncated_fraction", label="truncated completions"),
+        ),
+    ),
+    Panel(
+        id="entropy",
+        title="Entropy",
+        what="Entropy of the policy in nats per token. After a fast drop the policy no longer explores.",
         curves=(Curve(key="entropy/mean", label="entropy"),),
     ),
     Panel(
-        id="length", title="How long are the replies?", form="count",
-        what="Tokens per reply; a reply is cut at rollout.max_tokens. A longest far above the rest means that sampling waits for a few.",
-        curves=(Curve(key="length/mean", label="mean"), Curve(key="length/p90", label="90 % have at most"), Curve(key="length/max", label="longest")),
+        id="length",
+        title="Completion length",
+        form="count",
+        what=(
+            "Tokens per completion, truncated at rollout.max_tokens. If the maximum is far above the rest, sampling "
+            "waits for a few long completions."
+        ),
+        curves=(
+            Curve(key="length/mean", label="mean"),
+            Curve(key="length/p90", label="90th percentile"),
+            Curve(key="length/max", label="maximum"),
+        ),
     ),
     Panel(
-        id="padding", title="How much is computed for nothing?", form="share", hide_zero=True,
-        what="Share of the work that is for no token of any reply: idle rows while sampling, padding while learning.",
-        curves=(Curve(key="padding/sampler", label="idle rows, sampling"), Curve(key="padding/learner", label="padding, learning")),
+        id="padding",
+        title="Padding",
+        form="share",
+        hide_zero=True,
+        what="Share of the compute spent on padding: idle sequence slots in sampling, padding tokens in training.",
+        curves=(
+            Curve(key="padding/sampler", label="idle slots, sampling"),
+            Curve(key="padding/learner", label="padding tokens, training"),
+        ),
     ),
     Panel(
-        id="shaping", title="What becomes of long replies?", form="share", hide_zero=True,
-        what="Share of the replies that are cut at the limit, and of those learned from that lose reward for nearing it (objective.shape = \"soft_overlong\").",
-        curves=(Curve(key="length/truncated_fraction", label="cut"), Curve(key="length/punished_fraction", label="punished"), Curve(key="reward/length_penalty", label="mean loss of reward")),
+        id="shaping",
+        title="Overlong completions",
+        form="share",
+        hide_zero=True,
+        what=(
+            "Share of completions truncated at the limit, and of trained completions with a length penalty "
+            '(objective.shape = "soft_overlong").'
+        ),
+        curves=(
+            Curve(key="length/truncated_fraction", label="truncated"),
+            Curve(key="length/punished_fraction", label="penalized"),
+            Curve(key="reward/length_penalty", label="mean penalty"),
+        ),
     ),
     Panel(
-        id="ratio", title="How far does a step move the policy?", log=True,
-        what="Spread of the log-ratio of new to old policy over tokens and over whole replies: the latter is what GSPO's clip range is compared with.",
+        id="ratio",
+        title="Importance ratio",
+        log=True,
+        what=(
+            "Standard deviation of the log importance ratio (new over old policy), over tokens and over completions. "
+            "The latter is the scale of GSPO's clip range."
+        ),
         curves=(
             Curve(key="ratio/token_log_std", label="over tokens"),
-            Curve(key="ratio/sequence_log_std", label="over replies"),
-            Curve(key="noise/log_ratio", label="rounding alone"),
-            Curve(key="clip/high", label="clip range, upper side"),
+            Curve(key="ratio/sequence_log_std", label="over completions"),
+            Curve(key="noise/log_ratio", label="rounding noise"),
+            Curve(key="clip/high", label="upper clip range"),
         ),
     ),
     Panel(
-        id="mismatch", title="Do sampler and learner agree?", log=True,
-        what="Distance between the engine's probabilities and the learner's, and how far the updates moved the policy, both in nats per token. The first should stay well below the second: else much of what is learned from is the engine's rounding.",
-        curves=(Curve(key="mismatch/k3", label="sampler to learner"), Curve(key="kl/old_new", label="old to new policy"), Curve(key="kl/ref", label="to the reference")),
-    ),
-    Panel(
-        id="mismatch-tokens", title="How far apart are they on single tokens?", log=True,
-        what="Difference of log-probabilities between engine and learner: 0.7 is a factor of two. Below 0.001 is float32 rounding, around 0.02 on average is bfloat16; a high maximum with a low mean is a mixture whose experts flip (routing.replay = \"sampler\" mends it). Everything high at once: the engine has other weights.",
+        id="mismatch",
+        title="KL divergence",
+        log=True,
+        what=(
+            "KL divergence in nats per token between sampler and learner, and between old and new policy. The first "
+            "should stay well below the second; otherwise rounding in the engine dominates the training signal."
+        ),
         curves=(
-            Curve(key="mismatch/abs_mean", label="mean difference"),
-            Curve(key="mismatch/abs_max", label="largest difference"),
-            Curve(key="mismatch/extreme_fraction", label="share of tokens off by more than a factor of two"),
+            Curve(key="mismatch/k3", label="sampler to learner"),
+            Curve(key="kl/old_new", label="old to new policy"),
+            Curve(key="kl/ref", label="to the reference"),
         ),
     ),
     Panel(
-        id="gradient", title="Are the gradients sound?", log=True, what="Norm before clipping. A spike is skipped; a slow climb means that the learning rate is too high.",
+        id="mismatch-tokens",
+        title="Sampler-learner mismatch per token",
+        log=True,
+        what=(
+            "Absolute log-prob difference between engine and learner; 0.7 is a factor of two. Below 0.001 is float32 "
+            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in a MoE "
+            'model (routing.replay = "sampler" fixes it). If all curves are high, the engine and the learner have '
+            "different weights."
+        ),
+        curves=(
+            Curve(key="mismatch/abs_mean", label="mean"),
+            Curve(key="mismatch/abs_max", label="maximum"),
+            Curve(key="mismatch/extreme_fraction", label="share of tokens above a factor of two"),
+        ),
+    ),
+    Panel(
+        id="gradient",
+        title="Gradient norm",
+        log=True,
+        what=(
+            "Norm before gradient clipping. Updates with a spike are skipped; a slow increase means that the learning "
+            "rate is too high."
+        ),
         curves=(Curve(key="grad/norm", label="gradient norm"),),
     ),
     Panel(
-        id="routing", title="Do experts flip?", form="share",
-        what="Share of a mixture's experts that changed between old and new policy, and between sampler and learner.",
+        id="routing",
+        title="Expert flips",
+        form="share",
+        what="Share of routed experts that differ between old and new policy, and between sampler and learner.",
         curves=(
             Curve(key="routing/flip_fraction", label="old to new"),
             Curve(key="routing/flip_fraction_native", label="without replay"),
@@ -116,24 +194,33 @@ PANELS = (
         ),
     ),
     Panel(
-        id="load", title="Are the experts evenly used?", what="The busiest expert's share of the work, times the number of experts: 1 is even.",
+        id="load",
+        title="Expert load",
+        what="Load of the busiest expert relative to an even load: 1 is perfectly balanced.",
         curves=(Curve(key="routing/load_max", label="busiest expert"),),
     ),
     Panel(
-        id="trouble", title="What went wrong?", form="count", hide_zero=True, what="Replies that could not be scored, and updates that were skipped.",
-        curves=(Curve(key="samples/unscored", label="unscored replies"), Curve(key="grad/skipped", label="skipped updates")),
+        id="trouble",
+        title="Failures",
+        form="count",
+        hide_zero=True,
+        what="Completions that could not be scored, and skipped updates.",
+        curves=(
+            Curve(key="samples/unscored", label="unscored completions"),
+            Curve(key="grad/skipped", label="skipped updates"),
+        ),
     ),
-)  # fmt: skip
+)
 
 PHASES = (
     Curve(key="time/rollout_s", label="sampling"),
     Curve(key="time/reward_s", label="scoring"),
-    Curve(key="time/learn_s", label="learning"),
-    Curve(key="time/eval_s", label="evaluating"),
+    Curve(key="time/learn_s", label="training"),
+    Curve(key="time/eval_s", label="evaluation"),
 )
-"""Where a step's time goes; what is left of `time/step_s` is other work."""
+"""Phases of a step. The remainder of `time/step_s` is other work."""
 
 KEYS = tuple(
     dict.fromkeys(key for panel in PANELS for curve in panel.curves for key in (curve.key, *(curve.band or ())))
 )
-"""Every metric that a panel shows."""
+"""All metrics that appear on a panel."""

@@ -1,7 +1,7 @@
-"""`gspo report`: runs as one HTML file that needs nothing else, to send to a colleague.
+"""`gspo report`: a self-contained HTML file with the figures and findings of runs.
 
-In: run directories. Out: the dashboard's figures and findings, and the most telling replies, in one file. Invariant: the
-page loads nothing, runs only its own script (its hash is in the page's policy), and shows what a model wrote as text.
+In: run directories. Out: the dashboard's charts and findings, and example completions, in one file. Invariant: the page
+loads nothing, runs only its own script (its hash is in the content security policy), and shows model output as text.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 from gspo.config import differing, flatten
 from gspo.errors import ConfigError
 from gspo.record.run_dir import replace_text, writing
-from gspo.view.dashboard import handlers as answers
+from gspo.view.dashboard import handlers
 from gspo.view.dashboard.server import PAGE
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import Finding
 
 POINTS = 800
 SCRIPTS = ("chart.js", "tokens.js", "report.js")
-OWN = ("name", "run_dir")
+PER_RUN_SETTINGS = ("name", "run_dir")
 """Settings that always differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionKind:
-    """A kind of reply that says something about a run."""
+    """A kind of completion that the report shows an example of."""
 
     why: str
     only: str
     order: str
     first: bool = False
-    """Taken from the first step with replies, not the last."""
+    """Whether the example is from the first recorded step instead of the last."""
 
 
-TELLING = (
-    CompletionKind(why="A well-paid reply of the first step", only="right_short", order="advantage", first=True),
-    CompletionKind(why="A long wrong reply of the first step", only="wrong_long", order="length", first=True),
-    CompletionKind(why="The best reply against its group, last step", only="right_short", order="advantage"),
-    CompletionKind(why="A long wrong reply, last step", only="wrong_long", order="length"),
-    CompletionKind(why="Clipped, although better than its group, last step", only="clipped_positive", order="ratio"),
-    CompletionKind(why="The reply whose ratio moved most, last step", only="clipped", order="ratio"),
-    CompletionKind(why="Cut at the limit, last step", only="truncated", order="length"),
-    CompletionKind(why="Could not be scored, last step", only="unscored", order=""),
+EXAMPLES = (
+    CompletionKind(why="Correct with a high advantage, first step", only="right_short", order="advantage", first=True),
+    CompletionKind(why="Wrong and long, first step", only="wrong_long", order="length", first=True),
+    CompletionKind(why="Correct with a high advantage, last step", only="right_short", order="advantage"),
+    CompletionKind(why="Wrong and long, last step", only="wrong_long", order="length"),
+    CompletionKind(why="Clipped with a positive advantage, last step", only="clipped_positive", order="ratio"),
+    CompletionKind(why="Clipped with the largest ratio change, last step", only="clipped", order="ratio"),
+    CompletionKind(why="Truncated, last step", only="truncated", order="length"),
+    CompletionKind(why="Unscored, last step", only="unscored", order=""),
 )
 
 
@@ -56,19 +56,21 @@ def write_report(paths: Sequence[str | Path], out: Path) -> Path:
     """Write the report of these runs."""
     watchlist = Watchlist(paths)
     if not watchlist.runs:
-        raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
+        raise ConfigError(f"{', '.join(map(str, paths))}: contains no run; give a directory that 'gspo train' wrote")
     if out.is_dir():
         raise ConfigError(f"{out}: is a directory; give the name of a file, for example {out / 'report.html'}")
-    with writing(out, "make room there, or choose another -o"):
+    with writing(out, "free disk space, or choose another -o"):
         replace_text(out, page(watchlist))
     return out
 
 
 def page(watchlist: Watchlist) -> str:
-    """The page as text."""
-    runs = [{"name": name, **_run_or_why(shown)} for name, shown in watchlist.runs.items()]
-    data = answers.encode({"setup": answers.page_setup(), "runs": runs, "differences": _differences(runs)}).decode()
-    style, script = (PAGE / "style.css").read_text(encoding="utf-8"), "\n".join(_script(name) for name in SCRIPTS)
+    """The HTML page."""
+    runs = [{"name": name, **_run_or_error(watched)} for name, watched in watchlist.runs.items()]
+    data = handlers.encode({"setup": handlers.page_setup(), "runs": runs, "differences": _differences(runs)}).decode()
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    script = "\n".join(_script(name) for name in SCRIPTS)
+    # Only this script and style may run, even if an escaping bug let markup from a completion into the page.
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     title = html.escape(", ".join(watchlist.runs))
     return f"""<!DOCTYPE html>
@@ -91,44 +93,55 @@ def page(watchlist: Watchlist) -> str:
 """
 
 
-def _run_or_why(shown: WatchedRun) -> dict[str, Any]:
-    """A run that cannot be read must not take the others down with it."""
+def _run_or_error(watched: WatchedRun) -> dict[str, Any]:
+    """A run, or a finding if it cannot be read: one damaged run must not prevent the report of the others."""
     try:
-        return _run(shown)
+        return _run(watched)
     except Exception as error:
-        why = answers.unreadable(error)
-        finding = Finding(name="unreadable", level="bad", what=f"This run cannot be read: {why['why']}")
-        nothing = {"step": 0, "curves": {}, "phases": {"x": [], "y": {}}, "events": [], "settings": {}, "environment": {}, "telling": []}  # fmt: skip
-        return {**nothing, **why, "findings": [dataclasses.asdict(finding)]}
+        problem = handlers.unreadable(error)
+        finding = Finding(name="unreadable", level="bad", what=f"This run cannot be read: {problem['why']}")
+        empty: dict[str, Any] = {
+            "step": 0,
+            "curves": {},
+            "phases": {"x": [], "y": {}},
+            "events": [],
+            "settings": {},
+            "environment": {},
+            "examples": [],
+        }
+        return {**empty, **problem, "findings": [dataclasses.asdict(finding)]}
 
 
-def _run(shown: WatchedRun) -> dict[str, Any]:
-    shown.run.refresh()
+def _run(watched: WatchedRun) -> dict[str, Any]:
+    watched.run.refresh()
     return {
-        **answers.overview(shown, {"points": str(POINTS)}),
-        "settings": shown.run.settings,
-        "environment": shown.run.environment,
-        "telling": _telling(shown),
+        **handlers.overview(watched, {"points": str(POINTS)}),
+        "settings": watched.run.settings,
+        "environment": watched.run.environment,
+        "examples": _examples(watched),
     }
 
 
-def _telling(shown: WatchedRun) -> list[dict[str, Any]]:
-    """One reply of each kind that there is, none twice."""
-    steps, found, seen = shown.replies.steps(), [], set()
-    for kind in TELLING if steps else ():
+def _examples(watched: WatchedRun) -> list[dict[str, Any]]:
+    """One completion of each kind, none twice."""
+    steps = watched.completions.steps()
+    found = []
+    used = set()
+    for kind in EXAMPLES if steps else ():
         step = steps[0] if kind.first else steps[-1]
-        matching = shown.replies.find(step, only=kind.only, order=kind.order)["replies"]
-        chosen = next((r for r in matching if (step, r["group"], r["number"]) not in seen), None)
-        if chosen is not None:
-            seen.add((step, chosen["group"], chosen["number"]))
-            found.append({"why": kind.why, **answers.reply(shown, step, chosen["group"], chosen["number"])})
+        matching = watched.completions.find(step, only=kind.only, order=kind.order)["replies"]
+        example = next((c for c in matching if (step, c["group"], c["number"]) not in used), None)
+        if example is not None:
+            used.add((step, example["group"], example["number"]))
+            found.append({"why": kind.why, **handlers.completion(watched, step, example["group"], example["number"])})
     return found
 
 
 def _differences(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Settings in which the runs differ."""
-    each = [flatten(run["settings"]) for run in runs]
-    return [{"key": k, "values": [str(e.get(k, "")) for e in each]} for k in differing(each) if k not in OWN]
+    """Settings that differ between the runs."""
+    per_run = [flatten(run["settings"]) for run in runs]
+    keys = [key for key in differing(per_run) if key not in PER_RUN_SETTINGS]
+    return [{"key": key, "values": [str(settings.get(key, "")) for settings in per_run]} for key in keys]
 
 
 def _script(name: str) -> str:
@@ -140,5 +153,5 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: str) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot close the script element that contains it."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

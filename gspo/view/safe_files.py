@@ -1,7 +1,8 @@
-"""Files of a run directory that may come from anywhere and may still grow.
+"""Safe reading of run files that are untrusted and may still grow.
 
-In: a path. Out: its text, or where to read on. Invariant: only plain files are opened and no link is followed, so opening
-never waits, as it would on a pipe; a file that was cut back, replaced or deleted is not read on but anew.
+In: a path. Out: its text, or the position to continue from. Invariant: only regular files are opened and no link is
+followed, so opening never blocks, as it would on a pipe; a file that was truncated, replaced or deleted is read again
+from its start.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from typing import BinaryIO
 
 LARGEST_TEXT = 64 << 20
 MARK = 64
-"""Bytes before the reading position that must not have changed."""
+"""Bytes before the read position that must not have changed."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A plain file for reading."""
+    """Open a regular file for reading."""
+    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(handle, "rb")
 
 
 def read_regular(path: Path, largest: int = LARGEST_TEXT) -> str:
-    """The text of a plain file of ordinary size."""
+    """The text of a regular file of at most `largest` bytes."""
     with open_regular(path) as file:
         data = file.read(largest + 1)
     if len(data) > largest:
@@ -36,7 +38,7 @@ def read_regular(path: Path, largest: int = LARGEST_TEXT) -> str:
 
 
 class ReadPosition:
-    """How far a growing file was read, and how to notice that it is not that file any more."""
+    """Read position in a growing file, which detects that the file was truncated or replaced."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -45,11 +47,11 @@ class ReadPosition:
 
     @property
     def known(self) -> bool:
-        """Whether there was a file."""
+        """Whether a file was seen."""
         return self._identity is not None
 
-    def still_holds(self, file: BinaryIO) -> bool:
-        """Whether the file begins with what was read; True for one that is seen for the first time."""
+    def is_valid(self, file: BinaryIO) -> bool:
+        """Whether the file still starts with what was read; also true for a file that is seen for the first time."""
         status = os.fstat(file.fileno())
         before, self._identity = self._identity, (status.st_dev, status.st_ino)
         if before is None:
@@ -60,6 +62,6 @@ class ReadPosition:
         return file.read(len(self._mark)) == self._mark
 
     def remember(self, file: BinaryIO) -> None:
-        """Note what stands before the position."""
+        """Store the bytes before the position."""
         file.seek(max(0, self.position - MARK))
         self._mark = file.read(min(MARK, self.position))

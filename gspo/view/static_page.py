@@ -1,7 +1,7 @@
-"""Pages of figures that need nothing else: one look, one way to fill a template, one way to draw into it.
+"""Self-contained HTML pages: one style sheet, one way to fill a template, one way to embed a figure.
 
-In: a template and its values, matplotlib figures. Out: HTML text; PNG files, and the same as base64. Invariant: every value is
-escaped, a value that a template names and nobody gives is an error, and no secret is shown.
+In: a template and its values, matplotlib figures. Out: HTML; PNG files, also as base64. Invariant: every value is
+escaped, a value missing from a template is an error, and secrets are redacted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ DPI = 140
 
 
 def fill(template: Path, **values: Any) -> str:
-    """The page as text; `{{ style }}` is the common look."""
+    """The HTML page; `{{ style }}` is the shared style sheet."""
     import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     page = environment.from_string(template.read_text(encoding="utf-8"))
     text = page.render(style=Markup(STYLE.read_text(encoding="utf-8")), **values)
     return redacted(text, known_secrets())
 
 
 def save_png(figure: Any, file: Path) -> str:
-    """Write a figure, and give it as base64 for the page."""
+    """Write a figure and return it as base64."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=DPI)
-    with writing(file, "make room there, or write to another place"):
+    with writing(file, "free disk space, or write to another folder"):
         file.write_bytes(data.getvalue())
     return base64.b64encode(data.getvalue()).decode()

@@ -1,7 +1,7 @@
-"""`gspo watch --text`: runs as sparklines and sentences, for a terminal over ssh.
+"""`gspo watch --text`: runs as sparklines and findings, for a terminal over ssh.
 
-In: run directories. Out: text that is drawn anew while a run goes on, or printed once where there is no terminal.
-Invariant: what a model or a run wrote is printed without control characters and secrets.
+In: run directories. Out: text that is redrawn while a run is in progress, or printed once without a terminal.
+Invariant: text written by a model or a run is printed without control characters and secrets.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from gspo.view.panels import PANELS, PHASES
 from gspo.view.run_reader import STEP_TIME
 
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {"bad": "red", "warn": "yellow", "note": "cyan", "good": "green"}
+COLORS = {"bad": "red", "warn": "yellow", "note": "cyan", "good": "green"}
 REDRAW_S = 2.0
-WIDEST, BESIDE = 72, 46
+WIDEST_SPARKLINE = 72
+LABEL_WIDTH = 46
+"""Columns for the name and the value of a metric."""
 
 
 def watch_text(paths: Sequence[str | Path], console: Console | None = None) -> int:
-    """Show runs until interrupted; once, if nothing is a terminal or no run goes on."""
-    watchlist, console = Watchlist(paths), console or Console(file=terminal())
+    """Show runs until interrupted; only once without a terminal or if no run is in progress."""
+    watchlist = Watchlist(paths)
+    console = console or Console(file=terminal())
     if not watchlist.runs:
-        raise ConfigError(f"{', '.join(map(str, paths))}: holds no run; give the directory that 'gspo train' made")
+        raise ConfigError(f"{', '.join(map(str, paths))}: contains no run; give a directory that 'gspo train' wrote")
     if not (console.is_terminal and sys.stdout.isatty()):
         console.print(screen(watchlist, width=_width(console), height=None))
         return 0
@@ -43,98 +46,100 @@ def watch_text(paths: Sequence[str | Path], console: Console | None = None) -> i
         while True:
             watchlist.scan()
             live.update(screen(watchlist, width=_width(console), height=console.height), refresh=True)
-            if all(shown.run.state != "running" for shown in watchlist.runs.values()):
+            if all(watched.run.state != "running" for watched in watchlist.runs.values()):
                 return 0
             time.sleep(REDRAW_S)
 
 
 def screen(watchlist: Watchlist, *, width: int, height: int | None) -> Group:
-    """Every run, one under the other: the sentences first, then as many curves as there is height for."""
+    """All runs, one below the other: the findings first, then as many curves as fit."""
     parts: list[Any] = []
-    for name, shown in watchlist.runs.items():
+    for name, watched in watchlist.runs.items():
         try:
-            parts += _run(name, shown, width, None if height is None else height // len(watchlist.runs))
+            parts += _run(name, watched, width, None if height is None else height // len(watchlist.runs))
         except Exception as error:
-            # A run that cannot be read must not take the others down with it.
+            # One damaged run must not prevent the display of the others.
             parts += [Text(line(f"{name}  unreadable: {type(error).__name__}: {error}")[:300], style="red"), Text("")]
     return Group(*parts)
 
 
-def _run(name: str, shown: WatchedRun, width: int, height: int | None) -> list[Any]:
-    """One run, in about so many lines."""
-    shown.run.refresh()
-    sentences = _sentences(shown)
-    taken = 4 + sum(1 + len(s.plain) // (width + BESIDE) for s in sentences)
-    most = None if height is None else max(2, height - taken)
-    return [_title(name, shown), *sentences, _curves(shown, width, most), _times(shown), Text("")]
+def _run(name: str, watched: WatchedRun, width: int, height: int | None) -> list[Any]:
+    """One run in about `height` lines."""
+    watched.run.refresh()
+    findings = _findings(watched)
+    used = 4 + sum(1 + len(text.plain) // (width + LABEL_WIDTH) for text in findings)
+    most = None if height is None else max(2, height - used)
+    return [_title(name, watched), *findings, _curves(watched, width, most), _times(watched), Text("")]
 
 
 def _width(console: Console) -> int:
-    """Characters of a sparkline, beside names and values."""
-    return max(10, min(WIDEST, console.width - BESIDE))
+    """Width of a sparkline."""
+    return max(10, min(WIDEST_SPARKLINE, console.width - LABEL_WIDTH))
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
-    """One character per value; blank where nothing was measured."""
-    span, top = high / 2 - low / 2, len(BARS) - 1
+    """One character per value; blank for a missing value."""
+    # Halved before subtracting: the difference of two large floats of opposite sign would overflow.
+    span = high / 2 - low / 2
+    top = len(BARS) - 1
     levels = [None if v is None else round((v / 2 - low / 2) / span * top) if span > 0 else 0 for v in values]
     return "".join(" " if level is None else BARS[level] for level in levels)
 
 
-def _title(name: str, shown: WatchedRun) -> Text:
-    run = shown.run
+def _title(name: str, watched: WatchedRun) -> Text:
+    run = watched.run
     of = run.planned_steps
     pace = run.pace()
-    said = f"{name}  {run.state}, step {run.step:,}" + ("" if of is None else f" of {of:,}")
-    return Text(line(said + (f", {seconds(pace)} per step" if pace else "")), style="bold")
+    status = f"{name}  {run.state}, step {run.step:,}" + ("" if of is None else f" of {of:,}")
+    return Text(line(status + (f", {seconds(pace)} per step" if pace else "")), style="bold")
 
 
-def _curves(shown: WatchedRun, width: int, most: int | None) -> Table:
-    """A line per metric, at most so many: name, sparkline, last value."""
+def _curves(watched: WatchedRun, width: int, most: int | None) -> Table:
+    """A line per metric, at most `most`: name, sparkline, last value."""
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(no_wrap=True)
-    found = dict(shown.run.curves(width)["curves"])
+    found = dict(watched.run.curves(width)["curves"])
     for panel in PANELS:
         for curve in panel.curves:
             values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
             if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
                 points = found.pop(curve.key)["y"]  # a metric may be in several panels, and is listed once
                 bars = sparkline(points, min(values), max(values))
-                table.add_row(Text(curve.key, style="dim"), bars, _shown(_latest(shown, curve.key), panel.form))
+                table.add_row(Text(curve.key, style="dim"), bars, _format(_latest(watched, curve.key), panel.form))
     return table
 
 
-def _latest(shown: WatchedRun, key: str) -> float:
-    """The last number of a metric; NaN for what only training gives if the last step trained on nothing."""
-    last = next(iter(shown.run.metrics.last(1)), {})
+def _latest(watched: WatchedRun, key: str) -> float:
+    """The latest value of a metric; NaN for a training metric if the last step had no trainable samples."""
+    last = next(iter(watched.run.metrics.last(1)), {})
     if last.get("samples/trained") == 0 and not key.startswith("eval/"):
         return last.get(key, math.nan)
-    return shown.run.metrics.latest(key)
+    return watched.run.metrics.latest(key)
 
 
-def _times(shown: WatchedRun) -> Text:
-    """Where the time of the recent steps goes, in percent."""
-    rows = shown.run.timings.last(WINDOW)
+def _times(watched: WatchedRun) -> Text:
+    """Time of the recent steps by phase, in percent."""
+    rows = watched.run.timings.last(WINDOW)
     total = sum(row.get(STEP_TIME, 0.0) for row in rows)
     if not total:
         return Text("")
     shares = {c.label: sum(row.get(c.key, 0.0) for row in rows) / total for c in PHASES}
-    said = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
-    return Text(f"time of a step: {said}", style="dim")
+    phases = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
+    return Text(f"step time: {phases}", style="dim")
 
 
-def _sentences(shown: WatchedRun) -> list[Text]:
-    lines = []
-    for finding in shown.run.findings():
-        sentence = Text("● ", style=COLOURS[finding.level])
-        sentence.append(line(finding.what), style="default")
-        sentence.append(line(f" {finding.remedy}" if finding.remedy else ""), style="dim")
-        lines.append(sentence)
-    return lines
+def _findings(watched: WatchedRun) -> list[Text]:
+    texts = []
+    for finding in watched.run.findings():
+        text = Text("● ", style=COLORS[finding.level])
+        text.append(line(finding.what), style="default")
+        text.append(line(f" {finding.remedy}" if finding.remedy else ""), style="dim")
+        texts.append(text)
+    return texts
 
 
-def _shown(value: float, form: str) -> str:
+def _format(value: float, form: str) -> str:
     if not math.isfinite(value):
         return "-"
     if form == "share":

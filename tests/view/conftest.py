@@ -1,4 +1,4 @@
-"""A dashboard of its own for a test: a real process, a real socket."""
+"""A dashboard process with a real socket for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Response:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -27,8 +27,8 @@ class Answer:
         return json.loads(self.body)
 
 
-class ServedHost:
-    """`gspo watch` in a process, asked over HTTP."""
+class Dashboard:
+    """A `gspo watch` process and requests to it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -41,51 +41,57 @@ class ServedHost:
         for line in self.process.stdout:
             if found := re.search(r"http://\S+key=\S+", line):
                 return found[0]
-        raise AssertionError("gspo watch ended")
+        raise AssertionError("gspo watch exited")
 
     @property
     def host(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None) -> Answer:  # fmt: skip
-        """One request, with nothing but the headers given."""
+    def request(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Response:
+        """Send one request with only the given headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             connection.request(method, path, body=body, headers=dict(headers or {}))
             response = connection.getresponse()
-            return Answer(status=response.status, headers=dict(response.getheaders()), body=response.read())
+            return Response(status=response.status, headers=dict(response.getheaders()), body=response.read())
         finally:
             connection.close()
 
-    def get(self, path: str, **headers: str) -> Answer:
-        """A request of a page that may ask."""
+    def get(self, path: str, **headers: str) -> Response:
+        """Send an authenticated GET request."""
         if not self.token:
             self.token = self.exchange(self.link).body.decode()
             self.link = self.next_link()
-        return self.ask(path, headers={**self.allowed, **headers})
+        return self.request(path, headers={**self.authorization, **headers})
 
-    def exchange(self, link: str, *, method: str = "GET") -> Answer:
-        """What the page does first with the key in its link."""
-        return self.ask(
-            "/api/session", method=method, headers={"Authorization": f"Bearer {link.partition('#key=')[2]}"}
-        )
+    def exchange(self, link: str, *, method: str = "GET") -> Response:
+        """Exchange the key of a link for the token, as the page does."""
+        key = link.partition("#key=")[2]
+        return self.request("/api/session", method=method, headers={"Authorization": f"Bearer {key}"})
 
     @property
-    def allowed(self) -> dict[str, str]:
-        """The header of a request that may be made."""
+    def authorization(self) -> dict[str, str]:
+        """The header of an authenticated request."""
         return {"Authorization": f"Bearer {self.token}"}
 
 
 @pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., ServedHost]]:
-    """Starts dashboards and ends them after the tests of a file."""
+def serve() -> Iterator[Callable[..., Dashboard]]:
+    """Starts dashboards and stops them after the tests of a file."""
     with ExitStack() as stack:
 
-        def start(*runs: Path, env: Mapping[str, str] | None = None) -> ServedHost:
+        def start(*runs: Path, env: Mapping[str, str] | None = None) -> Dashboard:
             command = [sys.executable, "-m", "gspo.cli", "watch", *map(str, runs)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
             stack.callback(process.wait)
             stack.callback(process.kill)
-            return ServedHost(process)
+            return Dashboard(process)
 
         yield start

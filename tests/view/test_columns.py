@@ -1,4 +1,4 @@
-"""Growing files as columns: no line twice, none lost, whatever happens to the file."""
+"""Columns of growing files: no line is read twice or lost, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lines(*rows: dict[str, object]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_a_file_is_read_on_where_it_was_left(tmp_path: Path) -> None:
+def test_a_file_is_read_incrementally(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(lines({"step": 1, "a": 2}))
     columns = Columns(path)
@@ -40,7 +40,7 @@ def test_a_file_is_read_on_where_it_was_left(tmp_path: Path) -> None:
     assert columns.generation == 0
 
 
-def test_what_is_no_number_is_not_measured(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(
         lines({"step": 1, "a": "12", "b": [1, 2], "c": True}, {"step": 2, "b": [3, 4]}) + "[1]\nnot json\n\n"
@@ -56,8 +56,8 @@ def test_what_is_no_number_is_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shorter", "same length", "longer", "another file", "deleted"])
-def test_a_file_that_was_cut_back_is_read_anew(tmp_path: Path, how: str) -> None:
-    """A resume truncates the file and writes other lines: also when it has grown past the old end in between."""
+def test_a_truncated_or_replaced_file_is_read_again(tmp_path: Path, how: str) -> None:
+    """A resume truncates the file and writes other lines, possibly beyond the old end before the next refresh."""
     path = tmp_path / "m.jsonl"
     path.write_text(lines(*({"step": s, "a": 0.25} for s in range(1, 51))))
     columns = Columns(path)
@@ -74,23 +74,24 @@ def test_a_file_that_was_cut_back_is_read_anew(tmp_path: Path, how: str) -> None
     assert columns.values("a").tolist() == [0.75] * kept
 
 
-def test_reading_in_bites_ends_with_all_of_it(tmp_path: Path) -> None:
+def test_limited_reads_reach_the_end_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     text = lines(*({"step": s, "a": s / 7, "long": "x" * 300} for s in range(1, 20001)))
     path.write_text(text)
-    columns, bites = Columns(path), 0
+    columns = Columns(path)
+    reads = 0
     columns.refresh(0)
     assert columns.behind
     assert not len(columns)
     while columns.behind:
         columns.refresh(CHUNK)
-        bites += 1
-    assert bites == math.ceil(len(text) / CHUNK)
+        reads += 1
+    assert reads == math.ceil(len(text) / CHUNK)
     assert np.array_equal(columns.values("a"), np.arange(1, 20001) / 7)
 
 
 @pytest.mark.parametrize("count", [3, 100, 1000])
-def test_a_first_look_is_spread_over_the_file_and_ends_with_its_end(tmp_path: Path, count: int) -> None:
+def test_a_sample_is_evenly_spaced_and_includes_the_end(tmp_path: Path, count: int) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(lines(*({"step": s, "long": "x" * 300} for s in range(1, 20001))))
     steps = Columns.sampled(path, count).values("step")
@@ -103,7 +104,7 @@ def test_a_first_look_is_spread_over_the_file_and_ends_with_its_end(tmp_path: Pa
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=400), st.integers(1, 50))
-def test_buckets_keep_the_extremes_and_the_mean(values: list[float | None], points: int) -> None:
+def test_buckets_preserve_extremes_and_mean(values: list[float | None], points: int) -> None:
     y = np.array([math.nan if v is None else v for v in values])
     found = downsample(np.arange(len(y), dtype=np.float64), y, points)
     there = y[~np.isnan(y)]
@@ -119,20 +120,21 @@ def test_buckets_keep_the_extremes_and_the_mean(values: list[float | None], poin
 
 
 @pytest.mark.parametrize("length", [3 << 20, 9 << 20, 17 << 20])
-def test_a_very_long_line_does_not_hold_up_the_rest(tmp_path: Path, length: int) -> None:
+def test_a_very_long_line_is_skipped(tmp_path: Path, length: int) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(lines({"step": 1}) + "\0" * length + "\n" + lines({"step": 2}, {"step": 3}))
-    columns, bites = Columns(path), 0
+    columns = Columns(path)
+    reads = 0
     columns.refresh(1000)
-    while columns.behind and bites < 100:
+    while columns.behind and reads < 100:
         columns.refresh(1000)
-        bites += 1
+        reads += 1
     assert columns.values("step").tolist() == [1, 2, 3]
     assert columns.row(2) == {"step": 3}
     assert Columns.sampled(path, 1000).values("step").tolist() == [1, 2, 3]
 
 
-def test_of_too_many_names_those_that_are_shown_are_kept(tmp_path: Path) -> None:
+def test_with_too_many_keys_the_displayed_ones_are_stored(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(lines({f"a{i}": i for i in range(5000)} | {"step": 1, "reward/mean": 0.5}))
     columns = Columns(path)
@@ -143,18 +145,18 @@ def test_of_too_many_names_those_that_are_shown_are_kept(tmp_path: Path) -> None
 
 
 NAMES = {f"k{i}": 1 for i in range(2000)}
-BOMBS = {
-    "many names and many empty lines": lines(NAMES) + "{}\n" * 20_000 + lines(NAMES),
-    "another name in each line": "".join(f'{{"k{i % 2000}": 1}}\n' for i in range(60_000)),
+LARGE_FILES = {
+    "many keys and many empty lines": lines(NAMES) + "{}\n" * 20_000 + lines(NAMES),
+    "another key in each line": "".join(f'{{"k{i % 2000}": 1}}\n' for i in range(60_000)),
     "empty lines": "{}\n" * 300_000,
     "a nested line": '{"a": [' + "{}," * 200_000 + "{}]}\n",
 }
 
 
-@pytest.mark.parametrize("name", list(BOMBS))
-def test_memory_grows_with_the_file_and_not_with_its_lines_times_its_names(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", list(LARGE_FILES))
+def test_memory_grows_with_the_file_and_not_with_lines_times_keys(tmp_path: Path, name: str) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(BOMBS[name])
+    path.write_text(LARGE_FILES[name])
     columns = Columns(path)
     tracemalloc.start()
     try:
@@ -162,12 +164,12 @@ def test_memory_grows_with_the_file_and_not_with_its_lines_times_its_names(tmp_p
         kept, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(columns) == BOMBS[name].count("\n")
+    assert len(columns) == LARGE_FILES[name].count("\n")
     assert kept < 4_000_000 + 12 * path.stat().st_size
     assert most < 64_000_000
 
 
-def test_numbers_of_lines_with_different_names_stay_in_their_lines(tmp_path: Path) -> None:
+def test_lines_with_different_keys_stay_in_order(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(lines(*({"step": s, **({"a": s} if s % 3 else {"b": s})} for s in range(1, 1001))))
     columns = Columns(path)

@@ -1,4 +1,4 @@
-"""The dashboard under attack: who may ask, and what an answer can hold (D1 to D12)."""
+"""Security of the dashboard: authentication, and the contents of responses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from shown_runs import make_run, reply
+from shown_runs import completion, make_run
 from tokenizers import Tokenizer
 
-from gspo.view.dashboard import handlers as answers
+from gspo.view.dashboard import handlers
 from gspo.view.dashboard.guard import HEADERS, SessionKeys
 from gspo.view.dashboard.server import application
 from gspo.view.dashboard.watchlist import Watchlist
@@ -30,9 +30,18 @@ from gspo.view.run_reader import RunReader
 from gspo.view.terminal import watch_text
 
 ROUTES = [
-    "/", "/page/style.css", "/page/chart.js", "/page/tokens.js", "/page/app.js", "/api/setup", "/api/runs", "/api/runs/made",
-    "/api/runs/made/about", "/api/runs/made/steps/5", "/api/runs/made/steps/5/0/0",
-]  # fmt: skip
+    "/",
+    "/page/style.css",
+    "/page/chart.js",
+    "/page/tokens.js",
+    "/page/app.js",
+    "/api/setup",
+    "/api/runs",
+    "/api/runs/made",
+    "/api/runs/made/about",
+    "/api/runs/made/steps/5",
+    "/api/runs/made/steps/5/0/0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +51,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path, serve: Callable[..., Any]) -> Any:
-    """One for all tests: a session that an attack could end or change would show in the next test."""
+    """Shared by all tests: if a request could end or change the session, the next test would fail."""
     return serve(run)
 
 
-def test_the_routes_tested_are_all_there_are(tmp_path: Path) -> None:
+def test_all_routes_are_tested(tmp_path: Path) -> None:
     app = application(Watchlist([make_run(tmp_path / "made")]), SessionKeys(print)).app
     patterns = [route.path_regex for route in app.routes]
     assert all(any(p.fullmatch(path) for path in ROUTES) for p in patterns)
     assert all(route.methods == {"GET", "HEAD"} for route in app.routes)
 
 
-def test_it_listens_on_loopback_alone(served: Any) -> None:
-    """D1: by the kernel's list of sockets."""
+def test_it_listens_on_loopback_only(served: Any) -> None:
+    """According to the kernel's list of sockets."""
     inodes = {os.readlink(f"/proc/{served.process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{served.process.pid}/fd")}
     listening = []
     for name in ("tcp", "tcp6", "udp", "udp6"):
@@ -66,22 +75,23 @@ def test_it_listens_on_loopback_alone(served: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [*(r for r in ROUTES if "/api/" in r), "/nowhere", "/api/runs/none", "/api/session"])
-def test_nothing_is_answered_without_the_token(served: Any, path: str) -> None:
-    """D2: the page's own files are the same for everybody; all that is known of a run needs the token."""
+def test_every_api_request_needs_the_token(served: Any, path: str) -> None:
+    """The page's own files are public; everything about a run needs the token."""
     served.get("/")
-    assert served.ask(path).status == 401
+    assert served.request(path).status == 401
     for wrong in ("Bearer wrong", "Bearer ", "", served.token, f"Basic {served.token}", "x" * 2000):
-        assert served.ask(path, headers={"Authorization": wrong}).status == 401
-    assert served.ask(f"{path}?key={served.token}").status == 401
+        assert served.request(path, headers={"Authorization": wrong}).status == 401
+    assert served.request(f"{path}?key={served.token}").status == 401
     assert (
-        served.ask(path, headers={"Cookie": f"gspo-{served.port}={served.token}; token={served.token}"}).status == 401
+        served.request(path, headers={"Cookie": f"gspo-{served.port}={served.token}; token={served.token}"}).status
+        == 401
     )
     assert served.get(path).status == (404 if "no" in path or "session" in path else 200)
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/api/session", "/nowhere"])
 def test_no_cookie_is_ever_set(served: Any, path: str) -> None:
-    """A browser would send it to every program that listens on another port of this machine."""
+    """A browser would send it to every program that listens on another port of the host."""
     served.get("/")
     assert not [name for name in served.get(path).headers if name.lower() == "set-cookie"]
     assert not [name for name in served.exchange(served.link).headers if name.lower() == "set-cookie"]
@@ -92,11 +102,13 @@ def test_a_link_opens_one_browser(run: Path, serve: Callable[..., Any]) -> None:
     served = serve(run)
     first = served.exchange(served.link)
     assert first.status == 200
-    assert served.ask("/api/runs", headers={"Authorization": f"Bearer {first.body.decode()}"}).status == 200
+    assert served.request("/api/runs", headers={"Authorization": f"Bearer {first.body.decode()}"}).status == 200
     assert served.exchange(served.link).status == 401
     second = served.next_link()
     assert served.exchange(second, method="HEAD").status == 401
-    assert served.ask("/api/runs", headers={"Authorization": f"Bearer {second.partition('#key=')[2]}"}).status == 401
+    assert (
+        served.request("/api/runs", headers={"Authorization": f"Bearer {second.partition('#key=')[2]}"}).status == 401
+    )
     assert served.exchange(second).body == first.body
 
 
@@ -104,71 +116,88 @@ def test_a_link_opens_one_browser(run: Path, serve: Callable[..., Any]) -> None:
     "host", ["evil.com", "evil.com:80", "127.0.0.1.evil.com", "", "0.0.0.0", "localhost.evil.com:1"]
 )
 def test_another_host_name_is_refused(served: Any, host: str) -> None:
-    """D3: a name that was rebound to this machine."""
+    """Protects against DNS rebinding."""
     assert served.get("/api/runs", Host=host).status == 421
     assert served.get("/api/runs", Host=f"localhost:{served.port}").status == 200
 
 
 @pytest.mark.parametrize(
     "headers",
-    [{"Origin": "http://evil.com"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "https://127.0.0.1"}],
-)  # fmt: skip
-def test_another_page_is_refused(served: Any, headers: dict[str, str]) -> None:
-    """D4."""
-    answer = served.get("/api/runs", **headers)
-    assert answer.status == 403
-    assert not any(k.lower().startswith("access-control") for k in answer.headers)
+    [
+        {"Origin": "http://evil.com"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "https://127.0.0.1"},
+    ],
+)
+def test_cross_origin_requests_are_refused(served: Any, headers: dict[str, str]) -> None:
+    response = served.get("/api/runs", **headers)
+    assert response.status == 403
+    assert not any(k.lower().startswith("access-control") for k in response.headers)
     assert served.get("/api/runs", Origin=f"http://{served.host}").status == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_can_be_changed(served: Any, method: str, run: Path) -> None:
-    """D4, D10: there is no other method, and a request that asks leaves the run as it was."""
+def test_only_get_is_allowed_and_the_run_is_not_changed(served: Any, method: str, run: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in sorted(run.rglob("*"))}
     for path in ROUTES:
         served.get(path)
-        answer = served.ask(path, method=method, headers=served.allowed)
-        assert answer.status == 405
+        response = served.request(path, method=method, headers=served.authorization)
+        assert response.status == 405
     assert {p: p.stat().st_mtime_ns for p in sorted(run.rglob("*"))} == before
 
 
 @pytest.mark.parametrize(
     "path",
-    ["/api/runs/..", "/api/runs/%2e%2e/about", "/api/runs/%2e%2e%2fmade/about", "/api/runs//etc/passwd", "/api/runs/made%00/about",
-     "/page/../server.py", "/page/%2e%2e%2fserver.py", "/page/index.html", "/api/runs/made/steps/../../about", "/api/runs/made/steps/-1", "/api/runs/made/steps/5/0/99",
-     "/api/runs/made/steps/99999999999999999999", "/api/runs/made/steps/" + "9" * 5000, "/api/runs/made/steps/5/0/" + "1" * 400, "/api/runs/" + "x" * 3000, "/../../etc/passwd"],
-)  # fmt: skip
-def test_an_address_names_only_what_is_watched(served: Any, path: str) -> None:
-    """D6."""
+    [
+        "/api/runs/..",
+        "/api/runs/%2e%2e/about",
+        "/api/runs/%2e%2e%2fmade/about",
+        "/api/runs//etc/passwd",
+        "/api/runs/made%00/about",
+        "/page/../server.py",
+        "/page/%2e%2e%2fserver.py",
+        "/page/index.html",
+        "/api/runs/made/steps/../../about",
+        "/api/runs/made/steps/-1",
+        "/api/runs/made/steps/5/0/99",
+        "/api/runs/made/steps/99999999999999999999",
+        "/api/runs/made/steps/" + "9" * 5000,
+        "/api/runs/made/steps/5/0/" + "1" * 400,
+        "/api/runs/" + "x" * 3000,
+        "/../../etc/passwd",
+    ],
+)
+def test_a_url_can_only_name_a_run_on_the_watch_list(served: Any, path: str) -> None:
     assert served.get(path).status == 404
 
 
-def test_bad_queries_are_named(served: Any) -> None:
-    for query, said in (
+def test_invalid_queries_name_the_parameter(served: Any) -> None:
+    for query, output in (
         ("points=x", b"points"),
         ("points=0", b"points"),
         ("from=x", b"from"),
         ("points=²", b"points"),
         ("points=" + "0" * 20 + "1", b"points"),
     ):
-        answer = served.get(f"/api/runs/made?{query.replace('²', '%C2%B2')}")
-        assert answer.status == 400
-        assert said in answer.body
-    assert b"there are" in served.get("/api/runs/made/steps/5?only=everything").body
+        response = served.get(f"/api/runs/made?{query.replace('²', '%C2%B2')}")
+        assert response.status == 400
+        assert output in response.body
+    assert b"choose one of" in served.get("/api/runs/made/steps/5?only=everything").body
     assert served.get("/api/runs/made?from=nan&to=-inf").status == 200
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nowhere"])
-def test_every_answer_is_marked(served: Any, path: str) -> None:
-    answer = served.get(path)
-    found = {k.lower(): v for k, v in answer.headers.items()}
+def test_every_response_has_the_security_headers(served: Any, path: str) -> None:
+    response = served.get(path)
+    found = {k.lower(): v for k, v in response.headers.items()}
     assert all(found[k] == v for k, v in HEADERS.items())
     assert "unsafe" not in found["content-security-policy"]
     assert "server" not in found
 
 
-def test_the_page_asks_nobody_else() -> None:
-    """D12: no address of another host in what is served, and no inline script."""
+def test_the_page_uses_no_other_host_and_no_inline_script() -> None:
     folder = Path(sys.modules["gspo.view.dashboard.server"].__file__ or "").parent / "page"
     for file in folder.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -179,8 +208,8 @@ def test_the_page_asks_nobody_else() -> None:
     assert not re.search(r"<script(?! src)|\son\w+=|<style|style=", (folder / "index.html").read_text())
 
 
-def test_secrets_do_not_leave(tmp_path: Path, serve: Callable[..., Any]) -> None:
-    """D7: by value, by key and by shape, in every answer."""
+def test_responses_contain_no_secrets(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    """Secrets are recognized by value, by key and by shape."""
     run = make_run(tmp_path / "made")
     secret = "hf_secretsecret123"
     with (run / "config.toml").open("a") as out:
@@ -198,8 +227,8 @@ def test_secrets_do_not_leave(tmp_path: Path, serve: Callable[..., Any]) -> None
     assert "key=" not in Path(f"/proc/{served.process.pid}/cmdline").read_text()
 
 
-def asked(app: Any, keys: SessionKeys, path: str) -> list[dict[str, Any]]:
-    """What an application sends for a request, without a server."""
+def messages(app: Any, keys: SessionKeys, path: str) -> list[dict[str, Any]]:
+    """The messages that the application sends for a request, without a server."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -211,8 +240,7 @@ def asked(app: Any, keys: SessionKeys, path: str) -> list[dict[str, Any]]:
     return sent
 
 
-def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D11."""
+def test_an_exception_gives_a_number_and_no_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
@@ -220,7 +248,7 @@ def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pyt
     monkeypatch.setattr("gspo.view.dashboard.handlers.about", broken)
 
     keys = SessionKeys(print)
-    sent = asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")
+    sent = messages(application(Watchlist([run]), keys), keys, "/api/runs/made/about")
     assert sent[0]["status"] == 500
     assert b"secret detail" not in sent[1]["body"]
     assert re.search(rb"error [0-9a-f]{8}", sent[1]["body"])
@@ -228,18 +256,17 @@ def test_an_exception_gives_a_number_not_a_traceback(run: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("body", [b"x" * 100, b"x" * 2_000_000])
 def test_a_request_with_a_body_is_refused(served: Any, body: bytes) -> None:
-    """D8."""
     served.get("/api/runs")
     try:
-        answer = served.ask("/api/runs", method="POST", headers=served.allowed, body=body)
-        assert answer.status == 413
+        response = served.request("/api/runs", method="POST", headers=served.authorization, body=body)
+        assert response.status == 413
     except (BrokenPipeError, ConnectionResetError):
         pass
     assert served.get("/api/runs").status == 200
 
 
-def test_slow_and_many_connections_do_not_keep_others_out(served: Any) -> None:
-    """D8: connections that never finish a request are ended, and a page still gets its answer."""
+def test_many_slow_connections_do_not_block_others(served: Any) -> None:
+    """Connections that never finish a request are aborted, and other requests are still served."""
     served.get("/api/runs")
     hanging = []
     for _ in range(450):
@@ -247,88 +274,145 @@ def test_slow_and_many_connections_do_not_keep_others_out(served: Any) -> None:
         s.sendall(b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
         hanging.append(s)
     assert served.get("/api/runs").status == 200
-    began = time.monotonic()
-    ended = 0
+    started = time.monotonic()
+    aborted = 0
     for s in hanging:
-        s.settimeout(max(0.1, 25 - (time.monotonic() - began)))
+        s.settimeout(max(0.1, 25 - (time.monotonic() - started)))
         try:
-            ended += s.recv(100) == b""
+            aborted += s.recv(100) == b""
         except ConnectionResetError:
-            ended += 1
+            aborted += 1
         s.close()
-    assert ended == len(hanging)
+    assert aborted == len(hanging)
     assert served.get("/api/runs").status == 200
 
 
-def test_interrupting_it_ends_it_in_good_order(run: Path, serve: Callable[..., Any]) -> None:
+def test_an_interrupt_stops_the_server_cleanly(run: Path, serve: Callable[..., Any]) -> None:
     served = serve(run)
     served.get("/")
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(timeout=10) in (0, 130)
 
 
-def test_a_taken_port_is_said_in_one_line(served: Any, run: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "gspo.cli", "watch", str(run), "--port", str(served.port)], capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+def test_a_port_in_use_gives_a_one_line_error(served: Any, run: Path) -> None:
+    command = [sys.executable, "-m", "gspo.cli", "watch", str(run), "--port", str(served.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "--port" in done.stderr
 
 
 @pytest.mark.parametrize("others", ['prefs={"a":1}; ', "foo bar[]=x; ", "a=b=c;;; =; ", 'q="unclosed; '])
-def test_cookies_of_other_programs_do_not_lock_the_user_out(served: Any, others: str) -> None:
-    """Browsers share cookies over all ports of a host."""
+def test_cookies_of_other_programs_are_ignored(served: Any, others: str) -> None:
+    """Browsers send cookies to all ports of a host."""
     assert served.get("/api/runs", Cookie=others).status == 200
 
 
 HUGE = "1" + "0" * 400
-ODD_FILES = {
-    "config.toml": [f"steps = {HUGE}", "steps = 0x" + "f" * 9000, "steps = " + "9" * 5000, f"[objective]\nname = {HUGE}\n[learner]\nmini_batches = {HUGE}", "seed = nan\nsteps = inf", "a" + ".a" * 300 + " = 1", "d = 1979-05-27T07:32:00Z", f'name = "{"x" * 900_000}"', 'objective = "gspo"', "steps = 99999999999999999999999", "a = " + "[" * 5000, 'steps = "x"\n[learner]\nmini_batches = "4"'],
-    "events.jsonl": [f'{{"event": "stop", "step": {HUGE}, "signal": {HUGE}}}\n', f'{{"event": {HUGE}, "{"k" * 9000}": [{HUGE}]}}\n', '{"event": "alarm", "a": NaN, "b": Infinity}\n', '{"event": "x", "a": ' + "[" * 900 + "]" * 900 + "}\n", '{"event": "\\ud800", "n": 99999999999999999999999, "step": 1e300}\n', "[" * 200_000 + "\n", '{"event": "alarm", "step": "x"}\n'],
-    "environment.json": [f'{{"device": {HUGE}, "packages": {HUGE}}}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "9" * 5000, '{"a": "\\ud800", "n": 99999999999999999999999}', "[" * 200_000],
-    "metrics.jsonl": [f'{{"step": {HUGE}, "reward/mean": {HUGE}}}\n', '{"step": 1e400, "eval/accuracy": -1e400}\n', '{"step": 1, "eval/accuracy": 1e308, "eval/accuracy_low": -1e308, "eval/accuracy_high": 1e308}\n' * 3, "".join(f'{{"step": {s}, "reward/mean": {v}1e308, "grad/norm": {v}1e308, "length/mean": -1}}\n' for s, v in ((-5, ""), (1, "-"), (2, ""), (3, "-"), (4, ""), (5, ""), (6, ""))), '{"step": 1e300, "reward/mean": 1e308}\n', '{"eval/accuracy": 0.5, "step": 1}\n' * 3, '{"reward/mean": [1]}\n', '{"step": "a"}\n'],
-    "rollouts/000005.jsonl": ['{"sample": 1e300, "reward": 1e300, "token_ids": [1e300, -1]}\n', '{"sample": 0, "reward": 1e308, "advantage": -1e308, "sequence_ratio": 1e-320, "parts": {"a": {}}, "token_ids": [true, 1e18]}\n' * 2, "{}\n" * 60_000, '{"text": ' + "[" * 900 + "]" * 900 + "}\n", '{"token_ids": [1], "text": "' + "x" * 300_000 + '"}\n'],
-    "timings.jsonl": [f'{{"step": 1, "time/step_s": {HUGE}, "time/rollout_s": -1e308}}\n', '{"time/rollout_s": 1}\n' * 3, '{"step": 1}\n' * 2],
-}  # fmt: skip
+NESTED = "[" * 900 + "]" * 900
+EXTREME_STEPS = ((-5, ""), (1, "-"), (2, ""), (3, "-"), (4, ""), (5, ""), (6, ""))
+INVALID_FILES = {
+    "config.toml": [
+        f"steps = {HUGE}",
+        "steps = 0x" + "f" * 9000,
+        "steps = " + "9" * 5000,
+        f"[objective]\nname = {HUGE}\n[learner]\nmini_batches = {HUGE}",
+        "seed = nan\nsteps = inf",
+        "a" + ".a" * 300 + " = 1",
+        "d = 1979-05-27T07:32:00Z",
+        f'name = "{"x" * 900_000}"',
+        'objective = "gspo"',
+        "steps = 99999999999999999999999",
+        "a = " + "[" * 5000,
+        'steps = "x"\n[learner]\nmini_batches = "4"',
+    ],
+    "events.jsonl": [
+        f'{{"event": "stop", "step": {HUGE}, "signal": {HUGE}}}\n',
+        f'{{"event": {HUGE}, "{"k" * 9000}": [{HUGE}]}}\n',
+        '{"event": "alarm", "a": NaN, "b": Infinity}\n',
+        '{"event": "x", "a": ' + NESTED + "}\n",
+        '{"event": "\\ud800", "n": 99999999999999999999999, "step": 1e300}\n',
+        "[" * 200_000 + "\n",
+        '{"event": "alarm", "step": "x"}\n',
+    ],
+    "environment.json": [
+        f'{{"device": {HUGE}, "packages": {HUGE}}}',
+        '{"a": ' + NESTED + "}",
+        "9" * 5000,
+        '{"a": "\\ud800", "n": 99999999999999999999999}',
+        "[" * 200_000,
+    ],
+    "metrics.jsonl": [
+        f'{{"step": {HUGE}, "reward/mean": {HUGE}}}\n',
+        '{"step": 1e400, "eval/accuracy": -1e400}\n',
+        '{"step": 1, "eval/accuracy": 1e308, "eval/accuracy_low": -1e308, "eval/accuracy_high": 1e308}\n' * 3,
+        "".join(
+            f'{{"step": {step}, "reward/mean": {sign}1e308, "grad/norm": {sign}1e308, "length/mean": -1}}\n'
+            for step, sign in EXTREME_STEPS
+        ),
+        '{"step": 1e300, "reward/mean": 1e308}\n',
+        '{"eval/accuracy": 0.5, "step": 1}\n' * 3,
+        '{"reward/mean": [1]}\n',
+        '{"step": "a"}\n',
+    ],
+    "rollouts/000005.jsonl": [
+        '{"sample": 1e300, "reward": 1e300, "token_ids": [1e300, -1]}\n',
+        '{"sample": 0, "reward": 1e308, "advantage": -1e308, "sequence_ratio": 1e-320, "parts": {"a": {}}, '
+        '"token_ids": [true, 1e18]}\n'
+        '{"sample": 0, "reward": 1e308, "advantage": -1e308, "sequence_ratio": 1e-320, "parts": {"a": {}}, '
+        '"token_ids": [true, 1e18]}\n',
+        "{}\n" * 60_000,
+        '{"text": ' + NESTED + "}\n",
+        '{"token_ids": [1], "text": "' + "x" * 300_000 + '"}\n',
+    ],
+    "timings.jsonl": [
+        f'{{"step": 1, "time/step_s": {HUGE}, "time/rollout_s": -1e308}}\n',
+        '{"time/rollout_s": 1}\n' * 3,
+        '{"step": 1}\n' * 2,
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in ODD_FILES.items() for text in texts])
-def test_a_run_with_odd_files_is_shown_and_does_not_take_others_down(tmp_path: Path, name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in INVALID_FILES.items() for text in texts])
+def test_a_run_with_invalid_files_is_shown_and_does_not_affect_others(tmp_path: Path, name: str, text: str) -> None:
     for run in ("odd", "good"):
         make_run(tmp_path / run)
     (tmp_path / "odd" / name).write_text(text)
     watchlist = Watchlist([tmp_path / "good", tmp_path / "odd"])
-    states = {r["name"]: r["state"] for r in json.loads(answers.encode(answers.runs(watchlist)))["runs"]}
+    states = {r["name"]: r["state"] for r in json.loads(handlers.encode(handlers.runs(watchlist)))["runs"]}
     assert states["good"] == "finished"
     assert states["odd"] != "unreadable"
-    for answer in (
-        answers.overview(watchlist.runs["odd"], {}),
-        answers.about(watchlist.runs["odd"]),
-        answers.step(watchlist.runs["odd"], 5, {}),
-        answers.step(watchlist.runs["odd"], 5, {"order": "ratio"}),
-        answers.reply(watchlist.runs["odd"], 5, 0, 0),
+    for response in (
+        handlers.overview(watchlist.runs["odd"], {}),
+        handlers.about(watchlist.runs["odd"]),
+        handlers.step(watchlist.runs["odd"], 5, {}),
+        handlers.step(watchlist.runs["odd"], 5, {"order": "ratio"}),
+        handlers.completion(watchlist.runs["odd"], 5, 0, 0),
     ):
-        assert len(answers.encode(answer)) < 20_000_000
+        assert len(handlers.encode(response)) < 20_000_000
     assert "unreadable" not in page(watchlist)
-    said = io.StringIO()
-    watch_text([tmp_path / "good", tmp_path / "odd"], Console(file=said, width=120))
-    assert "finished, step 12" in said.getvalue()
-    assert "unreadable" not in said.getvalue()
+    output = io.StringIO()
+    watch_text([tmp_path / "good", tmp_path / "odd"], Console(file=output, width=120))
+    assert "finished, step 12" in output.getvalue()
+    assert "unreadable" not in output.getvalue()
 
 
-def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watchlist = Watchlist([make_run(tmp_path / "good"), make_run(tmp_path / "bad")])
 
     def broken() -> None:
         raise RuntimeError("odd")
 
     monkeypatch.setattr(watchlist.runs["bad"], "refresh", broken)
-    found = {r["name"]: r for r in answers.runs(watchlist)["runs"]}
+    found = {r["name"]: r for r in handlers.runs(watchlist)["runs"]}
     assert found["good"]["state"] == "finished"
     assert found["bad"]["state"] == "unreadable"
     assert "odd" in found["bad"]["why"]
 
 
-def test_a_run_that_cannot_be_read_leaves_the_others_in_the_report_and_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_unreadable_run_does_not_affect_others_in_the_report_and_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [make_run(tmp_path / "good"), make_run(tmp_path / "bad")]
     findings = RunReader.findings
 
@@ -339,36 +423,42 @@ def test_a_run_that_cannot_be_read_leaves_the_others_in_the_report_and_the_termi
 
     monkeypatch.setattr(RunReader, "findings", broken)
     assert "This run cannot be read: RuntimeError: odd" in page(Watchlist(paths))
-    said = io.StringIO()
-    watch_text(paths, Console(file=said, width=120))
-    assert "unreadable: RuntimeError: odd" in said.getvalue()
-    assert "finished, step 12" in said.getvalue()
+    output = io.StringIO()
+    watch_text(paths, Console(file=output, width=120))
+    assert "unreadable: RuntimeError: odd" in output.getvalue()
+    assert "finished, step 12" in output.getvalue()
 
 
 PANICKING = {
-    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
     "model": {"type": "WordLevel", "vocab": {" ": 0, "a": 1}, "unk_token": "a"},
     "decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 5},
-}  # fmt: skip
-"""The library reads this, and panics over its decoder as soon as it decodes a token that is shorter than what it strips."""
+}
+"""A tokenizer that loads, but panics when it decodes a token shorter than what its decoder strips."""
 
 
-def test_a_tokenizer_that_panics_costs_the_pieces_and_not_the_answer(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "made", replies=[reply("train/1", 0, "x", token_ids=[0, 1, 0])])
+def test_a_tokenizer_that_panics_loses_only_the_token_texts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", completions=[completion("train/1", 0, "x", token_ids=[0, 1, 0])])
     (run / "tokenizer").mkdir()
     (run / "tokenizer" / "tokenizer.json").write_text(json.dumps(PANICKING))
     with pytest.raises(BaseException, match=r"index out of bounds|overflow") as panic:
         Tokenizer.from_str(json.dumps(PANICKING)).decode([0])
     assert not isinstance(panic.value, Exception)
-    found = answers.reply(Watchlist([run]).runs["made"], 5, 0, 0)
+    found = handlers.completion(Watchlist([run]).runs["made"], 5, 0, 0)
     assert found["text"] == "x"
     assert found["pieces"][0] == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_panic_anywhere_is_an_answer(run: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Any]) -> None:
+def test_a_panic_in_a_handler_gives_an_error_response(
+    run: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Any]
+) -> None:
     def broken(*_: Any) -> None:
         Tokenizer.from_str(json.dumps(PANICKING)).decode([0])
 
     monkeypatch.setattr("gspo.view.dashboard.handlers.about", broken)
     keys = SessionKeys(print)
-    assert asked(application(Watchlist([run]), keys), keys, "/api/runs/made/about")[0]["status"] == 500
+    assert messages(application(Watchlist([run]), keys), keys, "/api/runs/made/about")[0]["status"] == 500

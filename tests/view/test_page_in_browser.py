@@ -1,4 +1,4 @@
-"""The pages in a real browser: they load, move while a run trains, lead down to a token, and run nothing a model wrote."""
+"""The pages in a real browser: live updates, navigation down to a token, and model output shown as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from shown_runs import HOSTILE, make_run, reply, write_lines
+from shown_runs import HOSTILE, completion, make_run, write_lines
 
 from gspo.view.report import write_report
 
@@ -29,28 +29,30 @@ def browser() -> Iterator[Any]:
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert path, "the browser tests need Chromium: apt-get install chromium"
     with sync_playwright() as p:
-        found = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"])  # fmt: skip
-        yield found
-        found.close()
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+        chromium = p.chromium.launch(executable_path=path, args=arguments)
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page that fails the test if anything of it goes wrong or asks another host."""
+    """A page that fails the test on any script error or request to another host."""
     context = browser.new_context(viewport={"width": 1300, "height": 900})
-    made = context.new_page()
-    wrong: list[str] = []
-    made.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-    made.on("console", lambda m: wrong.append(f"console: {m.text}") if m.type == "error" else None)
-    made.on("request", lambda r: wrong.append(f"request: {r.url}") if not re.match(r"http://127\.0\.0\.1:|file:|data:", r.url) else None)  # fmt: skip
-    made.on("dialog", lambda d: wrong.append(f"dialog: {d.message}"))
-    made.wrong = wrong
-    yield made
-    assert not wrong
+    tab = context.new_page()
+    problems: list[str] = []
+    local = re.compile(r"http://127\.0\.0\.1:|file:|data:")
+    tab.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    tab.on("console", lambda m: problems.append(f"console: {m.text}") if m.type == "error" else None)
+    tab.on("request", lambda r: None if local.match(r.url) else problems.append(f"request: {r.url}"))
+    tab.on("dialog", lambda d: problems.append(f"dialog: {d.message}"))
+    tab.problems = problems
+    yield tab
+    assert not problems
     context.close()
 
 
-def opened(page: Any, served: Any, where: str = "") -> None:
+def open_dashboard(page: Any, served: Any, where: str = "") -> None:
     page.goto(served.link)
     served.link = served.next_link()
     if where:
@@ -61,24 +63,35 @@ def last_step(page: Any) -> int:
     return int(re.search(r"step ([\d,]+)", page.locator(".chip .state").first.inner_text())[1].replace(",", ""))
 
 
-def test_curves_move_while_a_run_trains(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_curves_update_while_a_run_trains(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "live"
-    options = ["--steps=60", "--cold_start.steps=0", "--rollout.prompts=4", "--rollout.replies=4", "--rollout.max_tokens=16", "--eval.every=0", "--checkpoint.every=60", "--model.threads=1"]  # fmt: skip
-    trainer = subprocess.Popen([sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={run}", *options], stdout=subprocess.DEVNULL)  # fmt: skip
+    options = [
+        "--steps=60",
+        "--cold_start.steps=0",
+        "--rollout.prompts=4",
+        "--rollout.replies=4",
+        "--rollout.max_tokens=16",
+        "--eval.every=0",
+        "--checkpoint.every=60",
+        "--model.threads=1",
+    ]
+    command = [sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={run}", *options]
+    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        opened(page, serve(run))
+        open_dashboard(page, serve(run))
         curve = page.locator(".chart svg path.line").first
         curve.wait_for(state="attached", timeout=60_000)
         assert "running" in page.locator(".chip .state").first.inner_text()
-        before, drawn = last_step(page), curve.get_attribute("d")
+        before = last_step(page)
+        path = curve.get_attribute("d")
         page.wait_for_timeout(3000)
         while last_step(page) <= before and time.monotonic() < deadline:
             page.wait_for_timeout(300)
         assert last_step(page) > before
-        assert page.locator(".chart svg path.line").first.get_attribute("d") != drawn
+        assert page.locator(".chart svg path.line").first.get_attribute("d") != path
         assert trainer.wait(timeout=120) == 0
         page.get_by_text("finished, step 60 of 60").wait_for(timeout=30_000)
     finally:
@@ -87,12 +100,12 @@ def test_curves_move_while_a_run_trains(page: Any, serve: Callable[..., Any], tm
 
 
 class Eavesdropper(BaseHTTPRequestHandler):
-    """Another program of this machine, on another port: it keeps what browsers send it."""
+    """Another program on another port that records the headers that browsers send."""
 
-    heard: ClassVar[list[str]] = []
+    headers_seen: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
-        self.heard.append(str(self.headers))
+        self.headers_seen.append(str(self.headers))
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.end_headers()
@@ -102,9 +115,11 @@ class Eavesdropper(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_session_survives_a_reload_and_no_other_port_hears_of_it(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+def test_the_session_survives_a_reload_and_no_other_port_gets_the_token(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
     served = serve(make_run(tmp_path / "made"))
-    opened(page, served)
+    open_dashboard(page, served)
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     assert "key=" not in page.url
     page.reload()
@@ -121,26 +136,30 @@ def test_the_session_survives_a_reload_and_no_other_port_hears_of_it(page: Any, 
         assert other.title() == "another"
         assert other.evaluate("localStorage.getItem('gspo-token')") is None
         listener.shutdown()
-    assert Eavesdropper.heard
-    assert token not in "".join(Eavesdropper.heard)
+    assert Eavesdropper.headers_seen
+    assert token not in "".join(Eavesdropper.headers_seen)
 
 
-def test_a_used_link_says_so_and_the_next_one_opens_the_same_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+def test_a_used_link_is_refused_and_the_next_one_opens_the_page(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
     served = serve(make_run(tmp_path / "made"))
     used = served.link
     served.exchange(used)
     page.goto(used)
     page.get_by_text("each link opens one browser").wait_for()
-    page.wrong.clear()  # the browser's console names the two answers that were refused
+    page.problems.clear()  # the console reports the two refused requests
     page.goto(served.next_link())
     page.locator(".chart svg path.line").first.wait_for(state="attached")
 
 
-def test_a_run_with_impossible_numbers_leaves_the_others_on_the_page(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
+def test_a_run_with_invalid_numbers_does_not_affect_the_others(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
     odd = make_run(tmp_path / "runs" / "odd")
     make_run(tmp_path / "runs" / "good")
     (odd / "config.toml").write_text(f"steps = 1{'0' * 400}\n")
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.get_by_text("finished, step 12 of 40").wait_for()
     assert page.locator(".chip").count() == 2
     page.goto(page.url.partition("#")[0] + "#/odd/5")
@@ -148,28 +167,33 @@ def test_a_run_with_impossible_numbers_leaves_the_others_on_the_page(page: Any, 
 
 
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "made", replies=[reply("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100) for i in range(3)])  # fmt: skip
-    opened(page, serve(run))
-    page.locator(".chart svg path.line").first.wait_for(state="attached")  # an empty chart has nothing to say
+    records = [
+        completion("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100)
+        for i in range(3)
+    ]
+    run = make_run(tmp_path / "made", completions=records)
+    open_dashboard(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")  # an empty chart has no readout
     chart = page.locator(".chart svg").first
     box = chart.bounding_box()
     chart.hover(position={"x": 60 + (box["width"] - 60) * 5 / 12, "y": 40})
     assert "step 5" in page.locator(".chart .legend").first.inner_text()
     chart.click(position={"x": 60 + (box["width"] - 60) * 5 / 12, "y": 40})
     page.get_by_role("heading", name="Step 5").wait_for()
-    page.locator("a.reply.clipped").click()
-    page.get_by_role("heading", name="Reply 2 of 3 to train/1").wait_for()
-    assert "It was clipped above the range: no gradient." in page.locator("aside").inner_text()
+    page.locator("a.completion.clipped").click()
+    page.get_by_role("heading", name="Completion 2 of 3 to train/1").wait_for()
+    assert "Clipped above the clip range: no gradient." in page.locator("aside").inner_text()
     page.locator(".tok").nth(2).hover()
-    said = page.locator(".inspector").inner_text()
-    for part in ("token 3 of 8", "log p, new policy", "log p, old policy", "log p, sampler", "log p, reference", "not recorded", "-0.5000"):  # fmt: skip
-        assert part in said
+    inspector = page.locator(".inspector").inner_text()
+    policies = [f"log-prob, {name}" for name in ("new policy", "old policy", "sampler", "reference")]
+    for part in ("token 3 of 8", *policies, "not recorded", "-0.5000"):
+        assert part in inspector
     assert page.locator(".tok.t4, .tok.t-4").count() > 0
 
 
 def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(make_run(tmp_path / "made"))
-    opened(page, served)
+    open_dashboard(page, served)
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     page.locator(".chart svg").first.focus()
     page.keyboard.press("Home")
@@ -182,32 +206,32 @@ def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], t
     page.get_by_role("heading", name="Step 5").wait_for()
     page.keyboard.press("/")
     page.keyboard.type("evil")
-    page.get_by_text("1 of 7 replies").wait_for()
+    page.get_by_text("1 of 7 completions").wait_for()
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.get_by_role("heading", name="Reply 6 of 7").wait_for()
+    page.get_by_role("heading", name="Completion 6 of 7").wait_for()
     page.locator(".tok").first.focus()
     page.keyboard.press("ArrowRight")
     assert "token 2 of" in page.locator(".inspector").inner_text()
     page.keyboard.press("Escape")
     page.get_by_role("heading", name="Step 5").wait_for()
     page.keyboard.press("Escape")
-    page.get_by_text("What is going on").wait_for()
+    page.get_by_text("Diagnosis").wait_for()
 
 
-def test_what_a_model_wrote_is_text(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    """D5: in the events, the groups, the search and the reply, with each hostile text."""
-    opened(page, serve(make_run(tmp_path / "made")))
+def test_model_output_is_shown_as_text(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """In the events, the groups, the search and the completion, for each hostile text."""
+    open_dashboard(page, serve(make_run(tmp_path / "made")))
     page.get_by_text("window.hacked = 1").first.wait_for()
     for number in range(len(HOSTILE)):
         page.goto(page.url.partition("#")[0] + f"#/made/5/0/{number}")
-        page.get_by_role("heading", name=f"Reply {number + 1} of").wait_for()
+        page.get_by_role("heading", name=f"Completion {number + 1} of").wait_for()
         page.wait_for_timeout(50)
     page.goto(page.url.partition("#")[0] + "#/made/5")
-    page.get_by_label("search prompts and replies").fill("script")
-    page.get_by_text("4 of 7 replies").wait_for()
+    page.get_by_label("search prompts and completions").fill("script")
+    page.get_by_text("4 of 7 completions").wait_for()
     assert page.evaluate("window.hacked") is None
     assert page.locator("main img, main script, main iframe, main svg[onload]").count() == 0
     page.goto(page.url.partition("#")[0] + "#/made/5/0/5")
@@ -216,12 +240,10 @@ def test_what_a_model_wrote_is_text(page: Any, serve: Callable[..., Any], tmp_pa
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown)
 
 
-def test_several_runs_lie_over_each_other_and_can_be_hidden(
-    page: Any, serve: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_several_runs_share_charts_and_can_be_hidden(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     for name in ("first", "second"):
         make_run(tmp_path / "runs" / name)
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     legend = page.locator(".chart .legend").first
     assert {"first: reward", "second: reward"} <= set(re.findall(r"\w+: reward", legend.inner_text()))
@@ -233,7 +255,7 @@ def test_several_runs_lie_over_each_other_and_can_be_hidden(
 def test_no_chip_is_cut_when_there_are_many_runs(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     for i in range(16):
         make_run(tmp_path / "runs" / f"a-run-with-a-longer-name-{i}")
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.locator(".chip").nth(15).wait_for(state="attached")
     cut = """() => {
         const box = document.getElementById("runs").getBoundingClientRect();
@@ -249,23 +271,23 @@ def test_no_chip_is_cut_when_there_are_many_runs(page: Any, serve: Callable[...,
     page.locator(".chip").last.click()
 
 
-def test_zoom_smoothing_and_logarithm_change_what_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
-    opened(page, serve(make_run(tmp_path / "made", steps=40)))
+def test_zoom_smoothing_and_log_axis_change_the_curves(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    open_dashboard(page, serve(make_run(tmp_path / "made", steps=40)))
     line = page.locator(".chart svg path.line:not(.faint)").first
     line.wait_for(state="attached")
-    drawn = [line.get_attribute("d")]
+    paths = [line.get_attribute("d")]
     page.locator("input[type=range]").fill("0.9")
-    drawn.append(line.get_attribute("d"))
+    paths.append(line.get_attribute("d"))
     page.get_by_role("button", name="log").first.click()
-    drawn.append(line.get_attribute("d"))
+    paths.append(line.get_attribute("d"))
     box = page.locator(".chart svg").first.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 60)
     page.mouse.down()
     page.mouse.move(box["x"] + 220, box["y"] + 60, steps=4)
     page.mouse.up()
     page.get_by_role("button", name="show all steps").wait_for()
-    drawn.append(page.locator(".chart svg path.line:not(.faint)").first.get_attribute("d"))
-    assert len(set(drawn)) == 4
+    paths.append(page.locator(".chart svg path.line:not(.faint)").first.get_attribute("d"))
+    assert len(set(paths)) == 4
     page.mouse.dblclick(box["x"] + 150, box["y"] + 60)
     page.get_by_role("button", name="show all steps").wait_for(state="hidden")
     assert page.url.endswith("/")
@@ -273,11 +295,13 @@ def test_zoom_smoothing_and_logarithm_change_what_is_drawn(page: Any, serve: Cal
 
 @pytest.mark.parametrize("width", [360, 1300])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_the_window_in_both_colours(browser: Any, serve: Callable[..., Any], tmp_path: Path, width: int, scheme: str) -> None:  # fmt: skip
+def test_pages_fit_the_window_in_both_color_schemes(
+    browser: Any, serve: Callable[..., Any], tmp_path: Path, width: int, scheme: str
+) -> None:
     served = serve(make_run(tmp_path / "made"))
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
-    opened(page, served)
+    open_dashboard(page, served)
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     for where in ("", "#/made/5", "#/made/5/0/0"):
         page.goto(f"http://{served.host}/{where}")
@@ -289,84 +313,87 @@ def test_pages_fit_the_window_in_both_colours(browser: Any, serve: Callable[...,
     context.close()
 
 
-def test_a_server_that_ends_is_noticed(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_stopped_server_is_reported(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(make_run(tmp_path / "made"))
     page = browser.new_context().new_page()
-    opened(page, served)
+    open_dashboard(page, served)
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     served.process.kill()
-    page.get_by_text("The server does not answer").wait_for(timeout=15_000)
+    page.get_by_text("The server does not respond").wait_for(timeout=15_000)
 
 
-def test_the_report_is_one_file_that_runs_nothing_foreign(page: Any, tmp_path: Path) -> None:
-    make_run(tmp_path / "runs" / "<b>odd"), make_run(tmp_path / "runs" / "two")
-    out = write_report([tmp_path / "runs" / "<b>odd", tmp_path / "runs" / "two"], tmp_path / "report.html")
+def test_the_report_is_one_file_that_runs_only_its_own_script(page: Any, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "runs" / name) for name in ("<b>odd", "two")]
+    out = write_report(runs, tmp_path / "report.html")
     page.goto(f"file://{out}")
     page.locator(".chart svg path.line").first.wait_for(state="attached")
-    page.locator("details.telling summary").first.click()
-    page.locator("details.telling .tok").first.wait_for()
-    page.locator("details.telling .tok").first.hover()
-    assert "log p, old policy" in page.locator(".inspector").first.inner_text()
+    page.locator("details.example summary").first.click()
+    page.locator("details.example .tok").first.wait_for()
+    page.locator("details.example .tok").first.hover()
+    assert "log-prob, old policy" in page.locator(".inspector").first.inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.locator("b").count() == 0
 
 
-def test_a_run_that_appears_later_is_shown_by_itself(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_new_run_appears_without_a_reload(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.wait_for_timeout(500)
     make_run(tmp_path / "runs" / "late")
     page.locator(".chart svg path.line").first.wait_for(state="attached", timeout=20_000)
 
 
 def test_a_constant_curve_is_drawn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    """Also one that differs in the last bit, where steps between ticks are lost to rounding."""
+    """Also one that differs only in the last bit, where the distance between ticks rounds to 0."""
     run = make_run(tmp_path / "made", steps=30)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    odd = {"entropy/mean": lambda s: 0.1 + 0.2 if s % 2 else 0.3, "length/mean": lambda s: 1e308 * (-1) ** s, "grad/norm": lambda s: 0, "kl/old_new": lambda s: 1e-300}  # fmt: skip
-    write_lines(run / "metrics.jsonl", [row | {k: v(row["step"]) for k, v in odd.items()} for row in rows])
-    began = time.monotonic()
-    opened(page, serve(run))
+    extreme = {
+        "entropy/mean": lambda s: 0.1 + 0.2 if s % 2 else 0.3,
+        "length/mean": lambda s: 1e308 * (-1) ** s,
+        "grad/norm": lambda s: 0,
+        "kl/old_new": lambda s: 1e-300,
+    }
+    write_lines(run / "metrics.jsonl", [row | {k: v(row["step"]) for k, v in extreme.items()} for row in rows])
+    open_dashboard(page, serve(run))
     page.locator(".chart svg path.line").first.wait_for(state="attached")
-    page.get_by_text("Are the gradients sound?").wait_for()
+    page.get_by_role("heading", name="Gradient norm").wait_for()
     assert page.locator(".chart svg path.line").count() > 25
-    assert time.monotonic() - began < 10
 
 
-def test_a_bad_run_leaves_the_others_on_the_page(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    """Two runs, one of which the server cannot answer for: the other's curves are drawn, and the page names the bad one."""
+def test_a_failing_run_does_not_affect_the_others(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """The server fails for one of two runs: the other's curves are shown, and the page names the failing one."""
     for name in ("bad", "good"):
         make_run(tmp_path / "runs" / name)
     context = browser.new_context()
     page = context.new_page()
     page.route("**/api/runs/bad?*", lambda route: route.fulfill(status=500, body="error 1234"))
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     page.get_by_text("bad: error 1234").wait_for()
     context.close()
 
 
-def test_the_readout_says_nothing_beyond_the_end_of_a_run(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_readout_is_empty_beyond_the_end_of_a_run(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "short", steps=5)
     make_run(tmp_path / "runs" / "long", steps=40)
-    opened(page, serve(tmp_path / "runs"))
+    open_dashboard(page, serve(tmp_path / "runs"))
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     page.locator(".chart svg").first.focus()
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    said = page.locator(".chart .legend").first.inner_text()
-    assert "short: reward –" in said
-    assert "long: reward 0.69" in said
+    readout = page.locator(".chart .legend").first.inner_text()
+    assert "short: reward –" in readout
+    assert "long: reward 0.69" in readout
 
 
-def test_an_answer_that_comes_late_does_not_replace_a_newer_one(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:  # fmt: skip
-    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
-    served = serve(make_run(tmp_path / "made", replies=records))
+def test_a_late_response_does_not_replace_a_newer_one(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    records = [completion("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", completions=records))
     context = browser.new_context()
     page = context.new_page()
     held: list[Any] = []
-    opened(page, served)
-    page.get_by_text("What is going on").wait_for()
+    open_dashboard(page, served)
+    page.get_by_text("Diagnosis").wait_for()
 
     def hold(pattern: str) -> None:
         held.clear()
@@ -380,16 +407,16 @@ def test_an_answer_that_comes_late_does_not_replace_a_newer_one(browser: Any, se
     hold(r"/steps/5\?$")
     page.goto(f"http://{served.host}/#/made/5")
     page.get_by_label("show").select_option("clipped")
-    page.get_by_text("2 of 6 replies").wait_for()
+    page.get_by_text("2 of 6 completions").wait_for()
     answer()
-    assert page.get_by_text("2 of 6 replies").is_visible(), "the whole step was asked for first and came last"
+    assert page.get_by_text("2 of 6 completions").is_visible(), "the whole step was requested first and arrived last"
 
     hold(r"/steps/5/0/1$")
     for number in (1, 3):
         page.evaluate(f"location.hash = '#/made/5/0/{number}'")
-    page.get_by_role("heading", name="Reply 4 of 6").wait_for()
+    page.get_by_role("heading", name="Completion 4 of 6").wait_for()
     answer()
-    assert page.get_by_role("heading", name="Reply 4 of 6").is_visible()
+    assert page.get_by_role("heading", name="Completion 4 of 6").is_visible()
 
     hold(r"/api/runs/made\?.*from=")
     page.goto(f"http://{served.host}/#/")
@@ -409,19 +436,19 @@ def test_an_answer_that_comes_late_does_not_replace_a_newer_one(browser: Any, se
     answer()
     page.locator("input[type=range]").fill("0.62")
     page.locator("input[type=range]").fill("0.6")
-    assert line.get_attribute("d") == whole, "drawn again, from the data of the last question"
+    assert line.get_attribute("d") == whole, "redrawn from the data of the last request"
     context.close()
 
 
-def test_filters_stay_and_neighbours_follow_them(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    records = [reply("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
-    served = serve(make_run(tmp_path / "made", replies=records))
-    opened(page, served, "made/5")
+def test_filters_persist_and_navigation_follows_them(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    records = [completion("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
+    served = serve(make_run(tmp_path / "made", completions=records))
+    open_dashboard(page, served, "made/5")
     page.get_by_label("show").select_option("clipped")
-    page.get_by_text("2 of 6 replies").wait_for()
+    page.get_by_text("2 of 6 completions").wait_for()
     page.locator("a.match").first.click()
-    page.get_by_role("heading", name="Reply 2 of 6").wait_for()
+    page.get_by_role("heading", name="Completion 2 of 6").wait_for()
     page.keyboard.press("j")
-    page.get_by_role("heading", name="Reply 5 of 6").wait_for()
+    page.get_by_role("heading", name="Completion 5 of 6").wait_for()
     page.keyboard.press("Escape")
-    page.get_by_text("2 of 6 replies").wait_for()
+    page.get_by_text("2 of 6 completions").wait_for()

@@ -1,4 +1,4 @@
-"""The report as a file, and runs in a terminal."""
+"""The report file and the terminal view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from shown_runs import HOSTILE, make_run, reply, write_lines
+from shown_runs import HOSTILE, completion, make_run, write_lines
 
 from gspo.cli import main
 from gspo.errors import ConfigError
@@ -35,7 +35,7 @@ def data_of(page: str) -> dict[str, object]:
     return dict(json.loads(found[1]))
 
 
-def test_the_report_holds_the_runs_and_allows_only_its_own_script(tmp_path: Path) -> None:
+def test_the_report_contains_the_runs_and_allows_only_its_own_script(tmp_path: Path) -> None:
     for name, seed in (("one", 3), ("two", 4)):
         make_run(tmp_path / name)
         config = (tmp_path / name / "config.toml").read_text()
@@ -53,48 +53,51 @@ def test_the_report_holds_the_runs_and_allows_only_its_own_script(tmp_path: Path
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
 
 
-def test_the_most_telling_replies_are_chosen_once_each(tmp_path: Path) -> None:
-    replies = [reply("train/1", i, "word " * (i + 1), clipped_fraction=float(i > 3), sequence_ratio=1 + i / 100) for i in range(6)]  # fmt: skip
-    run = make_run(tmp_path / "run", replies=replies)
+def test_each_example_completion_is_shown_once(tmp_path: Path) -> None:
+    completions = [
+        completion("train/1", i, "word " * (i + 1), clipped_fraction=float(i > 3), sequence_ratio=1 + i / 100)
+        for i in range(6)
+    ]
+    run = make_run(tmp_path / "run", completions=completions)
     (run / "rollouts" / "000006.jsonl").rename(run / "rollouts" / "000003.jsonl")
-    telling = data_of(write_report([run], tmp_path / "r.html").read_text())["runs"][0]["telling"]  # type: ignore[index]
-    places = [(t["step"], t["group"], t["number"]) for t in telling]
+    examples = data_of(write_report([run], tmp_path / "r.html").read_text())["runs"][0]["examples"]  # type: ignore[index]
+    places = [(t["step"], t["group"], t["number"]) for t in examples]
     assert len(places) == len(set(places)) >= 4
     assert {s for s, _, _ in places} == {3, 5}
-    clipped = next(t for t in telling if "although better" in t["why"])
+    clipped = next(t for t in examples if "positive advantage" in t["why"])
     assert clipped["number"] == 5
 
 
-def test_bad_paths_are_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_paths_give_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    for arguments, said in (
+    for arguments, message in (
         (["report", str(tmp_path / "nowhere")], "not a run directory"),
-        (["report", str(tmp_path / "empty")], "holds no run"),
+        (["report", str(tmp_path / "empty")], "contains no run"),
         (["report", str(run), "-o", str(tmp_path)], "is a directory"),
         (["report", str(run), "-o", str(tmp_path / "no" / "r.html")], "cannot be written"),
-        (["watch", "--text", str(tmp_path / "empty")], "holds no run"),
+        (["watch", "--text", str(tmp_path / "empty")], "contains no run"),
         (["watch", str(tmp_path / "nowhere")], "not a run directory"),
         (["watch", str(run), "--bogus"], "--bogus"),
     ):
         assert main(arguments) == 1
         error = capsys.readouterr().err
-        assert said in error
+        assert message in error
         assert error.count("\n") == 1
 
 
-def test_a_report_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(make_run(tmp_path / "run")), "-o", str(tmp_path / "r.html")]) == 0
     assert str(tmp_path / "r.html") in capsys.readouterr().out
 
 
-def test_the_terminal_shows_curves_times_and_findings(tmp_path: Path) -> None:
+def test_the_terminal_shows_curves_phases_and_findings(tmp_path: Path) -> None:
     text = text_of(make_run(tmp_path / "made", steps=30))
     assert "made  finished, step 30 of 40, 1 s per step" in text
     line = next(line for line in text.splitlines() if line.startswith("reward/mean"))
     assert line.split()[1] == "".join(sorted(line.split()[1]))
     assert "0.6" in line
-    assert "sampling 50 %, scoring 5 %, learning 40 %" in text
+    assert "sampling 50 %, scoring 5 %, training 40 %" in text
     assert "samples/unscored" not in text
 
 
@@ -107,24 +110,24 @@ def test_the_terminal_lists_each_metric_once(tmp_path: Path) -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_terminal_repeats_no_clip_fraction_of_an_earlier_step(tmp_path: Path) -> None:
+def test_the_terminal_does_not_repeat_a_clip_fraction_of_an_earlier_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     rows = [*read_jsonl(run / "metrics.jsonl"), {"step": 13, "reward/mean": 0.5, "samples/trained": 0}]
     write_lines(run / "metrics.jsonl", rows)
     lines = text_of(run).splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("clip/fraction_tokens")] == ["-"]
     assert [line.split()[-1] for line in lines if line.startswith("reward/mean")] == ["0.5"]
-    assert any("1 of the last 13 steps trained on nothing" in line for line in lines)
+    assert any("1 of the last 13 steps had no trainable samples" in line for line in lines)
 
 
-def test_a_run_that_ends_by_tokens_has_no_last_step_to_show(tmp_path: Path) -> None:
+def test_a_run_with_a_token_budget_has_no_planned_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "step 12 of 40" in text_of(run)
     (run / "config.toml").write_text("tokens = 12000\n" + (run / "config.toml").read_text())
     assert "step 12," in text_of(run)
 
 
-def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+def test_the_terminal_prints_no_control_characters(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     with (run / "events.jsonl").open("a") as out:
         out.write(json.dumps({"event": "error", "error": "E", "what": f"{HOSTILE[5]} [red]markup[/red]"}) + "\n")
@@ -149,12 +152,11 @@ def test_sparklines_keep_order(values: list[float | None]) -> None:
 
 
 @given(st.text())
-def test_plain_text_moves_nothing(text: str) -> None:
+def test_printed_lines_have_no_control_characters(text: str) -> None:
     assert not re.search("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", line(text))
 
 
-def test_a_file_is_not_overwritten_in_part(tmp_path: Path) -> None:
-    """A report that cannot be made leaves the old one."""
+def test_a_failed_report_keeps_the_old_file(tmp_path: Path) -> None:
     old = tmp_path / "r.html"
     old.write_text("old")
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""Runs and replies as they are looked at: state, curves, groups, filters, tokens, secrets."""
+"""Reading of runs and completions: state, curves, groups, filters, tokens, secrets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from shown_runs import make_run, metrics, reply, write_lines
+from shown_runs import completion, make_run, metrics, write_lines
 
 from gspo.redact import HIDDEN, known_secrets, redacted, redacted_values, sounds_secret
-from gspo.view.completions import FILTERS, LARGEST, LONGEST, Replies
+from gspo.view.completions import FILTERS, LARGEST_FILE, LONGEST_TEXT, Completions
 from gspo.view.dashboard.watchlist import Watchlist
 from gspo.view.run_reader import RunReader
 
@@ -23,8 +23,8 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "made")
 
 
-def test_a_page_needs_no_torch() -> None:
-    """The dashboard starts in a moment, and on machines without torch."""
+def test_the_dashboard_does_not_import_torch() -> None:
+    """It starts quickly, and on machines without torch."""
     code = (
         "import sys, gspo.view.dashboard.server, gspo.view.report, gspo.view.terminal; sys.exit('torch' in sys.modules)"
     )
@@ -33,9 +33,14 @@ def test_a_page_needs_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("last", "state"),
-    [({"event": "stop", "signal": None}, "finished"), ({"event": "stop", "signal": 15}, "stopped"), ({"event": "error"}, "failed"), ({"event": "checkpoint"}, "ended")],
-)  # fmt: skip
-def test_the_state_is_what_the_events_say(run: Path, last: dict[str, object], state: str) -> None:
+    [
+        ({"event": "stop", "signal": None}, "finished"),
+        ({"event": "stop", "signal": 15}, "stopped"),
+        ({"event": "error"}, "failed"),
+        ({"event": "checkpoint"}, "ended"),
+    ],
+)
+def test_the_state_follows_the_last_event(run: Path, last: dict[str, object], state: str) -> None:
     with (run / "events.jsonl").open("a") as out:
         out.write(json.dumps(last) + "\n")
     watched = RunReader(run)
@@ -43,7 +48,7 @@ def test_the_state_is_what_the_events_say(run: Path, last: dict[str, object], st
     assert watched.state == state
 
 
-def test_a_run_whose_lock_is_held_is_running_and_is_not_disturbed(run: Path) -> None:
+def test_a_locked_run_is_running_and_reading_it_does_not_take_the_lock(run: Path) -> None:
     watched = RunReader(run)
     with (run / ".lock").open("w") as trainer:
         fcntl.flock(trainer, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +61,7 @@ def test_a_run_whose_lock_is_held_is_running_and_is_not_disturbed(run: Path) -> 
         fcntl.flock(trainer, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_curves_and_times_are_those_of_the_files(run: Path) -> None:
+def test_curves_and_phases_equal_the_files(run: Path) -> None:
     watched = RunReader(run)
     watched.refresh()
     found = watched.curves(100)
@@ -82,7 +87,7 @@ def test_the_version_changes_with_every_file(run: Path) -> None:
     assert len(seen) == 4
 
 
-def test_a_run_that_disappears_is_gone_and_comes_back(run: Path) -> None:
+def test_a_deleted_run_is_gone_and_can_come_back(run: Path) -> None:
     watched = RunReader(run)
     watched.refresh()
     run.rename(run.parent / "away")
@@ -94,7 +99,7 @@ def test_a_run_that_disappears_is_gone_and_comes_back(run: Path) -> None:
     assert len(watched.metrics) == 13
 
 
-def test_files_that_are_torn_missing_or_no_json_are_no_error(tmp_path: Path) -> None:
+def test_incomplete_missing_or_invalid_files_are_no_error(tmp_path: Path) -> None:
     run = tmp_path / "odd"
     run.mkdir()
     (run / "config.toml").write_text("not = [toml")
@@ -108,78 +113,83 @@ def test_files_that_are_torn_missing_or_no_json_are_no_error(tmp_path: Path) -> 
     assert watched.findings() == []
 
 
-# ------------------------------------------------------------------------------------------------- replies
+# ------------------------------------------------------------------------------------------------- completions
 
 
-def test_groups_say_what_became_of_them(tmp_path: Path) -> None:
+def test_groups_are_uniform_mixed_or_discarded(tmp_path: Path) -> None:
     records = [
-        *(reply("train/1", i, "x") for i in range(4)),
-        *(reply("train/2", i, "y", reward=1.0, correct=True, trained=False, left_out="not mixed") for i in range(2)),
-        *(reply("train/1", i, "z", reward=0.5) for i in range(2)),
+        *(completion("train/1", i, "x") for i in range(4)),
+        *(
+            completion("train/2", i, "y", reward=1.0, correct=True, trained=False, left_out="not mixed")
+            for i in range(2)
+        ),
+        *(completion("train/1", i, "z", reward=0.5) for i in range(2)),
     ]
-    run = make_run(tmp_path / "made", replies=records)
-    groups = Replies(run).groups(5)
+    run = make_run(tmp_path / "made", completions=records)
+    groups = Completions(run).groups(5)
     assert [(g["prompt_id"], len(g["replies"])) for g in groups] == [("train/1", 4), ("train/2", 2), ("train/1", 2)]
-    assert [(g["uniform"], g["discarded"], g["correct"]) for g in groups] == [(False, False, 2), (True, True, 2), (True, False, 1)]  # fmt: skip
+    kinds = [(g["uniform"], g["discarded"], g["correct"]) for g in groups]
+    assert kinds == [(False, False, 2), (True, True, 2), (True, False, 1)]
 
 
-SPECIMENS = {
-    "wrong_long": reply("p", 0, "w" * 30),
-    "right_short": reply("p", 1, "r"),
-    "clipped_positive": reply("p", 1, "c" * 10, clipped_fraction=1.0, advantage=1.0),
-    "clipped": reply("p", 0, "d" * 10, clipped_fraction=0.5, correct=None),
-    "truncated": reply("p", 0, "t" * 10, stop="length", correct=None),
-    "unscored": reply("p", 0, "u" * 10, status="unscored", reward=None, correct=None, failure="raised: x"),
-    "left_out": reply("p", 0, "l" * 10, trained=False, left_out="alone", correct=None),
-    "flipped": reply("p", 0, "f" * 10, flipped_experts=[0] * 9 + [2], correct=None),
+EXAMPLES = {
+    "wrong_long": completion("p", 0, "w" * 30),
+    "right_short": completion("p", 1, "r"),
+    "clipped_positive": completion("p", 1, "c" * 10, clipped_fraction=1.0, advantage=1.0),
+    "clipped": completion("p", 0, "d" * 10, clipped_fraction=0.5, correct=None),
+    "truncated": completion("p", 0, "t" * 10, stop="length", correct=None),
+    "unscored": completion("p", 0, "u" * 10, status="unscored", reward=None, correct=None, failure="raised: x"),
+    "left_out": completion("p", 0, "l" * 10, trained=False, left_out="alone", correct=None),
+    "flipped": completion("p", 0, "f" * 10, flipped_experts=[0] * 9 + [2], correct=None),
 }
 
 
-def test_each_filter_finds_its_kind_and_no_other(tmp_path: Path) -> None:
-    replies = Replies(make_run(tmp_path / "made", replies=list(SPECIMENS.values())))
-    assert set(SPECIMENS) == set(FILTERS)
+def test_each_filter_finds_only_its_kind(tmp_path: Path) -> None:
+    completions = Completions(make_run(tmp_path / "made", completions=list(EXAMPLES.values())))
+    assert set(EXAMPLES) == set(FILTERS)
     for name in FILTERS:
-        found = [r["excerpt"][0] for r in replies.find(5, only=name)["replies"]]
+        found = [r["excerpt"][0] for r in completions.find(5, only=name)["replies"]]
         also = {"clipped": ["c", "d"], "right_short": ["r", "c"]}
-        assert found == also.get(name, [SPECIMENS[name]["text"][0]])
+        assert found == also.get(name, [EXAMPLES[name]["text"][0]])
 
 
 def test_search_and_order(tmp_path: Path) -> None:
-    records = [reply("train/1", i, text, sequence_ratio=r) for i, (text, r) in enumerate([("Alpha", 1.1), ("beta beta", 0.5), ("gamma", 1.0)])]  # fmt: skip
-    replies = Replies(make_run(tmp_path / "made", replies=records))
-    assert [r["excerpt"] for r in replies.find(5, text="ALPHA")["replies"]] == ["Alpha"]
-    assert replies.find(5, text="what is train/1")["found"] == 3
-    assert [r["excerpt"] for r in replies.find(5, order="ratio")["replies"]] == ["beta beta", "Alpha", "gamma"]
-    assert replies.find(5, order="length")["replies"][0]["excerpt"] == "beta beta"
-    assert replies.find(5, text="nowhere")["replies"] == []
+    texts = {"Alpha": 1.1, "beta beta": 0.5, "gamma": 1.0}
+    records = [completion("train/1", i, text, sequence_ratio=r) for i, (text, r) in enumerate(texts.items())]
+    completions = Completions(make_run(tmp_path / "made", completions=records))
+    assert [r["excerpt"] for r in completions.find(5, text="ALPHA")["replies"]] == ["Alpha"]
+    assert completions.find(5, text="what is train/1")["found"] == 3
+    assert [r["excerpt"] for r in completions.find(5, order="ratio")["replies"]] == ["beta beta", "Alpha", "gamma"]
+    assert completions.find(5, order="length")["replies"][0]["excerpt"] == "beta beta"
+    assert completions.find(5, text="nowhere")["replies"] == []
 
 
-def test_long_text_is_cut_and_a_huge_file_is_not_opened(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "made", replies=[reply("train/1", 0, "x" * 5_000_000)])
-    replies = Replies(run)
-    assert len(replies.groups(5)[0]["replies"][0]["excerpt"]) < 300
-    found = replies.reply(5, 0, 0)
+def test_long_text_is_truncated_and_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made", completions=[completion("train/1", 0, "x" * 5_000_000)])
+    completions = Completions(run)
+    assert len(completions.groups(5)[0]["replies"][0]["excerpt"]) < 300
+    found = completions.completion(5, 0, 0)
     assert found is not None
-    assert len(found["text"]) <= LONGEST + 2
-    os.truncate(run / "rollouts" / "000006.jsonl", LARGEST + 1)
-    assert replies.of(6) == []
+    assert len(found["text"]) <= LONGEST_TEXT + 2
+    os.truncate(run / "rollouts" / "000006.jsonl", LARGEST_FILE + 1)
+    assert completions.of(6) == []
 
 
-def test_only_step_files_within_the_run_are_read(tmp_path: Path) -> None:
+def test_only_step_files_in_the_run_directory_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     secret = tmp_path / "secret.jsonl"
-    write_lines(secret, [reply("secret", 0, "secret")])
+    write_lines(secret, [completion("secret", 0, "secret")])
     (run / "rollouts" / "000007.jsonl").symlink_to(secret)
     (run / "rollouts" / "notes.jsonl").write_text("{}\n")
-    replies = Replies(run)
-    assert replies.of(7) == []
-    assert replies.steps() == [5, 6, 7]
-    assert replies.reply(5, 0, -1) is None
-    assert replies.reply(5, 9, 0) is None
+    completions = Completions(run)
+    assert completions.of(7) == []
+    assert completions.steps() == [5, 6, 7]
+    assert completions.completion(5, 0, -1) is None
+    assert completions.completion(5, 9, 0) is None
 
 
-def test_pieces_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
-    """Also where a character is spread over several tokens of bytes."""
+def test_token_texts_concatenate_to_the_completion(tmp_path: Path) -> None:
+    """Also if a character spans several byte tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -189,20 +199,21 @@ def test_pieces_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
     text = "añ €😀 b"
     ids = core.encode(text).ids
     assert len(ids) > len(text)
-    run = make_run(tmp_path / "made", replies=[reply("p", 0, text, token_ids=ids)])
-    assert Replies(run).reply(5, 0, 0)["pieces"] is None  # type: ignore[index]
+    run = make_run(tmp_path / "made", completions=[completion("p", 0, text, token_ids=ids)])
+    assert Completions(run).completion(5, 0, 0)["pieces"] is None  # type: ignore[index]
     (run / "tokenizer").mkdir()
     core.save(str(run / "tokenizer" / "tokenizer.json"))
-    found = Replies(run).reply(5, 0, 0)
+    found = Completions(run).completion(5, 0, 0)
     assert found is not None
     assert len(found["pieces"]) == len(ids)
     assert "".join(found["pieces"]) == text
 
 
-# ------------------------------------------------------------------------------------------------- which runs, and secrets
+# ------------------------------------------------------------------------------------------------- watch list and
+# secrets
 
 
-def test_a_directory_of_runs_is_watched_and_links_in_it_are_not(tmp_path: Path) -> None:
+def test_a_directory_of_runs_is_scanned_without_following_links(tmp_path: Path) -> None:
     outside = make_run(tmp_path / "elsewhere" / "private")
     make_run(tmp_path / "runs" / "one")
     (tmp_path / "runs" / "link").symlink_to(outside)
@@ -214,35 +225,45 @@ def test_a_directory_of_runs_is_watched_and_links_in_it_are_not(tmp_path: Path) 
     assert list(found.runs) == ["one", "two-words-more"]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_with_the_same_name_get_distinct_names(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name / "run") for name in "ab"]
     assert list(Watchlist([*runs, runs[0]]).runs) == ["run", "run-2"]
 
 
-def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", 'hf_"abcdefgh\\12345')
     assert redacted('x hf_"abcdefgh\\12345 y', known_secrets()) == f"x {HIDDEN} y"
     assert (
         redacted("see https://user:pa55@host/x?a=1&token=abc", []) == f"see https://{HIDDEN}@host/x?a=1&token={HIDDEN}"
     )
     tree = {
-        "log": {"api_key": "k", "max_tokens": 5, "list": [{"password": "p"}], "headers": {"X-Api-Key": "x", "Accept": "json"}},
-        "empty_secret": "", "api_keys": ["k1", "k2"], "secret": {"value": "v"}, "authToken": "t", "openai_key": "o",
-    }  # fmt: skip
+        "log": {"api_key": "k", "max_tokens": 5, "list": [{"password": "p"}]},
+        "headers": {"X-Api-Key": "x", "Accept": "json"},
+        "empty_secret": "",
+        "api_keys": ["k1", "k2"],
+        "secret": {"value": "v"},
+        "authToken": "t",
+        "openai_key": "o",
+    }
     assert redacted_values(tree) == {
-        "log": {"api_key": HIDDEN, "max_tokens": 5, "list": [{"password": HIDDEN}], "headers": {"X-Api-Key": HIDDEN, "Accept": "json"}},
-        "empty_secret": "", "api_keys": [HIDDEN, HIDDEN], "secret": {"value": HIDDEN}, "authToken": HIDDEN, "openai_key": HIDDEN,
-    }  # fmt: skip
+        "log": {"api_key": HIDDEN, "max_tokens": 5, "list": [{"password": HIDDEN}]},
+        "headers": {"X-Api-Key": HIDDEN, "Accept": "json"},
+        "empty_secret": "",
+        "api_keys": [HIDDEN, HIDDEN],
+        "secret": {"value": HIDDEN},
+        "authToken": HIDDEN,
+        "openai_key": HIDDEN,
+    }
 
 
 @pytest.mark.parametrize(
     "name", ["rollout.max_tokens", "tokenizer", "tokens", "objective.keep", "prompt_field", "micro_batch_tokens"]
 )
-def test_ordinary_settings_are_not_secret(name: str) -> None:
+def test_common_settings_are_not_secret(name: str) -> None:
     assert not sounds_secret(name)
 
 
-def test_long_runs_are_shown_before_they_were_read(tmp_path: Path) -> None:
+def test_a_long_run_is_sampled_until_it_is_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "metrics.jsonl", [metrics(s) for s in range(1, 9001)])
     watched = RunReader(run)
@@ -250,17 +271,18 @@ def test_long_runs_are_shown_before_they_were_read(tmp_path: Path) -> None:
     assert watched.partial
     assert watched.step == 9000
     assert watched.curves(50)["curves"]["reward/mean"]["x"][-1] > 8000
-    assert len(watched.look().rows) == 40
+    assert len(watched.facts().rows) == 40
     while watched.partial:
         watched.refresh(1 << 20)
     assert len(watched.metrics) == 9000
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
-def test_what_is_not_a_plain_file_is_not_opened(tmp_path: Path, kind: str) -> None:
-    """A pipe would hold the server for ever."""
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    """Opening a pipe would block the server forever."""
     run = make_run(tmp_path / "made")
-    for name in ("metrics.jsonl", "timings.jsonl", "events.jsonl", "config.toml", "environment.json", "rollouts/000005.jsonl"):  # fmt: skip
+    step_files = ("metrics.jsonl", "timings.jsonl", "events.jsonl", "rollouts/000005.jsonl")
+    for name in (*step_files, "config.toml", "environment.json"):
         (run / name).rename(tmp_path / name.replace("/", "-"))
         if kind == "pipe":
             os.mkfifo(run / name)
@@ -268,45 +290,59 @@ def test_what_is_not_a_plain_file_is_not_opened(tmp_path: Path, kind: str) -> No
             (run / name).mkdir()
         else:
             (run / name).symlink_to(tmp_path / name.replace("/", "-"))
-    watched, replies = RunReader(run), Replies(run)
+    watched, completions = RunReader(run), Completions(run)
     watched.refresh(1000)
     assert len(watched.metrics) == len(watched.events) == 0
     assert watched.settings == watched.environment == {}
-    assert replies.of(5) == []
+    assert completions.of(5) == []
 
 
-def test_every_setting_of_a_run_is_shown() -> None:
+def test_no_setting_of_a_run_is_redacted_by_its_name() -> None:
     from gspo.config import help_texts
 
     assert not [key for key, *_ in help_texts() if sounds_secret(key.rpartition(".")[2])]
 
 
-ODD = {
-    "token_ids": "abc", "reward": "1.0", "correct": "yes", "parts": [1], "logp_old": [[1]], "flipped_experts": [[1], 2],
-    "sequence_ratio": "1", "left_out": {"a": 1}, "prompt_id": 7, "advantage": [], "stop": None, "text": None, "sample": "x",
-}  # fmt: skip
+INVALID_FIELDS = {
+    "token_ids": "abc",
+    "reward": "1.0",
+    "correct": "yes",
+    "parts": [1],
+    "logp_old": [[1]],
+    "flipped_experts": [[1], 2],
+    "sequence_ratio": "1",
+    "left_out": {"a": 1},
+    "prompt_id": 7,
+    "advantage": [],
+    "stop": None,
+    "text": None,
+    "sample": "x",
+}
 
 
-@pytest.mark.parametrize("field", ODD)
-def test_a_field_of_another_kind_is_no_error(tmp_path: Path, field: str) -> None:
-    run = make_run(tmp_path / "made", replies=[reply("p", 0, "x") | {field: ODD[field]}, reply("p", 1, "y")])
-    replies = Replies(run)
-    assert sum(len(g["replies"]) for g in replies.groups(5)) == 2
-    assert replies.reply(5, 0, 0) is not None
+@pytest.mark.parametrize("field", INVALID_FIELDS)
+def test_a_field_of_another_type_is_no_error(tmp_path: Path, field: str) -> None:
+    invalid = completion("p", 0, "x") | {field: INVALID_FIELDS[field]}
+    run = make_run(tmp_path / "made", completions=[invalid, completion("p", 1, "y")])
+    completions = Completions(run)
+    assert sum(len(g["replies"]) for g in completions.groups(5)) == 2
+    assert completions.completion(5, 0, 0) is not None
     for only in FILTERS:
         for order in ("advantage", "ratio", "length", "reward"):
-            replies.find(5, only=only, order=order)
+            completions.find(5, only=only, order=order)
 
 
-def test_neighbours_of_a_reply_cross_groups(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "made", replies=[*(reply("a", i, "x") for i in range(3)), reply("b", 0, "y")])
-    replies = Replies(run)
-    assert replies.reply(5, 1, 0)["previous"] == (0, 2)  # type: ignore[index]
-    assert replies.reply(5, 1, 0)["next"] is None  # type: ignore[index]
-    assert replies.reply(5, 0, 2)["next"] == (1, 0)  # type: ignore[index]
+def test_previous_and_next_completion_cross_groups(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "made", completions=[*(completion("a", i, "x") for i in range(3)), completion("b", 0, "y")]
+    )
+    completions = Completions(run)
+    assert completions.completion(5, 1, 0)["previous"] == (0, 2)  # type: ignore[index]
+    assert completions.completion(5, 1, 0)["next"] is None  # type: ignore[index]
+    assert completions.completion(5, 0, 2)["next"] == (1, 0)  # type: ignore[index]
 
 
-def test_of_a_long_list_of_events_the_end_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_event_file_is_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "e", "step": i, "what": "x" * 3000} for i in range(4000)])
     watched = RunReader(run)
@@ -320,7 +356,7 @@ def test_of_a_long_list_of_events_the_end_is_read(tmp_path: Path) -> None:
     assert watched.events[-1] == {"event": "new"}
 
 
-def test_events_of_another_file_of_the_same_length_are_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_event_file_of_the_same_length_is_read_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "a"}] * 3)
     watched = RunReader(run)

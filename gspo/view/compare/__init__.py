@@ -1,7 +1,8 @@
 """`gspo compare`: several objectives on one recipe, at equal sampled tokens, from the same cold start, with a report.
 
-`arms.py` reads what to compare, `plan.py` says which runs that makes and how far each is, `launch.py` runs them as
-processes, `record.py` remembers, `comparison.py` does it all in order. The rest reads run directories and nothing else,
-imports no torch and serves any other report: `curves.py` and `spread.py` read, `table.py` counts, `figures.py` draws,
-`sentences.py` and `rows.py` put into words, `report.py` and `page.html` show.
+Running: `arms.py` parses the arms, `plan.py` turns them into runs and tracks their progress, `launch.py` runs them as
+processes, `record.py` stores the comparison, `comparison.py` is the entry point.
+Reporting reads run directories only, imports no torch and is reused by other reports: `curves.py` and `spread.py` read,
+`table.py` aggregates, `figures.py` plots, `sentences.py` and `rows.py` produce text, `report.py` and `page.html`
+render.
 """

@@ -1,7 +1,7 @@
-"""A comparison from the first cold start to the report.
+"""Entry point of a comparison, from the first cold start to the report.
 
-In: a `Request`, as the command line gives it. Out: an exit code, and a comparison directory (`record.py`).
-Invariant: repeating a request skips what is finished, goes on with what was begun, and starts what is missing.
+In: a `Request` from the command line. Out: an exit code and a comparison directory (`record.py`).
+Invariant: repeating a request skips finished runs, resumes partial ones and starts missing ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo.view.compare.plan import (
     Job,
     arm_configs,
     arm_job,
-    check_same,
+    check_same_settings,
     measured_budget,
     needs_start,
     shared_config,
@@ -37,7 +37,7 @@ from gspo.view.compare.report import ReportFiles, write_report
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """Arguments of `gspo compare`."""
 
     recipe: str
     objectives: str
@@ -47,12 +47,14 @@ class Request:
     jobs: int | None = None
     overrides: Sequence[str] = ()
     trust_run: bool = False
-    """Passed on to the runs that are resumed."""
+    """Forwarded to the runs that are resumed."""
 
 
 def compare(request: Request) -> int:
     """Run what is missing and write the report."""
-    arms, seeds, recipe = parse_arms(request.objectives), parse_seeds(request.seeds), settings.find_recipe(request.recipe)  # fmt: skip
+    arms = parse_arms(request.objectives)
+    seeds = parse_seeds(request.seeds)
+    recipe = settings.find_recipe(request.recipe)
     for option, number in (("--tokens", request.tokens), ("--jobs", request.jobs)):
         if number is not None and number < 1:
             raise ConfigError(f"{option}: must be at least 1, not {number}")
@@ -60,34 +62,42 @@ def compare(request: Request) -> int:
     configs = arm_configs(recipe, request.overrides, arms)
     out = Path(request.out or f"runs/compare-{shared.name}")
     with ExitStack() as stack:
-        record.read(out)  # refuses a directory of something else, before anything is written there
-        stack.enter_context(_held(out))
-        kept = replace(
+        record.read(out)  # refuses a directory of something else before anything, the lock included, is written there
+        stack.enter_context(_lock(out))
+        # Read again: another comparison may have written the record before this one got the lock.
+        saved = replace(
             record.read(out) or Record(recipe=request.recipe), recipe=request.recipe, overrides=[*request.overrides]
         )
-        kept = kept.joined([arm.label for arm in arms], seeds)
-        tokens = request.tokens or shared.tokens or kept.tokens
-        comparison = _Comparison(out=out, shared=shared, configs=configs, seeds=seeds, jobs=request.jobs or default_jobs(shared), trust_run=request.trust_run)  # fmt: skip
+        saved = saved.extend([arm.label for arm in arms], seeds)
+        tokens = request.tokens or shared.tokens or saved.tokens
+        comparison = _Comparison(
+            out=out,
+            shared=shared,
+            configs=configs,
+            seeds=seeds,
+            jobs=request.jobs or default_jobs(shared),
+            trust_run=request.trust_run,
+        )
         comparison.check(tokens)
-        record.write(out, replace(kept, tokens=tokens))
+        record.write(out, replace(saved, tokens=tokens))
         replace_text(out / "recipe.toml", settings.to_toml(shared))
         stop = stack.enter_context(StopRequest(_say))
         failures = comparison.start(stop)
         if not stop and comparison.ready():
-            kept = replace(kept, tokens=comparison.budget() if tokens is None else tokens)
-            record.write(out, kept)
-            failures += comparison.run(kept.tokens or 0, stop)
+            saved = replace(saved, tokens=comparison.budget() if tokens is None else tokens)
+            record.write(out, saved)
+            failures += comparison.run(saved.tokens or 0, stop)
         if stop.signal is not None:
-            print(f"\nStopped. Repeat the same command to go on; 'gspo compare --report {out}' shows what there is.")
+            print(f"\nStopped. Repeat the command to resume; 'gspo compare --report {out}' reports the runs so far.")
             return 128 + stop.signal
-        return _close(write_report(out), failures)
+        return _print_summary(write_report(out), failures)
 
 
 def report(out: str) -> int:
-    """Write the report of the runs that are there."""
+    """Write the report of the existing runs."""
     if not (Path(out) / "compare.toml").is_file():
-        raise ConfigError(f"{out}: no comparison there (no compare.toml); give the --out directory of 'gspo compare'")
-    return _close(write_report(Path(out)), [])
+        raise ConfigError(f"{out}: no comparison found (no compare.toml); give the --out directory of 'gspo compare'")
+    return _print_summary(write_report(Path(out)), [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,48 +112,54 @@ class _Comparison:
     trust_run: bool
 
     def check(self, tokens: int | None) -> None:
-        """Refuse to mix with runs of other settings, before anything is written. Without a budget no arm has begun."""
+        """Refuse existing runs with other settings, before anything is written. Without a budget no arm has started."""
         for job in self._starts() + (self._arms(tokens, self.seeds) if tokens is not None else []):
-            check_same(job)
+            check_same_settings(job)
 
     def start(self, stop: StopRequest) -> list[Failure]:
-        """Make the cold starts."""
-        return run_jobs(self._starts(), side_by_side=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
+        """Run the cold starts."""
+        return run_jobs(self._starts(), concurrency=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
 
     def ready(self) -> Sequence[int]:
-        """Seeds that have their cold start."""
+        """Seeds whose cold start is finished."""
         return [job.config.seed for job in self._starts() if job.finished] if needs_start(self.shared) else self.seeds
 
     def budget(self) -> int:
-        """Sampled tokens for every run, from the cold starts."""
+        """Token budget of every run, measured on the cold starts."""
         runs = [run for job in self._starts() if job.finished and (run := read_run(job.path))]
         tokens = measured_budget(self.shared, runs)
         if tokens:
             _say(
-                f"each run samples {tokens:,} tokens: what {self.shared.steps} steps take at the length of replies now"
+                f"each run samples {tokens:,} tokens: {self.shared.steps} steps at the completion length "
+                "of the cold starts"
             )
         else:
-            _say(f"no reply length was measured, so each run takes {self.shared.steps} steps, and the report compares at the tokens that all have reached")  # fmt: skip
+            _say(
+                f"no completion length was measured, so each run takes {self.shared.steps} steps and the report "
+                "compares runs at the largest number of tokens that all have sampled"
+            )
         return tokens
 
     def run(self, tokens: int, stop: StopRequest) -> list[Failure]:
-        """Train every arm of every seed that has its cold start."""
+        """Train every arm of every seed whose cold start is finished."""
         jobs = self._arms(tokens, self.ready())
         for job in jobs:
-            check_same(job)
+            check_same_settings(job)
         done = sum(job.finished for job in jobs)
         _say(f"{len(jobs)} runs, {done} of them finished, {self.jobs} at a time, in {self.out}")
-        return run_jobs(jobs, side_by_side=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
+        return run_jobs(jobs, concurrency=self.jobs, say=_say, stop=stop, trust_run=self.trust_run)
 
     def _starts(self) -> list[Job]:
         return [start_job(self.out, self.shared, seed) for seed in self.seeds] if needs_start(self.shared) else []
 
     def _arms(self, tokens: int, seeds: Sequence[int]) -> list[Job]:
-        """All arms of a seed before the next seed, so that an early report compares like with like."""
-        return [arm_job(self.out, label, config, seed, tokens) for seed in seeds for label, config in self.configs.items()]  # fmt: skip
+        """All arms of a seed before the next seed, so that a partial report compares arms on the same seeds."""
+        return [
+            arm_job(self.out, label, config, seed, tokens) for seed in seeds for label, config in self.configs.items()
+        ]
 
 
-def _close(written: ReportFiles, failures: Sequence[Failure]) -> int:
+def _print_summary(written: ReportFiles, failures: Sequence[Failure]) -> int:
     print()
     print(written.text)
     for note in written.notes:
@@ -154,13 +170,13 @@ def _close(written: ReportFiles, failures: Sequence[Failure]) -> int:
     return 1 if failures else 0
 
 
-def _held(out: Path) -> Any:
-    """The lock of a comparison's directory, which is made if need be."""
+def _lock(out: Path) -> Any:
+    """Create the comparison directory if needed and lock it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot write there: {error.strerror}; choose another --out") from None
-    return lock(out, busy="another comparison is working in this directory", option="--out")
+        raise ConfigError(f"{out}: cannot create this directory: {error.strerror}; choose another --out") from None
+    return lock(out, busy="another comparison is using this directory", option="--out")
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """Run directories as curves over sampled tokens.
 
-In: run directories. Out: `Run`s, `Curve`s and `Band`s. Invariant: nothing but the run directory is read, a value that was
-not measured (absent or null) is no point of a curve, and a band ends where the first of its curves ends.
+In: run directories. Out: `Run`s, `Curve`s and `Band`s. Invariant: only the run directory is read; a value that was not
+measured (absent or null) adds no point to a curve; a band ends where the shortest of its curves ends.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run directory says, as far as it got."""
+    """The contents of a run directory so far."""
 
     path: Path
     settings: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
-    """Metrics, step 0 first."""
+    """Metrics per step, step 0 first."""
     minutes: float
     finished: bool
     problem: str | None
-    """Why it ended with an error, if it did."""
+    """The error the run stopped with; `None` if there was none."""
 
     @property
     def seed(self) -> int:
-        """The seed of everything random in it."""
+        """The run's random seed."""
         return int(self.settings.get("seed", 0))
 
     @property
     def step(self) -> int:
-        """The last step it has written."""
+        """The last step in its metrics."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
     def tokens(self) -> int:
-        """Reply tokens it has sampled."""
+        """Completion tokens sampled so far."""
         return sampled_tokens(self.rows)[-1] if self.rows else 0
 
     @property
     def idle(self) -> int:
-        """Steps that trained on nothing."""
+        """Number of steps without a trainable sample."""
         return sum(row.get("samples/trained") == 0 for row in self.rows)
 
     def until(self, tokens: int) -> Run:
-        """The run as it stood when it had sampled at most this many tokens."""
-        kept = [row for row, at in zip(self.rows, sampled_tokens(self.rows), strict=True) if at <= tokens]
-        return dataclasses.replace(self, rows=kept)
+        """The run truncated to at most this many sampled tokens."""
+        rows = [row for row, at in zip(self.rows, sampled_tokens(self.rows), strict=True) if at <= tokens]
+        return dataclasses.replace(self, rows=rows)
 
     def values(self, key: str) -> list[float]:
         """Every measured value of a metric."""
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Runs that differ in nothing but their seed, under one label."""
+    """Runs of one arm, which differ only in their seed."""
 
     label: str
     runs: Sequence[Run]
@@ -74,7 +74,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric against sampled tokens."""
+    """A metric over sampled tokens."""
 
     x: Floats
     y: Floats
@@ -82,7 +82,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """Several curves as one: their mean, lowest and highest on common points."""
+    """Mean, minimum and maximum of several curves on a common grid."""
 
     x: Floats
     mean: Floats
@@ -91,60 +91,73 @@ class Band:
 
 
 def read_run(path: Path) -> Run | None:
-    """The run in a directory; None if there is none yet."""
+    """The run in a directory; `None` if it has not started."""
     if not (path / "config.toml").is_file():
         return None
-    settings, rows, events = read_toml(path / "config.toml"), read_jsonl(path / "metrics.jsonl"), read_jsonl(path / "events.jsonl")  # fmt: skip
+    settings = read_toml(path / "config.toml")
+    rows = read_jsonl(path / "metrics.jsonl")
+    events = read_jsonl(path / "events.jsonl")
     seconds = sum(row.get("time/step_s") or 0.0 for row in read_jsonl(path / "timings.jsonl"))
     last = events[-1] if events else {}
     problem = f"{last.get('error')}: {last.get('what')}" if last.get("event") == "error" else None
     return Run(
-        path=path, settings=settings, rows=rows, minutes=seconds / 60, finished=_finished(settings, rows, last), problem=problem
-    )  # fmt: skip
+        path=path,
+        settings=settings,
+        rows=rows,
+        minutes=seconds / 60,
+        finished=_finished(settings, rows, last),
+        problem=problem,
+    )
 
 
 def _finished(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], last_event: Mapping[str, Any]) -> bool:
-    """Whether it ended in good order at the end that its own settings give it."""
+    """Whether the run stopped cleanly at the end defined by its own settings."""
     if not rows or last_event.get("event") != "stop" or last_event.get("step") != rows[-1]["step"]:
         return False
-    step, steps, tokens = rows[-1]["step"], settings.get("steps", 0), settings.get("tokens", 0)
+    step = rows[-1]["step"]
+    steps = settings.get("steps", 0)
+    tokens = settings.get("tokens", 0)
     if not tokens:
         return bool(step >= steps)
+    # A run with a token budget stops after twice its steps, even if completions became too short to use the budget up.
     return sampled_tokens(rows)[-1] >= tokens or bool(step >= 2 * steps)
 
 
 def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Reply tokens sampled up to and including each row."""
+    """Cumulative completion tokens at each row."""
     total, totals = 0, []
     for row in rows:
+        # Runs of older versions lack the cumulative count.
         total = int(row.get("tokens/sampled", total + (row.get("tokens/generated") or 0)))
         totals.append(total)
     return totals
 
 
 def curve(run: Run, key: str, window: int = 1) -> Curve:
-    """A metric of a run, smoothed over `window` of its values."""
-    points = [(x, row[key]) for row, x in zip(run.rows, sampled_tokens(run.rows), strict=True) if row.get(key) is not None]  # fmt: skip
+    """A metric of a run, smoothed over `window` values."""
+    rows = zip(run.rows, sampled_tokens(run.rows), strict=True)
+    points = [(x, row[key]) for row, x in rows if row.get(key) is not None]
     x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return Curve(x=x, y=smooth(y, window))
 
 
 def smooth(y: Floats, window: int) -> Floats:
-    """Mean of the `window` values around each; near the ends of as many as there are on both sides."""
+    """Centered moving average. The window shrinks symmetrically near the ends."""
     reach = [min(window // 2, i, len(y) - 1 - i) for i in range(len(y))]
     return np.array([y[i - r : i + r + 1].mean() for i, r in enumerate(reach)], dtype=np.float64)
 
 
 def window_of(series: Sequence[Series]) -> int:
-    """About a twentieth of the longest run, odd."""
+    """Smoothing window: about a twentieth of the longest run, odd."""
     return max((run.step for s in series for run in s.runs), default=0) // 20 | 1
 
 
 def band(curves: Sequence[Curve]) -> Band | None:
-    """The curves together, on every point of any of them within the stretch that all of them cover."""
+    """Interpolate the curves onto the union of their points, within the range that all of them cover."""
     curves = [c for c in curves if len(c.x)]
     if not curves:
         return None
+    # Only the common range: beyond it the mean would jump when a seed drops out.
     first, last = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     x = np.unique(np.concatenate([c.x for c in curves]))
     x = x[(x >= first) & (x <= last)]

@@ -1,7 +1,7 @@
-"""A mean with its 95 % interval.
+"""A mean with its 95 % confidence interval.
 
-In: one number per seed. Out: a `Number`. Invariant: where
-seeds tell nothing of their spread (there is one, or all agree to the last digit) there is no interval, not one of no width.
+In: one value per seed. Out: a `Number`. Invariant: if the spread over seeds is unknown (a single seed) or zero (all
+values are identical), there is no interval, rather than one of zero width.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)  # fmt: skip
-"""The 97.5 % point of Student's t for 1 to 20 degrees of freedom."""
+_T = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+)  # fmt: skip
+"""The 97.5 % quantile of Student's t for 1 to 20 degrees of freedom."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A mean over seeds; `low` and `high` end its 95 % interval where there is one."""
+    """A mean over seeds; `low` and `high` bound its 95 % interval, `None` if there is none."""
 
     value: float
     low: float | None = None
@@ -26,7 +29,7 @@ class Number:
 
 
 def t_point(freedom: int) -> float:
-    """The 97.5 % point of Student's t; beyond the table by Cornish and Fisher's expansion, right to four digits."""
+    """The 97.5 % quantile of Student's t. Beyond the table: Cornish-Fisher expansion, accurate to four digits."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = 1.959964
@@ -34,8 +37,10 @@ def t_point(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def over_seeds(values: Sequence[float | None], *, lowest: float = -math.inf, highest: float = math.inf) -> Number | None:  # fmt: skip
-    """Mean and t-interval of the values that were measured, kept within what the quantity can be."""
+def over_seeds(
+    values: Sequence[float | None], *, lowest: float = -math.inf, highest: float = math.inf
+) -> Number | None:
+    """Mean and t-interval of the measured values, clipped to the quantity's range."""
     known = [v for v in values if v is not None]
     if not known:
         return None

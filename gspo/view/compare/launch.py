@@ -1,7 +1,7 @@
-"""Runs as processes of their own, several at a time.
+"""Run jobs as subprocesses, several at a time.
 
-In: `Job`s. Out: those that failed, and which signal stopped the rest. Invariant: no process outlives this one, not even if
-it is killed; a job that fails does not stop the others; a stop is passed on once, and then waited for.
+In: `Job`s. Out: the failures. Invariant: no subprocess outlives this process, not even if it is killed; a failed job
+does not stop the others; a stop signal is forwarded once and then awaited.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gspo.config import Config, to_toml
 from gspo.record.run_dir import replace_text
 from gspo.signals import StopRequest
 from gspo.view.compare.logs import MARK, tail
-from gspo.view.compare.plan import Job, clear_unborn
+from gspo.view.compare.plan import Job, remove_empty_run
 
 REPORT_EVERY_S = 30.0
 POLL_S = 0.1
 LOCK_LIMIT_S = 10.0
-"""How long a killed trainer may take to let go of its run directory."""
+"""How long a killed trainer may take to release the lock of its run directory."""
 _PR_SET_PDEATHSIG = 1
 
 Say = Callable[[str], None]
@@ -36,19 +36,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A run that ended with an error."""
+    """A run that exited with an error."""
 
     job: Job
     code: int
 
     def __str__(self) -> str:
-        how = f"ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
+        how = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
         lines = "\n".join(f"    {line}" for line in tail(self.job.log, 6))
-        return f"{self.job.label}: {how}; the end of {self.job.log}:\n{lines}"
+        return f"{self.job.label}: {how}; last lines of {self.job.log}:\n{lines}"
 
 
 def default_jobs(config: Config) -> int:
-    """How many runs fit side by side: one on a GPU, on a CPU as many as their threads leave room for."""
+    """Number of concurrent runs: one on a GPU; on a CPU, the cores divided by the threads of a run."""
     if _on_gpu(config.model.device):
         return 1
     threads = config.model.threads or (1 if config.model.build else cores())
@@ -56,7 +56,7 @@ def default_jobs(config: Config) -> int:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,65 +67,72 @@ def _on_gpu(device: str) -> bool:
 
 
 def run_jobs(
-    jobs: Sequence[Job], *, side_by_side: int, say: Say, stop: StopRequest, trust_run: bool = False
+    jobs: Sequence[Job], *, concurrency: int, say: Say, stop: StopRequest, trust_run: bool = False
 ) -> list[Failure]:
-    """Run what is not finished. After a stop, those under way have saved what they had."""
+    """Run the unfinished jobs. After a stop request, running jobs save a checkpoint and exit."""
     waiting = [job for job in jobs if not job.finished]
     failures: list[Failure] = []
     with ExitStack() as stack:
         running: dict[subprocess.Popen[bytes], Job] = {}
         stack.callback(lambda: _kill(running))
-        pace, told = _Pace(jobs), False
+        progress = _Progress(jobs)
+        forwarded = False
         while running or (waiting and not stop):
-            while waiting and len(running) < side_by_side and not stop:
+            while waiting and len(running) < concurrency and not stop:
                 job = waiting.pop(0)
-                say(f"{job.label}: {'goes on' if job.begun else 'begins'}")
-                running[_start(job, side_by_side, trust_run)] = job
-            if stop and not told:
+                say(f"{job.label}: {'resumed' if job.started else 'started'}")
+                running[_start(job, concurrency, trust_run)] = job
+            if stop and not forwarded:
                 _terminate(running)
-                told = True
-            failures += _collect(running, say, stopping=bool(stop))
-            pace.report(list(running.values()), say)
+                forwarded = True
+            failures += _pop_exited(running, say, stopping=bool(stop))
+            progress.report(list(running.values()), say)
             time.sleep(POLL_S)
     return failures
 
 
-def _start(job: Job, side_by_side: int, trust_run: bool) -> subprocess.Popen[bytes]:
-    _wait_until_free(job.path)
-    clear_unborn(job.path)
+def _start(job: Job, concurrency: int, trust_run: bool) -> subprocess.Popen[bytes]:
+    _wait_for_lock(job.path)
+    remove_empty_run(job.path)
     for file in (job.config_file, job.log):
         file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(job.config_file, to_toml(job.config))
-    what = ["--resume", str(job.path), *(["--trust-run"] if trust_run else [])] if job.begun else [str(job.config_file)]
-    environment = {"OMP_NUM_THREADS": str(max(1, cores() // side_by_side)), **os.environ} if side_by_side > 1 else None
+    arguments = [str(job.config_file)]
+    if job.started:
+        arguments = ["--resume", str(job.path), *(["--trust-run"] if trust_run else [])]
+    # Concurrent runs share the cores: with the default thread count each would oversubscribe all of them.
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // concurrency)), **os.environ} if concurrency > 1 else None
     parent = os.getpid()
     with job.log.open("ab") as log:
-        log.write(f"{MARK}{datetime.now():%Y-%m-%d %H:%M:%S} gspo train {' '.join(what)}\n".encode())
+        log.write(f"{MARK}{datetime.now():%Y-%m-%d %H:%M:%S} gspo train {' '.join(arguments)}\n".encode())
         log.flush()
         return subprocess.Popen(
-            [sys.executable, "-m", "gspo.cli", "train", *what],
+            [sys.executable, "-m", "gspo.cli", "train", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the comparison only, which passes it on once
+            start_new_session=True,  # Ctrl-C reaches only the comparison, which forwards it once
             preexec_fn=lambda: _die_with_parent(parent),
         )
 
 
 def _die_with_parent(parent: int) -> None:
-    """Linux: the kernel kills this process when the comparison is gone. Runs between fork and exec."""
+    """Ask the Linux kernel to kill this process when the comparison dies. Runs between fork and exec."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the comparison died before prctl took effect
             os._exit(1)
 
 
-_LIBC = ctypes.CDLL(None)  # loaded here: after a fork only what is at hand is safe
+_LIBC = ctypes.CDLL(None)  # loaded at import: loading a library between fork and exec is not safe
 
 
-def _wait_until_free(path: Path) -> None:
-    """A trainer that was just killed may still hold its run directory. One that works there is left for the run to refuse."""
+def _wait_for_lock(path: Path) -> None:
+    """Wait for a trainer that was just killed to release its run directory.
+
+    If the lock is still held after the limit, another trainer is at work and the new run refuses to start.
+    """
     deadline = time.monotonic() + LOCK_LIMIT_S
     while _locked(path / ".lock") and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -142,18 +149,18 @@ def _locked(file: Path) -> bool:
     return False
 
 
-def _collect(running: dict[subprocess.Popen[bytes], Job], say: Say, *, stopping: bool) -> list[Failure]:
-    """Take out what has ended."""
+def _pop_exited(running: dict[subprocess.Popen[bytes], Job], say: Say, *, stopping: bool) -> list[Failure]:
+    """Remove processes that have exited and return those that failed."""
     failures = []
     for process in [p for p in running if p.poll() is not None]:
         job, code = running.pop(process), process.returncode
         if job.finished:
-            say(f"{job.label}: finished; {_last_words(job)}")
+            say(f"{job.label}: finished; {_final_status(job)}")
         elif stopping and code in (128 + signal.SIGTERM, -signal.SIGTERM):
             say(f"{job.label}: stopped")
         else:
             failures.append(Failure(job=job, code=code))
-            say(f"{job.label}: FAILED, the others go on; {'; '.join(tail(job.log, 1))}")
+            say(f"{job.label}: FAILED, the others continue; {'; '.join(tail(job.log, 1))}")
     return failures
 
 
@@ -164,20 +171,21 @@ def _terminate(running: dict[subprocess.Popen[bytes], Job]) -> None:
 
 
 def _kill(running: dict[subprocess.Popen[bytes], Job]) -> None:
-    """Leaving early: end the processes with everything they started."""
+    """Kill the process groups that are still running when an exception ends the comparison."""
     for process in running:
         if process.poll() is None:
+            # The whole group: a trainer has reward workers, which would otherwise keep running.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-class _Pace:
-    """Says from time to time how far things are."""
+class _Progress:
+    """Reports progress and the estimated time left at a fixed interval."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
-        self._began = self._last = time.monotonic()
+        self._started = self._last = time.monotonic()
         self._at_start = sum(job.done for job in jobs)
 
     def report(self, running: Sequence[Job], say: Say) -> None:
@@ -188,12 +196,15 @@ class _Pace:
         for job in running:
             say(f"{job.label}: {'; '.join(tail(job.log, 1))}")
         done = sum(job.done for job in self._jobs)
-        gone, left = done - self._at_start, len(self._jobs) - done
-        about = f", about {timedelta(seconds=round((now - self._began) * left / gone))} left" if gone > 0 else ""
-        say(f"{sum(job.finished for job in self._jobs)} of {len(self._jobs)} runs finished{about}")
+        completed = done - self._at_start
+        remaining = len(self._jobs) - done
+        eta = ""
+        if completed > 0:
+            eta = f", about {timedelta(seconds=round((now - self._started) * remaining / completed))} left"
+        say(f"{sum(job.finished for job in self._jobs)} of {len(self._jobs)} runs finished{eta}")
 
 
-def _last_words(job: Job) -> str:
-    """The line in which the run said what it reached."""
+def _final_status(job: Job) -> str:
+    """The last progress line that the run printed."""
     steps = [line for line in tail(job.log, 40) if line.startswith(("step ", "cold start"))]
     return steps[-1] if steps else "no step was needed"

@@ -1,14 +1,14 @@
-"""What a comparison directory is about: `OUT/compare.toml`, and where things lie in it.
+"""The record of a comparison, `OUT/compare.toml`, and the layout of its directory.
 
-In: a directory. Out: a `Record`. Invariant: arms and seeds only join; the token budget, once there, is read back and not
-measured again, so that repeating a command makes the same runs.
+In: a directory. Out: a `Record`. Invariant: arms and seeds are only added; a token budget, once recorded, is read back
+and not measured again, so that repeating a command produces the same runs.
 
     compare.toml            recipe, overrides, arms, seeds, token budget
-    recipe.toml             the settings that all arms share, resolved
-    configs/SLUG-seed-S.toml  what each run was started with
-    start/seed-S/           run directory of the cold start that all arms of a seed begin with
+    recipe.toml             the resolved settings that all arms share
+    configs/SLUG-seed-S.toml  the settings each run was started with
+    start/seed-S/           run directory of the cold start that all arms of a seed start from
     runs/SLUG-seed-S/       run directory of an arm
-    logs/SLUG-seed-S.log    what the run printed
+    logs/SLUG-seed-S.log    the output of a run
     report.html  figures/*.png  table.json
 """
 
@@ -26,10 +26,10 @@ from gspo.errors import ConfigError
 from gspo.record.run_dir import check_folder, check_plain, replace_text
 from gspo.view.compare.arms import slug
 
-WRITTEN = ("configs", "figures", "logs")
-"""Folders whose files are written in place."""
+OUTPUT_FOLDERS = ("configs", "figures", "logs")
+"""Folders the comparison writes to, checked for symbolic links. """
 RUNS = ("start", "runs")
-"""Folders of run directories. What is inside of each run directory is checked by its run."""
+"""Folders of run directories. Each run checks what is inside of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,22 @@ class Record:
     recipe: str
     overrides: Sequence[str] = ()
     arms: Sequence[str] = ()
-    """Labels, in the order they joined; the first is what the others are compared with."""
+    """Labels, in the order they were added. The first is the baseline of the others."""
     seeds: Sequence[int] = ()
     tokens: int | None = None
-    """Sampled tokens of every run; 0: no common budget; None: not measured yet."""
+    """Token budget of every run; `0` if there is no common budget, `None` if it is not measured yet."""
 
     @property
     def command(self) -> str:
-        """A command that makes this comparison."""
-        words = ["gspo", "compare", self.recipe, "--objectives", ",".join(self.arms), "--seeds", ",".join(map(str, self.seeds))]  # fmt: skip
+        """The command that reproduces this comparison."""
+        words = ["gspo", "compare", self.recipe]
+        words += ["--objectives", ",".join(self.arms)]
+        words += ["--seeds", ",".join(map(str, self.seeds))]
         words += ["--tokens", str(self.tokens)] if self.tokens else []
         return shlex.join([*words, *(f"--{o.removeprefix('--')}" for o in self.overrides)])
 
-    def joined(self, arms: Sequence[str], seeds: Sequence[int]) -> Record:
-        """With arms and seeds that are new put at the end."""
+    def extend(self, arms: Sequence[str], seeds: Sequence[int]) -> Record:
+        """A record with new arms and seeds added."""
         return replace(
             self,
             arms=[*self.arms, *(a for a in arms if a not in self.arms)],
@@ -61,14 +63,17 @@ class Record:
 
 
 def read(out: Path) -> Record | None:
-    """The record of a directory; None if it is new or empty. One in which writing could change something outside is refused."""
+    """The record of a directory; `None` if it is new or empty.
+
+    A directory with symbolic links is refused: writing there could change files outside it.
+    """
     file = out / "compare.toml"
     if file.is_file():
-        check_plain(out, files=(), folders=WRITTEN)
+        check_plain(out, files=(), folders=OUTPUT_FOLDERS)
         _check_runs(out)
         return _from_tree(read_toml(file), file)
     if out.exists() and (not out.is_dir() or any(p.name != ".lock" for p in out.iterdir())):
-        raise ConfigError(f"{out}: is not empty and holds no comparison (no compare.toml); choose another --out")
+        raise ConfigError(f"{out}: is not empty and not a comparison (no compare.toml); choose another --out")
     return None
 
 
@@ -83,10 +88,16 @@ def _from_tree(tree: dict[str, Any], file: Path) -> Record:
     def all_are(kind: type, key: str) -> bool:
         return isinstance(tree.get(key), list) and all(isinstance(item, kind) for item in tree[key])
 
-    whole = isinstance(tree.get("recipe"), str) and isinstance(tree.get("tokens", 0), int) and all_are(int, "seeds")
-    if not whole or not all_are(str, "arms") or not all_are(str, "overrides"):
-        raise ConfigError(f"{file}: not the record of a comparison; put it back, or choose another --out")
-    return Record(recipe=tree["recipe"], overrides=tree["overrides"], arms=tree["arms"], seeds=tree["seeds"], tokens=tree.get("tokens"))  # fmt: skip
+    valid = isinstance(tree.get("recipe"), str) and isinstance(tree.get("tokens", 0), int) and all_are(int, "seeds")
+    if not valid or not all_are(str, "arms") or not all_are(str, "overrides"):
+        raise ConfigError(f"{file}: not a valid record of a comparison; restore the file, or choose another --out")
+    return Record(
+        recipe=tree["recipe"],
+        overrides=tree["overrides"],
+        arms=tree["arms"],
+        seeds=tree["seeds"],
+        tokens=tree.get("tokens"),
+    )
 
 
 def write(out: Path, record: Record) -> None:
@@ -104,6 +115,7 @@ def write(out: Path, record: Record) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str | int):
+        # TOML strings are JSON strings, except that TOML forbids a raw DEL character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return "[" + ", ".join(map(_toml, value)) + "]"
 
@@ -124,5 +136,5 @@ def run_path(out: Path, label: str, seed: int) -> Path:
 
 
 def log_path(out: Path, run: Path) -> Path:
-    """What the run in this directory printed."""
+    """Log of the run in this directory."""
     return out / "logs" / (f"start-{run.name}.log" if run.parent.name == "start" else f"{run.name}.log")

@@ -1,4 +1,8 @@
-"""The final numbers as rows of text. In: the arms' numbers. Out: cells for the page and lines for a terminal."""
+"""The final numbers as text.
+
+In: the arms' numbers. Out: cells for the page and lines for a terminal. Invariant: a number that was not measured is a
+dash.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from gspo.view.compare.wording import NONE, aligned, number, plain, points, shar
 
 
 def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[str]]]:
-    """The main table: a measure, and its text for each arm. Measures that no arm has are left out."""
+    """The main table: a title and one cell per arm. Rows without a number in any arm are omitted."""
     first = arms[0].label if arms else ""
     rows: list[tuple[str, Callable[[ArmNumbers], str]]] = [
         ("seeds finished", lambda a: f"{len(a.finished)} of {seeds}"),
@@ -17,49 +21,67 @@ def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[s
         ("steps", lambda a: number(a.steps, plain, interval=False)),
         ("held-out accuracy before", lambda a: number(a.before, share)),
         ("held-out accuracy after", lambda a: number(a.after, share)),
-        (f"after, against {first} (points, by seed)", lambda a: number(a.difference, points)),
-        ("greedy before", lambda a: number(a.greedy_before, share)),
-        ("greedy after", lambda a: number(a.greedy_after, share)),
-        ("lowest held-out accuracy seen", lambda a: number(a.lowest, share)),
-        ("seeds that ended below their start", lambda a: str(a.worse_than_start) if a.after else NONE),
-        ("reward, last tenth", lambda a: number(a.reward, plain)),
-        ("steps that trained on nothing", lambda a: number(a.idle, share) if a.idle and a.idle.value else NONE),
-        ("tokens clipped", lambda a: number(a.clip_tokens, share)),
-        (f"tokens clipped, times {first}", lambda a: number(a.clip_ratio, plain)),
-        ("replies clipped", lambda a: number(a.clip_sequences, share)),
-        ("experts flipped by a step's updates", lambda a: number(a.flips, share)),
-        ("experts that would flip without replay", lambda a: number(a.flips_native, share)),
-        ("experts flipped, sampler to learner", lambda a: number(a.flips_sampler, share)),
+        (f"difference from {first} (points, paired by seed)", lambda a: number(a.difference, points)),
+        ("greedy accuracy before", lambda a: number(a.greedy_before, share)),
+        ("greedy accuracy after", lambda a: number(a.greedy_after, share)),
+        ("lowest held-out accuracy", lambda a: number(a.lowest, share)),
+        ("seeds that ended below their initial accuracy", lambda a: str(a.worse_than_start) if a.after else NONE),
+        ("mean reward, last 10 % of tokens", lambda a: number(a.reward, plain)),
+        ("steps without a trainable sample", lambda a: number(a.idle, share) if a.idle and a.idle.value else NONE),
+        ("clip fraction, tokens", lambda a: number(a.clip_tokens, share)),
+        (f"clip fraction, tokens, relative to {first}", lambda a: number(a.clip_ratio, plain)),
+        ("clip fraction, completions", lambda a: number(a.clip_sequences, share)),
+        ("flipped experts, during a step's updates", lambda a: number(a.flips, share)),
+        ("flipped experts, without replay (hypothetical)", lambda a: number(a.flips_native, share)),
+        ("flipped experts, sampler vs. learner", lambda a: number(a.flips_sampler, share)),
         ("gradient norm", lambda a: number(a.grad_norm, plain)),
-        ("entropy, lowest", lambda a: number(a.entropy_lowest, plain)),
-        ("entropy at the end", lambda a: number(a.entropy_last, plain)),
-        ("minutes of training per run", lambda a: number(a.minutes, plain, interval=False)),
-    ]  # fmt: skip
-    shown = [(title, [of(arm) for arm in arms]) for title, of in rows]
-    return [(title, cells) for title, cells in shown if any(cell != NONE for cell in cells)]
+        ("lowest entropy", lambda a: number(a.entropy_lowest, plain)),
+        ("final entropy", lambda a: number(a.entropy_last, plain)),
+        ("training minutes per run", lambda a: number(a.minutes, plain, interval=False)),
+    ]
+    cells_by_title = [(title, [cell(arm) for arm in arms]) for title, cell in rows]
+    return [(title, cells) for title, cells in cells_by_title if any(cell != NONE for cell in cells)]
 
 
 def seed_rows(arm: ArmNumbers) -> list[list[str]]:
-    """The table of single runs."""
-
-    def row(s: SeedNumbers) -> list[str]:
-        shares = (s.before, s.after, s.greedy_after, s.lowest)
-        rest = [number(s.reward, plain), number(s.clip_tokens, share), number(s.clip_sequences, share), number(s.flips, share), number(s.grad_norm, plain), number(s.entropy_last, plain), plain(s.minutes)]  # fmt: skip
-        return [arm.label, f"{s.seed}{'' if s.finished else ' (not finished)'}", whole(s.tokens), str(s.steps), *(number(v, share) for v in shares), *rest]  # fmt: skip
-
-    return [row(s) for s in arm.runs]
+    """The rows of an arm in the table of single runs, one per seed."""
+    return [[cell(arm, run) for cell in _SEED_COLUMNS.values()] for run in arm.runs]
 
 
-SEED_TITLES = ("arm", "seed", "tokens", "steps", "before", "after", "greedy after", "lowest", "reward", "tokens clipped", "replies clipped", "flips", "gradient norm", "entropy at the end", "minutes")  # fmt: skip
+_SEED_COLUMNS: dict[str, Callable[[ArmNumbers, SeedNumbers], str]] = {
+    "arm": lambda arm, s: arm.label,
+    "seed": lambda arm, s: f"{s.seed}{'' if s.finished else ' (not finished)'}",
+    "tokens": lambda arm, s: whole(s.tokens),
+    "steps": lambda arm, s: str(s.steps),
+    "before": lambda arm, s: number(s.before, share),
+    "after": lambda arm, s: number(s.after, share),
+    "greedy after": lambda arm, s: number(s.greedy_after, share),
+    "lowest": lambda arm, s: number(s.lowest, share),
+    "reward": lambda arm, s: number(s.reward, plain),
+    "clip fraction, tokens": lambda arm, s: number(s.clip_tokens, share),
+    "clip fraction, completions": lambda arm, s: number(s.clip_sequences, share),
+    "flipped experts": lambda arm, s: number(s.flips, share),
+    "gradient norm": lambda arm, s: number(s.grad_norm, plain),
+    "final entropy": lambda arm, s: number(s.entropy_last, plain),
+    "minutes": lambda arm, s: plain(s.minutes),
+}
+"""Columns of the table of single runs: title and cell."""
+SEED_TITLES = tuple(_SEED_COLUMNS)
 
 
 def as_text(arms: Sequence[ArmNumbers], seeds: int) -> str:
     """The main numbers for a terminal, one line per arm."""
     first = arms[0].label if arms else ""
-    titles = ["", "seeds", "tokens", "held-out before", "after, 95 % interval", f"points to {first}", "reward", "tokens clipped", "flips", "minutes"]  # fmt: skip
-    rows = [
-        [a.label, f"{len(a.finished)} of {seeds}", number(a.tokens, whole, interval=False), number(a.before, share, interval=False), number(a.after, share),
-         number(a.difference, points), number(a.reward, plain, interval=False), number(a.clip_tokens, share, interval=False), number(a.flips, share, interval=False), number(a.minutes, plain, interval=False)]
-        for a in arms
-    ]  # fmt: skip
-    return aligned([titles, *rows])
+    columns: dict[str, Callable[[ArmNumbers], str]] = {
+        "": lambda a: a.label,
+        "seeds": lambda a: f"{len(a.finished)} of {seeds}",
+        "tokens": lambda a: number(a.tokens, whole, interval=False),
+        "held-out before": lambda a: number(a.before, share, interval=False),
+        "after, 95 % interval": lambda a: number(a.after, share),
+        f"points vs. {first}": lambda a: number(a.difference, points),
+        "reward": lambda a: number(a.reward, plain, interval=False),
+        "clip fraction": lambda a: number(a.clip_tokens, share, interval=False),
+        "flips": lambda a: number(a.flips, share, interval=False),
+        "minutes": lambda a: number(a.minutes, plain, interval=False),
+    }
+    return aligned([[*columns], *([cell(arm) for cell in columns.values()] for arm in arms)])

@@ -1,8 +1,8 @@
-"""How the log-ratio spreads over tokens and over replies, against reply length.
+"""Variance of the log importance ratio over tokens and over completions, against completion length.
 
 In: `rollouts/` of runs. Out: one `LengthBin` per range of lengths. Invariant: files are read line by line, at most
-`MOST_FILES` of a run, evenly spaced; replies that the first optimiser step of a batch used are left out, because the policy
-had not moved yet and their log-ratios are exactly 0.
+`MOST_FILES` of a run, evenly spaced; completions used by the first optimizer step of a batch are excluded, because
+their log-ratios are exactly 0.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from gspo.view.compare.curves import Floats, Run
 
 MOST_FILES = 40
 MOST_BYTES = 200 * 2**20
-"""Of one run; long replies make large files, and fewer of them say enough."""
+"""Limit per run. Long completions make large files, and then fewer files are enough."""
 BINS = 8
-FEWEST = 16
-"""Replies in a bin, or its variance says little."""
+FEWEST_COMPLETIONS = 16
+"""Fewest completions in a bin; with fewer, the variance estimate is too noisy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBin:
-    """Replies of about one length. Variances are those of `log pi - log pi_old`."""
+    """Completions of similar length. Variances are those of `log pi - log pi_old`."""
 
     length: float
-    """Mean tokens per reply."""
+    """Mean tokens per completion."""
     replies: int
+    """Number of completions."""
     token_variance: float
-    """Over the tokens of all replies."""
+    """Over the tokens of all completions."""
     reply_variance: float
-    """Over replies, of the reply's mean: what a sequence ratio is made of."""
+    """Over completions, of the mean per completion, which is the log of a sequence ratio."""
 
 
 def length_bins(runs: Sequence[Run]) -> list[LengthBin]:
-    """The runs' replies in bins of about equally many, from short to long."""
-    read = [moments(run) for run in runs]
-    sums_R3 = np.concatenate([np.empty((0, 3)), *read])
-    if len(sums_R3) < FEWEST:
+    """Bin the runs' completions by length, with about the same number in each bin, from short to long."""
+    sums_R3 = np.concatenate([np.empty((0, 3)), *(moments(run) for run in runs)])
+    if len(sums_R3) < FEWEST_COMPLETIONS:
         return []
-    count = min(BINS, len(sums_R3) // FEWEST)
+    count = min(BINS, len(sums_R3) // FEWEST_COMPLETIONS)
     length_R = sums_R3[:, 0]
     edges = np.unique(np.quantile(length_R, np.linspace(0, 1, count + 1)[1:-1]))
     bin_R = np.searchsorted(edges, length_R, side="right")
     groups = (sums_R3[bin_R == number] for number in range(len(edges) + 1))
-    return [_bin(group) for group in groups if len(group) >= FEWEST]
+    return [_bin(group) for group in groups if len(group) >= FEWEST_COMPLETIONS]
 
 
 def _bin(sums_R3: Floats) -> LengthBin:
@@ -63,13 +63,13 @@ def _bin(sums_R3: Floats) -> LengthBin:
 
 
 def moments(run: Run) -> Floats:
-    """Length, sum and sum of squares of the log-ratios of each reply that was learned from after the policy had moved."""
-    rows = [row for file in _files(run) for row in _replies(file)]
+    """Length, sum and sum of squares of the log-ratios of each completion trained on after the first update."""
+    rows = [row for file in _files(run) for row in _completions(file)]
     return np.array(rows, dtype=np.float64).reshape(-1, 3)
 
 
 def _files(run: Run) -> list[Path]:
-    """Evenly spaced rollout files of the steps that the run's rows reach."""
+    """Evenly spaced rollout files, up to the run's last step (a truncated run has more files than steps)."""
     files = sorted(f for f in (run.path / "rollouts").glob("*.jsonl") if f.stem.isdecimal() and int(f.stem) <= run.step)
     if not files:
         return []
@@ -78,7 +78,7 @@ def _files(run: Run) -> list[Path]:
     return [files[int((i + 0.5) * len(files) / count)] for i in range(count)]
 
 
-def _replies(file: Path) -> Iterator[tuple[float, float, float]]:
+def _completions(file: Path) -> Iterator[tuple[float, float, float]]:
     with file.open("rb") as lines:
         for line in lines:
             if b'"trained": true' not in line:
@@ -89,6 +89,10 @@ def _replies(file: Path) -> Iterator[tuple[float, float, float]]:
 
 
 def _numbers(line: bytes, field: bytes) -> Floats:
-    """A field that is a list of numbers, without parsing the rest of the line: the lists are its last fields."""
+    """A field that is a list of numbers.
+
+    Parsing only this field is much faster than parsing the line. The lists are the last fields, so the last match is
+    the field even if a completion's text contains its name.
+    """
     start = line.rindex(b'"' + field + b'": [') + len(field) + 4
     return np.array(json.loads(line[start : line.index(b"]", start) + 1]), dtype=np.float64)

@@ -1,7 +1,7 @@
-"""The final numbers of a comparison: of each run, and of each arm over its seeds.
+"""The final numbers of a comparison, per run and per arm.
 
-In: `Series` of runs. Out: `SeedNumbers` and `ArmNumbers`. Invariant: an arm's numbers are over its finished runs only, and
-what was not measured is None, never 0.
+In: `Series` of runs. Out: `SeedNumbers` and `ArmNumbers`. Invariant: an arm's numbers are over its finished runs only;
+a value that was not measured is `None`, never 0.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from gspo.view.compare.curves import Run, Series, sampled_tokens
 from gspo.view.compare.intervals import Number, over_seeds
 
-ACCURACY, GREEDY = "eval/accuracy", "eval/accuracy_greedy"
+ACCURACY = "eval/accuracy"
+GREEDY_ACCURACY = "eval/accuracy_greedy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedNumbers:
-    """One run. Means are over its steps."""
+    """The numbers of one run. Means are over its steps."""
 
     seed: int
     finished: bool
@@ -27,7 +28,7 @@ class SeedNumbers:
     before: float | None
     """Held-out accuracy, sampled, at the first evaluation."""
     before_interval: tuple[float, float] | None
-    """Wilson's, over problems."""
+    """Wilson interval over problems."""
     after: float | None
     after_interval: tuple[float, float] | None
     greedy_before: float | None
@@ -35,9 +36,9 @@ class SeedNumbers:
     lowest: float | None
     """Lowest held-out accuracy of any evaluation."""
     reward: float | None
-    """Mean reward over the last tenth of the tokens."""
+    """Mean reward over the last 10 % of the tokens."""
     idle: float | None
-    """Share of the steps that trained on nothing."""
+    """Share of the steps without a trainable sample."""
     clip_tokens: float | None
     clip_sequences: float | None
     flips: float | None
@@ -51,7 +52,7 @@ class SeedNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmNumbers:
-    """One arm over its finished seeds; fields as in `SeedNumbers`."""
+    """The numbers of one arm over its finished seeds; fields as in `SeedNumbers`."""
 
     label: str
     runs: Sequence[SeedNumbers]
@@ -62,16 +63,16 @@ class ArmNumbers:
     greedy_before: Number | None
     greedy_after: Number | None
     difference: Number | None
-    """`after` less that of the first arm, seed by seed; None for the first arm."""
+    """`after` minus that of the first arm, paired by seed; `None` for the first arm."""
     worse_than_start: int
-    """Seeds whose last held-out accuracy is below their first."""
+    """Number of seeds whose last held-out accuracy is below their first."""
     lowest: float | None
     reward: Number | None
     idle: Number | None
     clip_tokens: Number | None
     clip_sequences: Number | None
     clip_ratio: float | None
-    """`clip_tokens` over that of the first arm."""
+    """`clip_tokens` relative to that of the first arm."""
     flips: Number | None
     flips_native: Number | None
     flips_sampler: Number | None
@@ -82,21 +83,30 @@ class ArmNumbers:
 
     @property
     def finished(self) -> list[SeedNumbers]:
-        """The runs that the arm's numbers are over."""
+        """The runs over which the arm's numbers are computed."""
         return [run for run in self.runs if run.finished]
 
 
 def arm_numbers(series: Sequence[Series]) -> list[ArmNumbers]:
-    """The numbers of every arm; the first is what the others are compared with."""
-    seeds = [[seed_numbers(run) for run in s.runs] for s in series]
-    return [_arm(s.label, mine, seeds[0] if number else None) for number, (s, mine) in enumerate(zip(series, seeds, strict=True))]  # fmt: skip
+    """The numbers of every arm. The first arm is the baseline of the others."""
+    runs_by_arm = [[seed_numbers(run) for run in s.runs] for s in series]
+    return [
+        _arm(s.label, runs, runs_by_arm[0] if number else None)
+        for number, (s, runs) in enumerate(zip(series, runs_by_arm, strict=True))
+    ]
 
 
 def seed_numbers(run: Run) -> SeedNumbers:
     """The numbers of one run."""
     evaluations = [row for row in run.rows if row.get(ACCURACY) is not None]
-    accuracy, greedy, entropy = run.values(ACCURACY), run.values(GREEDY), run.values("entropy/mean")
-    intervals = [(row["eval/accuracy_low"], row["eval/accuracy_high"]) for row in evaluations if row.get("eval/accuracy_low") is not None]  # fmt: skip
+    accuracy = run.values(ACCURACY)
+    greedy = run.values(GREEDY_ACCURACY)
+    entropy = run.values("entropy/mean")
+    intervals = [
+        (row["eval/accuracy_low"], row["eval/accuracy_high"])
+        for row in evaluations
+        if row.get("eval/accuracy_low") is not None
+    ]
     return SeedNumbers(
         seed=run.seed,
         finished=run.finished,
@@ -124,8 +134,9 @@ def seed_numbers(run: Run) -> SeedNumbers:
 
 
 def _late_reward(run: Run) -> float | None:
-    late = [row.get("reward/mean") for row, at in zip(run.rows, sampled_tokens(run.rows), strict=True) if at > 0.9 * run.tokens]  # fmt: skip
-    return _mean([r for r in late if r is not None])
+    rows = zip(run.rows, sampled_tokens(run.rows), strict=True)
+    rewards = [row.get("reward/mean") for row, at in rows if at > 0.9 * run.tokens]
+    return _mean([reward for reward in rewards if reward is not None])
 
 
 def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> ArmNumbers:
@@ -165,7 +176,7 @@ def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] |
 
 
 def _accuracy(number: Number | None, intervals: Sequence[tuple[float, float] | None]) -> Number | None:
-    """With a single seed the interval over problems stands in for the one over seeds."""
+    """With a single seed, replace the interval over seeds by the one over problems."""
     if number is None or number.seeds > 1 or len(intervals) != 1 or intervals[0] is None:
         return number
     return Number(value=number.value, low=intervals[0][0], high=intervals[0][1])
@@ -173,14 +184,15 @@ def _accuracy(number: Number | None, intervals: Sequence[tuple[float, float] | N
 
 def _difference(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers]) -> Number | None:
     reference = {run.seed: run.after for run in first if run.finished and run.after is not None}
+    # Arms of a seed share their start, so pairing by seed removes the variance between cold starts.
     pairs = [(run.after, reference[run.seed]) for run in runs if run.after is not None and run.seed in reference]
-    return over_seeds([mine - other for mine, other in pairs], lowest=-1.0, highest=1.0)
+    return over_seeds([after - other for after, other in pairs], lowest=-1.0, highest=1.0)
 
 
 def _clip_ratio(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> float | None:
-    mine = _mean([run.clip_tokens for run in runs if run.clip_tokens is not None])
-    other = _mean([run.clip_tokens for run in first or () if run.finished and run.clip_tokens is not None])
-    return mine / other if mine is not None and other else None
+    clipped = _mean([run.clip_tokens for run in runs if run.clip_tokens is not None])
+    reference = _mean([run.clip_tokens for run in first or () if run.finished and run.clip_tokens is not None])
+    return clipped / reference if clipped is not None and reference else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,4 +1,7 @@
-"""Numbers as text. In: `Number`s and plain numbers, or None. Out: short text; what was not measured is a dash."""
+"""Numbers as text.
+
+In: `Number`s, plain numbers or `None`. Out: short text. Invariant: a value that was not measured is a dash.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ Form = Callable[[float], str]
 
 
 def share(value: float) -> str:
-    """0.123 as 12.3 %; small ones with two digits that count."""
+    """0.123 as 12.3 %; small shares with two significant digits."""
     percent = 100 * value
     if value and abs(percent) < 1:
         return f"{percent:.2g} %" if abs(percent) >= 1e-3 else f"{percent:.1e} %"
@@ -19,22 +22,22 @@ def share(value: float) -> str:
 
 
 def points(value: float) -> str:
-    """A difference of shares, in points."""
+    """A difference of shares, in percentage points."""
     return f"{100 * value:+.1f}".replace("-", "−")
 
 
 def plain(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     return f"{value:.3g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def whole(value: float) -> str:
-    """With thousands apart."""
+    """An integer with thousands separators."""
     return f"{value:,.0f}"
 
 
 def number(value: Number | float | None, form: Form, *, interval: bool = True) -> str:
-    """A mean, with its interval where it has one."""
+    """A mean, with its interval if it has one."""
     if value is None:
         return NONE
     if not isinstance(value, Number):
@@ -50,6 +53,6 @@ def listed(items: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns for a terminal."""
+    """Rows as aligned columns for a terminal."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,1 +1,1 @@
-"""The live page over run directories: `gspo watch`. Read-only, on loopback, without torch."""
+"""The live dashboard of run directories, `gspo watch`: read-only, on loopback, without torch."""

@@ -1,6 +1,7 @@
-"""What the page asks for, as JSON. In: the watch list and a query. Out: bytes. Every answer is a view of the run directory.
+"""The JSON responses of the dashboard.
 
-Invariant: answers hold no secrets that this process knows of, and no text longer than `replies.LONGEST`.
+In: the watch list and a query. Out: values to encode. Invariant: every response is computed from the run directory
+alone, contains no secret known to this process, and no text longer than `completions.LONGEST_TEXT`.
 """
 
 from __future__ import annotations
@@ -20,36 +21,37 @@ MOST_POINTS = 2000
 
 
 class NotFoundError(Exception):
-    """There is no such run, step or reply."""
+    """The run, step or completion does not exist."""
 
 
 class BadQueryError(Exception):
-    """A part of the query is not what it should be; the text says which."""
+    """A part of the query is invalid; the message says which."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON without NaN and without known secrets."""
+    """Encode as JSON without NaN and without known secrets."""
     import orjson
 
     return orjson.dumps(_plain(value, known_secrets()))
 
 
 def _plain(value: Any, secrets: Sequence[str]) -> Any:
-    """The same with texts that can be shown and numbers that JSON holds."""
+    """The value with valid UTF-8, redacted secrets and integers that JSON can hold."""
     if isinstance(value, str):
         return redacted(value.encode("utf-8", "replace").decode(), secrets)
     if isinstance(value, Mapping):
         return {str(_plain(str(k), secrets)): _plain(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        # Curves are nearly all of an answer, and hold nothing that would have to change.
+        # Curves are most of a response and contain nothing to change.
         return value if set(map(type, value)) <= {float, type(None)} else [_plain(v, secrets) for v in value]
+    # orjson refuses integers above 64 bits, and JavaScript represents integers exactly only below 2**53.
     if isinstance(value, int) and abs(value) >= 1 << 53:
         return float(value) if abs(value) < 1 << 1000 else None
     return value
 
 
 def page_setup() -> dict[str, Any]:
-    """What the page needs once: panels, phases, filters."""
+    """Static data of the page: panels, phases, filters."""
     return {
         "panels": [dataclasses.asdict(panel) for panel in PANELS],
         "phases": [*(dataclasses.asdict(curve) for curve in PHASES), {"key": "other", "label": "other"}],
@@ -59,28 +61,28 @@ def page_setup() -> dict[str, Any]:
 
 
 def runs(watchlist: Watchlist) -> dict[str, Any]:
-    """Every run with its state."""
+    """All runs with their state."""
     watchlist.scan()
-    return {"runs": [_line_or_why(name, shown) for name, shown in list(watchlist.runs.items())]}
+    return {"runs": [_summary_or_error(name, watched) for name, watched in list(watchlist.runs.items())]}
 
 
-def _line_or_why(name: str, shown: WatchedRun) -> dict[str, Any]:
-    """A run that cannot be read must not take the others down with it."""
+def _summary_or_error(name: str, watched: WatchedRun) -> dict[str, Any]:
+    """One damaged run must not prevent the display of the others."""
     try:
-        return _line(name, shown)
+        return _summary(name, watched)
     except Exception as error:
         return {"name": name, "version": "", "step": 0, "steps": None, "pace_s": None, **unreadable(error)}
 
 
 def unreadable(error: Exception) -> dict[str, Any]:
-    """What is said of a run that cannot be shown."""
+    """The state of a run that cannot be read."""
     return {"state": "unreadable", "why": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _line(name: str, shown: WatchedRun) -> dict[str, Any]:
-    with shown.lock:
-        shown.refresh()
-        run = shown.run
+def _summary(name: str, watched: WatchedRun) -> dict[str, Any]:
+    with watched.lock:
+        watched.refresh()
+        run = watched.run
         return {
             "name": name,
             "state": run.state,
@@ -91,14 +93,15 @@ def _line(name: str, shown: WatchedRun) -> dict[str, Any]:
         }
 
 
-def overview(shown: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
+def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
     """Curves, events and findings of a run."""
-    points = min(MOST_POINTS, _whole(query, "points", 400))
-    first, last = _real(query, "from", -math.inf), _real(query, "to", math.inf)
+    points = min(MOST_POINTS, _positive_integer(query, "points", 400))
+    first = _float(query, "from", -math.inf)
+    last = _float(query, "to", math.inf)
     x = "tokens/sampled" if query.get("x") == "tokens" else "step"
-    with shown.lock:
-        shown.refresh()
-        run = shown.run
+    with watched.lock:
+        watched.refresh()
+        run = watched.run
         return {
             "version": run.version,
             "partial": run.partial,
@@ -110,49 +113,52 @@ def overview(shown: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
         }
 
 
-def about(shown: WatchedRun) -> dict[str, Any]:
-    """Settings and environment of a run, and the steps whose replies are there."""
-    with shown.lock:
+def about(watched: WatchedRun) -> dict[str, Any]:
+    """Settings and environment of a run, and the steps with recorded completions."""
+    with watched.lock:
         return {
-            "path": str(shown.run.path),
-            "settings": shown.run.settings,
-            "environment": shown.run.environment,
-            "rollouts": shown.replies.steps(),
+            "path": str(watched.run.path),
+            "settings": watched.run.settings,
+            "environment": watched.run.environment,
+            "rollouts": watched.completions.steps(),
         }
 
 
-def step(shown: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str, Any]:
-    """The groups of a step, or the replies that match."""
-    only, order = _name(query, "only", FILTERS), _name(query, "order", ORDERS)
-    with shown.lock:
-        shown.refresh()
-        row, steps = shown.run.row_of(number), shown.replies.steps()
+def step(watched: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str, Any]:
+    """The groups of a step, or the matching completions."""
+    only = _name(query, "only", FILTERS)
+    order = _name(query, "order", ORDERS)
+    with watched.lock:
+        watched.refresh()
+        row = watched.run.row_of(number)
+        steps = watched.completions.steps()
         if not row and number not in steps:
             raise NotFoundError(f"step {number}")
         text = query.get("text", "")[:1000]
-        found = shown.replies.find(number, text=text, only=only, order=order) if only or order or text else None
+        found = watched.completions.find(number, text=text, only=only, order=order) if only or order or text else None
         return {
             "step": number,
             "metrics": row,
             "previous": max((s for s in steps if s < number), default=None),
             "next": min((s for s in steps if s > number), default=None),
-            "groups": shown.replies.groups(number) if found is None else None,
+            "groups": watched.completions.groups(number) if found is None else None,
             "matching": found,
         }
 
 
-def reply(shown: WatchedRun, number: int, group: int, sample: int) -> dict[str, Any]:
-    """One reply with its tokens, and what it was judged by."""
-    with shown.lock:
-        shown.refresh()
-        found = shown.replies.reply(number, group, sample)
+def completion(watched: WatchedRun, number: int, group: int, sample: int) -> dict[str, Any]:
+    """One completion with its tokens, and the step's clip range."""
+    with watched.lock:
+        watched.refresh()
+        found = watched.completions.completion(number, group, sample)
         if found is None:
-            raise NotFoundError(f"step {number}, group {group}, reply {sample}")
-        row, name = shown.run.row_of(number), setting(shown.run.settings, "objective", "name", "")
+            raise NotFoundError(f"step {number}, group {group}, completion {sample}")
+        row = watched.run.row_of(number)
+        name = setting(watched.run.settings, "objective", "name", "")
     return {
         **found,
         "step": number,
-        "range_of": "reply" if name in SEQUENCE_ROWS else "token" if name in TOKEN_ROWS else "",
+        "range_of": "sequence" if name in SEQUENCE_ROWS else "token" if name in TOKEN_ROWS else "",
         "clip_low": row.get("clip/low"),
         "clip_high": row.get("clip/high"),
     }
@@ -161,23 +167,23 @@ def reply(shown: WatchedRun, number: int, group: int, sample: int) -> dict[str, 
 # ------------------------------------------------------------------------------------------------- queries
 
 
-def _whole(query: Mapping[str, str], key: str, otherwise: int) -> int:
-    text = query.get(key, str(otherwise))
+def _positive_integer(query: Mapping[str, str], key: str, default: int) -> int:
+    text = query.get(key, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) <= 6 and int(text)):
-        raise BadQueryError(f"{key}: not a whole number above 0")
+        raise BadQueryError(f"{key}: not a positive integer")
     return int(text)
 
 
-def _real(query: Mapping[str, str], key: str, otherwise: float) -> float:
+def _float(query: Mapping[str, str], key: str, default: float) -> float:
     try:
-        value = float(query.get(key, otherwise))
+        value = float(query.get(key, default))
     except ValueError:
         raise BadQueryError(f"{key}: not a number") from None
-    return otherwise if math.isnan(value) else value
+    return default if math.isnan(value) else value
 
 
 def _name(query: Mapping[str, str], key: str, known: Mapping[str, Any]) -> str:
     name = query.get(key, "")
     if name and name not in known:
-        raise BadQueryError(f"{key}: there are {', '.join(known)}")
+        raise BadQueryError(f"{key}: choose one of {', '.join(known)}")
     return name

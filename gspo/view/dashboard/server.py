@@ -1,7 +1,8 @@
-"""The page's server: `gspo watch`. In: run directories. Out: a page on 127.0.0.1, until Ctrl-C.
+"""The dashboard server, `gspo watch`.
 
-Only GET exists, so nothing can be changed through it. Invariant: it listens on loopback alone, holds a bounded number of
-connections for a bounded time, and reads the run directory from its own process, so training does not notice it.
+In: run directories. Out: a page on 127.0.0.1, until Ctrl-C. Only GET is implemented, so requests cannot change
+anything. Invariant: it listens on loopback only, holds a bounded number of connections for a bounded time, and reads
+the run directory from its own process, so it does not disturb training.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, panics_as_errors
-from gspo.view.dashboard import handlers as answers
+from gspo.view.dashboard import handlers
 from gspo.view.dashboard.guard import Guard, SessionKeys
 from gspo.view.dashboard.watchlist import NAME, WatchedRun, Watchlist
 
@@ -28,13 +29,18 @@ FILES = {
     "tokens.js": "text/javascript",
     "app.js": "text/javascript",
 }
-IDLE_S, CROWDED_S, ANSWER_S = 8.0, 2.0, 30.0
-"""How long a connection may wait without a whole request (also when there are many), and an answer may take to be fetched."""
-MOST_CONNECTIONS, CROWD = 800, 150
+IDLE_S = 8.0
+"""Timeout of a connection without a complete request."""
+CROWDED_IDLE_S = 2.0
+"""The same with more than `CROWD` open connections."""
+RESPONSE_S = 30.0
+"""Timeout of a response that the client does not read."""
+MOST_CONNECTIONS = 800
+CROWD = 150
 
 
 def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], None] = print) -> int:
-    """Serve the page until interrupted; `ready` is told what to show the user."""
+    """Serve the page until interrupted; `ready` receives the lines to print for the user."""
     import uvicorn
 
     watchlist = Watchlist(paths)
@@ -43,11 +49,20 @@ def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], 
     keys = SessionKeys(announce=lambda key: ready(f"opened; for another browser: {address}/#key={key}"))
     app = application(watchlist, keys)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", http=_protocol(), ws="none",
-        limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=5, h11_max_incomplete_event_size=16384, server_header=False,
-    )  # fmt: skip
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        http=_protocol(),
+        ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=16384,
+        server_header=False,
+    )
+    forward = f"ssh -L {address.rpartition(':')[2]}:{address[7:]} HOST"
     ready(f"{len(watchlist.runs)} {'run' if len(watchlist.runs) == 1 else 'runs'} at {address}/#key={keys.once}")
-    ready(f"from another machine: ssh -L {address.rpartition(':')[2]}:{address[7:]} HOST, then the same link there. Ctrl-C ends it.")  # fmt: skip
+    ready(f"from another machine: {forward}, then open the same link there. Ctrl-C stops the server.")
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
     return 0
@@ -61,39 +76,43 @@ def _listener(port: int) -> socket.socket:
         listener.listen(256)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"--port {port}: cannot listen there ({error}); choose another, or leave it out") from None
+        raise ConfigError(
+            f"--port {port}: cannot listen on this port ({error}); choose another, or leave it out"
+        ) from None
     return listener
 
 
 def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
-    """The whole application, guarded."""
+    """The application behind the guard."""
     from starlette.applications import Starlette
     from starlette.responses import Response
     from starlette.routing import Route
 
-    def shown(request: Any) -> WatchedRun:
+    def watched(request: Any) -> WatchedRun:
         name = request.path_params["run"]
         if not NAME.fullmatch(name) or name not in watchlist.runs:
-            raise answers.NotFoundError(f"no run {name[:64]!r}")
+            raise handlers.NotFoundError(f"no run {name[:64]!r}")
         return watchlist.runs[name]
 
-    def encoded(answer: Callable[[Any], Any], request: Any) -> bytes:
+    def encode(handler: Callable[[Any], Any], request: Any) -> bytes:
         with panics_as_errors():
-            return answers.encode(answer(request))
+            return handlers.encode(handler(request))
 
-    def route(path: str, answer: Callable[[Any], Any]) -> Route:
+    def route(path: str, handler: Callable[[Any], Any]) -> Route:
         async def respond(request: Any) -> Response:
             try:
-                body = await asyncio.to_thread(encoded, answer, request)
-            except answers.NotFoundError as error:
+                # In a thread: a handler reads files and would block the event loop for all other requests.
+                body = await asyncio.to_thread(encode, handler, request)
+            except handlers.NotFoundError as error:
                 return Response(f"not found: {error}\n", 404, media_type="text/plain")
-            except answers.BadQueryError as error:
+            except handlers.BadQueryError as error:
                 return Response(f"{error}\n", 400, media_type="text/plain")
             except Exception as error:
-                # A number that is also in the terminal, never a traceback: what is in it is nobody's business elsewhere.
+                # Only a number, which is also printed on the terminal: a traceback may contain private data.
                 number = secrets.token_hex(4)
                 print(f"gspo watch: error {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 return Response(f"error {number}: see the terminal of gspo watch\n", 500, media_type="text/plain")
+            # The page polls. An unchanged response costs no transfer and no redraw.
             etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
             if request.headers.get("if-none-match") == etag:
                 return Response(status_code=304, headers={"etag": etag})
@@ -113,48 +132,50 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
     def number(request: Any, name: str) -> int:
         text = request.path_params[name]
         if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-            raise answers.NotFoundError(f"{name} {text[:20]!r}")
+            raise handlers.NotFoundError(f"{name} {text[:20]!r}")
         return int(text)
 
-    def reply(request: Any) -> Any:
-        return answers.reply(shown(request), *(number(request, name) for name in ("step", "group", "sample")))
+    def completion(request: Any) -> Any:
+        return handlers.completion(watched(request), *(number(request, name) for name in ("step", "group", "sample")))
 
     routes = [
         Route("/", index, methods=["GET"]),
         Route("/page/{name}", file, methods=["GET"]),
-        route("/api/setup", lambda _: answers.page_setup()),
-        route("/api/runs", lambda _: answers.runs(watchlist)),
-        route("/api/runs/{run}", lambda r: answers.overview(shown(r), r.query_params)),
-        route("/api/runs/{run}/about", lambda r: answers.about(shown(r))),
-        route("/api/runs/{run}/steps/{step}", lambda r: answers.step(shown(r), number(r, "step"), r.query_params)),
-        route("/api/runs/{run}/steps/{step}/{group}/{sample}", reply),
+        route("/api/setup", lambda _: handlers.page_setup()),
+        route("/api/runs", lambda _: handlers.runs(watchlist)),
+        route("/api/runs/{run}", lambda r: handlers.overview(watched(r), r.query_params)),
+        route("/api/runs/{run}/about", lambda r: handlers.about(watched(r))),
+        route("/api/runs/{run}/steps/{step}", lambda r: handlers.step(watched(r), number(r, "step"), r.query_params)),
+        route("/api/runs/{run}/steps/{step}/{group}/{sample}", completion),
     ]
     return Guard(Starlette(routes=routes), keys)
 
 
 def _protocol() -> Any:
-    """uvicorn's HTTP protocol with deadlines: it has none for a request that never ends or an answer that nobody fetches."""
+    """uvicorn's HTTP protocol with timeouts. It has none for incomplete requests and responses that are not read."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Impatient(H11Protocol):
+    class TimeoutProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._since, self._seen = self.loop.time(), (self.cycle, False)
-            self._look = self.loop.call_later(CROWDED_S, self._check)
+            self._since = self.loop.time()
+            self._last_state = (self.cycle, False)
+            self._timer = self.loop.call_later(CROWDED_IDLE_S, self._check)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._look.cancel()
+            self._timer.cancel()
             super().connection_lost(exc)
 
         def _check(self) -> None:
-            """Give up on a connection whose state has not changed for too long."""
+            """Abort a connection whose state has not changed for too long."""
             busy = self.cycle is not None and not self.cycle.response_complete
-            if (self.cycle, busy) != self._seen:
-                self._since, self._seen = self.loop.time(), (self.cycle, busy)
-            idle = CROWDED_S if len(self.connections) > CROWD else IDLE_S
-            if self.loop.time() - self._since > (ANSWER_S if busy else idle) - 1:
+            if (self.cycle, busy) != self._last_state:
+                self._since = self.loop.time()
+                self._last_state = (self.cycle, busy)
+            idle = CROWDED_IDLE_S if len(self.connections) > CROWD else IDLE_S
+            if self.loop.time() - self._since > (RESPONSE_S if busy else idle) - 1:
                 self.transport.abort()
             else:
-                self._look = self.loop.call_later(1.0, self._check)
+                self._timer = self.loop.call_later(1.0, self._check)
 
-    return Impatient
+    return TimeoutProtocol

@@ -1,7 +1,7 @@
-"""Which runs a page shows. In: paths given by the user. Out: `RunReader` runs by a name that is safe in an address.
+"""The runs that a page shows.
 
-A path is a run directory, or a directory of runs, in which new ones are noticed. Invariant: an address can name only what is
-in this list; a name never becomes a path.
+In: paths given by the user: run directories, or directories of runs, which are scanned for new ones. Out: runs by a
+name that is safe in a URL. Invariant: a URL can only name a run in this list; a name is never used as a path.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspo.errors import ConfigError
-from gspo.view.completions import Replies
+from gspo.view.completions import Completions
 from gspo.view.run_reader import RunReader
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SCAN_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.5
-"""However many pages ask, files are looked at no more often than this."""
-BITE = 2 << 20
-"""Bytes of a long file that are read at a time, so that answers need not wait."""
+"""Files are checked at most this often, however many pages are open."""
+REFRESH_BYTES = 2 << 20
+"""Bytes of a long file that are read while the lock is held, so that responses do not wait long."""
 PAUSE_S = 0.005
 MOST_RUNS = 500
 
 
 class WatchedRun:
-    """A run on the page; one thread at a time reads its files."""
+    """A run on the page. Its files are read by one thread at a time, which holds the lock."""
 
     def __init__(self, path: Path) -> None:
-        self.run, self.replies = RunReader(path), Replies(path)
+        self.run = RunReader(path)
+        self.completions = Completions(path)
         self.lock = threading.Lock()
         self._refreshed = -REFRESH_EVERY_S
 
     def refresh(self) -> None:
-        """Read what is new, unless that was just done. Call with the lock held. A long file is read on in the background."""
+        """Read what was added, unless that was just done. Call with the lock held.
+
+        The remainder of a long file is read in the background.
+        """
         if self.run.partial or time.monotonic() - self._refreshed < REFRESH_EVERY_S:
             return
-        self.run.refresh(BITE)
+        self.run.refresh(REFRESH_BYTES)
         self._refreshed = time.monotonic()
         if self.run.partial:
             threading.Thread(target=self._read_on, daemon=True).start()
@@ -46,13 +50,13 @@ class WatchedRun:
     def _read_on(self) -> None:
         while self.run.partial:
             with self.lock:
-                self.run.refresh(BITE)
+                self.run.refresh(REFRESH_BYTES)
                 self._refreshed = time.monotonic()
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # lets waiting requests take the lock
 
 
 class Watchlist:
-    """The runs that were asked for."""
+    """The runs to show."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.runs: dict[str, WatchedRun] = {}
@@ -60,26 +64,29 @@ class Watchlist:
         self._known: set[Path] = set()
         self._lock = threading.Lock()
         for path in map(Path, paths):
-            self._add_given(path)
+            self._add_argument(path)
         self._scanned = -SCAN_EVERY_S
         self.scan()
 
-    def _add_given(self, path: Path) -> None:
-        if _holds_run(path):
+    def _add_argument(self, path: Path) -> None:
+        if _is_run(path):
             self._add(path)
         elif path.is_dir():
             self._parents.append(path.resolve())
         else:
-            raise ConfigError(f"{path}: not a run directory (no config.toml), nor a directory of runs; give the directory that 'gspo train' made")  # fmt: skip
+            raise ConfigError(
+                f"{path}: not a run directory (no config.toml) nor a directory of runs; give a directory that "
+                "'gspo train' wrote"
+            )
 
     def scan(self) -> None:
-        """Look for new runs in directories of runs; links in them are not followed."""
+        """Find new runs in directories of runs, without following links in them."""
         with self._lock:
             if time.monotonic() - self._scanned < SCAN_EVERY_S:
                 return
             self._scanned = time.monotonic()
             for parent in self._parents:
-                found = [p for p in _children(parent) if p not in self._known and not p.is_symlink() and _holds_run(p)]
+                found = [p for p in _children(parent) if p not in self._known and not p.is_symlink() and _is_run(p)]
                 for path in sorted(found, key=_started)[: MOST_RUNS - len(self.runs)]:
                     self._add(path)
 
@@ -93,7 +100,7 @@ class Watchlist:
         self.runs[next(n for n in names if n not in self.runs)] = WatchedRun(path)
 
 
-def _holds_run(path: Path) -> bool:
+def _is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 

@@ -1,1 +1,1 @@
-"""What every objective would have done with a step that a run has taken. `replay.py` is the place to start."""
+"""`gspo replay`: recompute a step of a run and compare objectives on its batch. `replay.py` is the entry point."""

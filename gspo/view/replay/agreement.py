@@ -1,7 +1,7 @@
-"""Whether a step that was learned from again went as it went in the run.
+"""Compare a recomputed step with the run's record of it.
 
-In: what was learned now, and what the run wrote down then. Out: an `Agreement`. Invariant: `exact` means that every
-log-probability is the run's to its 7 written decimals and that every metric of the step came out again.
+In: the recomputed step and the recorded one. Out: an `Agreement`. Invariant: `exact` means that every log-prob equals
+the recorded one to its 7 decimals and every metric of the step is reproduced.
 """
 
 from __future__ import annotations
@@ -17,52 +17,60 @@ from gspo.record.metrics import step_metrics
 from gspo.rollout.gather import CollectResult
 from gspo.view.replay.records import StepRecord
 
-LOGP = 1e-7
-"""Log-probabilities are written with 7 decimals."""
-RELATIVE = 1e-6
-"""Metrics are sums in float32."""
+LOGP_TOLERANCE = 1e-7
+"""Log-probs are recorded with 7 decimals."""
+METRIC_TOLERANCE = 1e-6
+"""Relative. Metrics are float32 sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far a step that was learned from again is from the run's."""
+    """Difference between a recomputed step and the run's."""
 
     step: int
     tokens: int
-    """Tokens that were compared."""
+    """Number of compared tokens."""
     logp_old: float
-    """Largest difference of a token's old log-probability."""
+    """Largest difference of a token's old log-prob."""
     logp_new: float
-    """The same for the log-probability at the moment the token was used."""
+    """Largest difference of a token's log-prob in the update that trained on it."""
     other_replies: int
-    """Replies that only one of the two learned from."""
+    """Completions that only one of the two trained on."""
     metrics: int
-    """Metrics that were compared; 0: the run has not written the step's yet."""
+    """Number of compared metrics; `0` if the run has not written the step's metrics."""
     worst_metric: str
-    """The metric that is farthest off; empty: none is off."""
+    """The metric with the largest difference; empty if all agree."""
     worst_difference: float
     """Relative."""
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
-        return self.logp <= LOGP and not self.other_replies and self.worst_difference <= RELATIVE
+        """Whether everything agrees."""
+        return self.logp <= LOGP_TOLERANCE and not self.other_replies and self.worst_difference <= METRIC_TOLERANCE
 
     @property
     def logp(self) -> float:
-        """Largest difference of any log-probability; NaN if one is not finite."""
+        """Largest difference of any log-prob; NaN if one is not finite."""
         return math.nan if math.isnan(self.logp_old + self.logp_new) else max(self.logp_old, self.logp_new)
 
 
-def agreement(step: int, objective: Objective, recorded: StepRecord, learned: LearnResult | None, metrics: Mapping[str, Any] | None) -> Agreement:  # fmt: skip
+def agreement(
+    step: int,
+    objective: Objective,
+    recorded: StepRecord,
+    learned: LearnResult | None,
+    metrics: Mapping[str, Any] | None,
+) -> Agreement:
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
-    found = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
+    recomputed = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
-    skipped = () if routed else ("routing/flip_fraction_sampler",)  # the record has no experts to count it by
-    # How a batch is cut up depends on the machine.
-    keys = [k for k in found if metrics is not None and k not in skipped and not k.startswith("padding/")]
-    differences = {k: _relative(found[k], (metrics or {}).get(k)) for k in keys}
+    skipped = (
+        () if routed else ("routing/flip_fraction_sampler",)
+    )  # needs the sampler's experts, which are not recorded
+    # Padding depends on how a batch is split into micro-batches, which depends on the machine.
+    keys = [k for k in recomputed if metrics is not None and k not in skipped and not k.startswith("padding/")]
+    differences = {k: _relative(recomputed[k], (metrics or {}).get(k)) for k in keys}
     worst = max(differences, key=lambda k: differences[k], default="")
     return Agreement(
         step=step,
@@ -77,34 +85,43 @@ def agreement(step: int, objective: Objective, recorded: StepRecord, learned: Le
 
 
 def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tuple[float, float, int, int]:
-    """(old, new, tokens, replies only one of the two has)."""
-    there = dict(recorded.learnt)
+    """(largest old difference, largest new difference, compared tokens, completions that only one of the two has)."""
+    records = dict(recorded.trained)
     if learned is None:
-        return 0.0, 0.0, 0, len(there)
-    old_N, new_N = learned.tokens.logp_old_N.tolist(), learned.tokens.logp_N.tolist()
-    worst, start, tokens, other = [0.0, 0.0], 0, 0, 0
-    for reply in learned.samples:
-        end = start + len(reply.completion.token_ids)
-        record = there.pop((reply.group, reply.sample), None)
+        return 0.0, 0.0, 0, len(records)
+    old_N = learned.tokens.logp_old_N.tolist()
+    new_N = learned.tokens.logp_N.tolist()
+    worst = [0.0, 0.0]
+    start = tokens = other = 0
+    for sample in learned.samples:
+        end = start + len(sample.completion.token_ids)
+        record = records.pop((sample.group, sample.sample), None)
         if record is None or len(record.logp_old) != end - start:
             other += 1
         else:
             tokens += end - start
-            for i, (mine, theirs) in enumerate(((old_N, record.logp_old), (new_N, record.logp_new))):
-                worst[i] = _largest(worst[i], mine[start:end], theirs)
+            for i, (logp_N, written) in enumerate(((old_N, record.logp_old), (new_N, record.logp_new))):
+                worst[i] = _largest(worst[i], logp_N[start:end], written)
         start = end
-    return worst[0], worst[1], tokens, other + len(there)
+    return worst[0], worst[1], tokens, other + len(records)
 
 
-def _largest(so_far: float, mine: Any, theirs: Any) -> float:
-    """NaN wins: a number that is none is no agreement, unless both are none (written as null)."""
-    gaps = [0.0 if b is None and not math.isfinite(a) else math.nan if b is None else abs(a - b) for a, b in zip(mine, theirs, strict=True)]  # fmt: skip
-    return math.nan if math.isnan(so_far) or any(map(math.isnan, gaps)) else max(so_far, *gaps)
+def _largest(so_far: float, recomputed: Any, written: Any) -> float:
+    """The largest difference. NaN is sticky, because `max` would drop it depending on the order of its arguments."""
+    differences = [_difference(a, b) for a, b in zip(recomputed, written, strict=True)]
+    return math.nan if math.isnan(so_far) or any(map(math.isnan, differences)) else max(so_far, *differences)
 
 
-def _relative(found: Any, written: Any) -> float:
-    nothing = found is None or (isinstance(found, float) and not math.isfinite(found))
-    if written is None or nothing:
-        return 0.0 if nothing and written is None else math.inf
+def _difference(recomputed: float, written: float | None) -> float:
+    """A value that is not finite is recorded as null, so the two agree if neither is finite."""
+    if written is None:
+        return math.nan if math.isfinite(recomputed) else 0.0
+    return abs(recomputed - written)
+
+
+def _relative(recomputed: Any, written: Any) -> float:
+    undefined = recomputed is None or (isinstance(recomputed, float) and not math.isfinite(recomputed))
+    if written is None or undefined:
+        return 0.0 if undefined and written is None else math.inf
     # A sum of terms that cancel (a policy loss) is as exact as its terms, which are about 1.
-    return abs(float(found) - float(written)) / max(abs(float(written)), 1e-2)
+    return abs(float(recomputed) - float(written)) / max(abs(float(written)), 1e-2)

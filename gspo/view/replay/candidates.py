@@ -1,7 +1,7 @@
-"""Which objectives are put to the same batch.
+"""The objectives that a replay evaluates on the same batch.
 
-In: the run's settings and `--objectives`. Out: `Candidate`s, the run's own first, and what cannot be computed, with the
-reason. Invariant: nothing is left out silently, and no objective is computed twice under two names.
+In: the run's settings and `--objectives`. Out: `Candidate`s, the run's own first, and skipped objectives with the
+reason. Invariant: no objective is skipped silently, and none is computed twice under two names.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An objective by the name it is shown with."""
+    """An objective and its label."""
 
     label: str
     objective: Objective
     note: str = ""
-    """What is not as the label says."""
+    """How it deviates from its label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedObjective:
-    """An objective that cannot be computed, and why."""
+    """An objective that is not computed, and the reason."""
 
     label: str
     reason: str
 
 
 def own(objective: Objective) -> Candidate:
-    """The run's objective, as it was in force in the step."""
+    """The run's objective, as used in the step."""
     return Candidate(label=f"{objective.name} (run)", objective=objective)
 
 
 def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidate], list[SkippedObjective]]:
-    """The run's own objective and those asked for: `NAME[+KEY=VALUE...],...`, where `all` is every row of the table."""
-    every = [Arm(label=name, row=name) for name in TABLE]
-    found, left_out = [own(run)], []
-    for arm in [a for given in parse_arms(text) for a in (every if given.label == ALL else [given])]:
+    """The run's own objective and the requested ones, `NAME[+KEY=VALUE...],...`; `all` is every row of the table."""
+    table = [Arm(label=name, objective=name) for name in TABLE]
+    found = [own(run)]
+    skipped = []
+    for arm in [a for given in parse_arms(text) for a in (table if given.label == ALL else [given])]:
         objective = _objective(config, arm)
         twin = next((c for c in found if _same(c.objective, objective)), None)
         if objective.advantage.scope == "external":
-            left_out.append(
-                SkippedObjective(
-                    label=arm.label, reason="its advantages come from outside (a critic), and the run has none"
-                )
-            )
+            reason = "its advantages come from a critic, which the run does not have"
+            skipped.append(SkippedObjective(label=arm.label, reason=reason))
         elif twin is None:
             found.append(Candidate(label=arm.label, objective=objective))
-        elif arm not in every:
-            left_out.append(SkippedObjective(label=arm.label, reason=f"it is the same as {twin.label}"))
-    return found, left_out
+        elif arm not in table:
+            skipped.append(SkippedObjective(label=arm.label, reason=f"it is the same as {twin.label}"))
+    return found, skipped
 
 
 def _objective(config: Config, arm: Arm) -> Objective:
     foreign = next((o for o in arm.options if not o.startswith("objective.")), None)
     if foreign:
-        raise ConfigError(f"--objectives: {arm.label!r}: {foreign.partition('=')[0]} is no setting of an objective; a replay takes the batch and its routing as they were")  # fmt: skip
-    if arm.row not in TABLE:
-        raise ConfigError(f"--objectives: no objective {arm.row!r}; there are: {', '.join(TABLE)}, or {ALL}")
-    given = settings.override({}, arm.overrides, where="--objectives").objective
-    values = dict(given.settings)
-    if "max_length" in settings_of(TABLE[arm.row]):
+        raise ConfigError(
+            f"--objectives: {arm.label!r}: {foreign.partition('=')[0]} is not a setting of an objective; a replay uses "
+            "the batch and its routing as recorded, leave it out"
+        )
+    if arm.objective not in TABLE:
+        raise ConfigError(f"--objectives: no objective {arm.objective!r}; choose from {', '.join(TABLE)} or {ALL}")
+    values = dict(settings.override({}, arm.overrides, where="--objectives").objective.settings)
+    if "max_length" in settings_of(TABLE[arm.objective]):
         values.setdefault("max_length", config.rollout.max_tokens)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ObjectiveWarning)  # a range that does not fit is what the table will show
-        return build(arm.row, **values)
+        warnings.simplefilter("ignore", ObjectiveWarning)  # the table shows the effect of an unusual clip range
+        return build(arm.objective, **values)
 
 
 def _same(a: Objective, b: Objective) -> bool:
@@ -84,8 +84,11 @@ def _same(a: Objective, b: Objective) -> bool:
 
 
 def without_reference(found: Sequence[Candidate], why: str) -> list[Candidate]:
-    """The candidates with their KL penalties left out, and that said, where there is no reference model."""
-    return [
-        c if not c.objective.kl else replace(c, objective=replace(c.objective, kl=0.0), note=f"without its KL penalty ({c.objective.kl:g}): {why}")
-        for c in found
-    ]  # fmt: skip
+    """The candidates without their KL penalties, each with a note."""
+    return [_without_kl(c, why) if c.objective.kl else c for c in found]
+
+
+def _without_kl(candidate: Candidate, why: str) -> Candidate:
+    objective = candidate.objective
+    note = f"without its KL penalty ({objective.kl:g}): {why}"
+    return replace(candidate, objective=replace(objective, kl=0.0), note=note)

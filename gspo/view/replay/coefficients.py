@@ -1,8 +1,8 @@
-"""What an objective makes of a mini-batch: the coefficient that each token's log-probability gets in the gradient.
+"""The coefficient dL/dlogp_t of each token under an objective.
 
-In: the packed tokens of a rollout batch at the weights of one of its optimiser steps. Out: `Coefficients`. Invariant: no
-model is needed here. A loss depends on the weights through the tokens' log-probabilities (and, with a bonus, entropies)
-alone, so its gradient is sum_t dL/dlogp_t grad logp_t, and all objectives share grad logp_t.
+In: the packed tokens of a rollout batch at the weights of one of its optimizer steps. Out: `Coefficients`. Invariant:
+no model is needed. A loss depends on the weights only through the tokens' log-probs (and, with an entropy bonus,
+entropies), so its gradient is sum_t dL/dlogp_t grad logp_t, and all objectives share grad logp_t.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.objectives.credit import token_advantages
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import TrainSample, keeps_group, trainable
@@ -24,23 +23,23 @@ from gspo.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A rollout batch at the weights of one optimiser step."""
+    """A rollout batch at the weights of one optimizer step."""
 
     tokens: Tokens
-    """All its tokens; `logp_N` and `entropy_N` hold for those of the mini-batch."""
-    replies: Sequence[TrainSample]
-    """Sequence i of the tokens; the replies that the run learned from."""
+    """All tokens of the batch; `logp_N` and `entropy_N` are valid for those of the mini-batch."""
+    samples: Sequence[TrainSample]
+    """The completions that the run trained on; sample i is sequence i of the tokens."""
     rows: frozenset[int]
-    """The sequences of the mini-batch."""
+    """Indices of the mini-batch's sequences."""
     max_tokens: int
-    """The run's limit of a reply."""
+    """The run's completion length limit."""
     seed: int
-    """Of objectives that single tokens out at random."""
+    """For objectives that select tokens at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatioSides:
-    """A share, and the parts of it whose ratio is above and below 1."""
+    """A share, split into importance ratios above and below 1."""
 
     share: float
     above: float
@@ -49,7 +48,7 @@ class RatioSides:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """One objective on one mini-batch. Tensors are over all tokens or sequences of the batch, 0 where they play no part."""
+    """One objective on one mini-batch. Tensors cover the whole batch and are 0 outside the mini-batch."""
 
     loss: float
     policy: float
@@ -58,34 +57,35 @@ class Coefficients:
     logp_N: Tensor
     """dLoss/dlogp."""
     entropy_N: Tensor | None
-    """dLoss/dentropy; None without a bonus."""
+    """dLoss/dentropy; `None` without an entropy bonus."""
     clipped_tokens: RatioSides
     clipped_replies: RatioSides
     advantage_B: Tensor
-    counted_B: Tensor
-    """Which sequences of the mini-batch the objective counts."""
+    trainable_B: Tensor
+    """Which sequences of the mini-batch the objective trains on."""
     tokens: int
-    """Tokens it counts."""
+    """Number of tokens the objective trains on."""
 
     def weight_B(self, sequences: Sequences) -> Tensor:
-        """-sum_t dLoss/dlogp_t of each reply: above 0 the reply is made likelier."""
+        """-sum_t dLoss/dlogp_t of each completion. A positive weight makes the completion more likely."""
         return -sequences.sum(self.logp_N.double())
 
 
 def coefficients(objective: Objective, view: View) -> Coefficients:
-    """Put an objective to a mini-batch, by its own rules of what counts, rewards and advantages."""
-    mine = _counts(objective, view)
-    advantage_N = _advantages(objective, view, mine)
-    rows = [i for i, _ in mine if i in view.rows]
+    """Evaluate an objective on a mini-batch, with its own filters, reward shaping and advantages."""
+    trainable = _trainable(objective, view)
+    advantage_N = _advantages(objective, view, trainable)
+    rows = [i for i, _ in trainable if i in view.rows]
     sequences = view.tokens.sequences
-    counted_B = torch.zeros(sequences.count, dtype=torch.bool, device=advantage_N.device)
-    counted_B[rows] = True
-    at_N = sequences.expand(counted_B).nonzero().squeeze(-1)
+    trainable_B = torch.zeros(sequences.count, dtype=torch.bool, device=advantage_N.device)
+    trainable_B[rows] = True
+    at_N = sequences.expand(trainable_B).nonzero().squeeze(-1)
     weight_B = torch.zeros(sequences.count, dtype=torch.float64, device=advantage_N.device)
+    # The aggregate normalizes over the whole mini-batch, so it must see all of its lengths at once.
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
-    tokens = _leaves(_part(replace(view.tokens, advantage_N=advantage_N), at_N))
-    chosen_N = select(objective, tokens, view.seed)
-    loss = loss_of(objective, replace(tokens, selected_N=chosen_N), sequences.expand(weight_B)[at_N].float())
+    tokens = _as_leaves(_take(replace(view.tokens, advantage_N=advantage_N), at_N))
+    selected_N = select(objective, tokens, view.seed)
+    loss = loss_of(objective, replace(tokens, selected_N=selected_N), sequences.expand(weight_B)[at_N].float())
     logp_n, entropy_n = _gradients(loss.total, tokens)
     zeros_N = torch.zeros_like(view.tokens.logp_N)
     clipped_N = loss.surrogate.clipped_N
@@ -100,62 +100,66 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
         clipped_tokens=_sides(clipped_N, log_ratio_N, None),
         clipped_replies=_sides(clipped_N, log_ratio_N, tokens.sequences),
         advantage_B=sequences.mean(advantage_N),
-        counted_B=counted_B,
+        trainable_B=trainable_B,
         tokens=len(at_N),
     )
 
 
-def _counts(objective: Objective, view: View) -> list[tuple[int, TrainSample]]:
-    """The batch's replies that this objective learns from, with the reward as it shapes it."""
-    members: dict[int, list[int]] = {}
-    for i, reply in enumerate(view.replies):
-        members.setdefault(reply.group, []).append(i)
-    groups = [(m, _group([view.replies[i] for i in m])) for m in members.values()]
-    kept = [(m, g) for m, g in groups if keeps_group(objective, g)]
-    found = trainable([g for _, g in kept], objective, max_tokens=view.max_tokens)
-    return [(kept[reply.group][0][reply.sample], reply) for reply in found]
+def _trainable(objective: Objective, view: View) -> list[tuple[int, TrainSample]]:
+    """The batch's completions that this objective trains on, by sequence index, with its shaped rewards."""
+    rows_by_group: dict[int, list[int]] = {}
+    for i, sample in enumerate(view.samples):
+        rows_by_group.setdefault(sample.group, []).append(i)
+    groups = [(rows, _group([view.samples[i] for i in rows])) for rows in rows_by_group.values()]
+    kept = [(rows, group) for rows, group in groups if keeps_group(objective, group)]
+    samples = trainable([group for _, group in kept], objective, max_tokens=view.max_tokens)
+    return [(kept[sample.group][0][sample.sample], sample) for sample in samples]
 
 
-def _group(replies: Sequence[TrainSample]) -> Group:
+def _group(samples: Sequence[TrainSample]) -> Group:
     return Group(
-        prompt=replies[0].prompt, completions=[r.completion for r in replies], scores=[r.score for r in replies]
+        prompt=samples[0].prompt, completions=[s.completion for s in samples], scores=[s.score for s in samples]
     )
 
 
-def _advantages(objective: Objective, view: View, mine: Sequence[tuple[int, TrainSample]]) -> Tensor:
-    """The advantage of every token, by the objective's rule over all its replies of the batch."""
+def _advantages(objective: Objective, view: View, trainable: Sequence[tuple[int, TrainSample]]) -> Tensor:
+    """The advantage of every token, over all completions of the batch that the objective trains on."""
     advantage_N = torch.zeros_like(view.tokens.logp_old_N)
-    if not mine:
+    if not trainable:
         return advantage_N
     number_B = torch.full((view.tokens.sequences.count,), -1, device=advantage_N.device)
-    number_B[[i for i, _ in mine]] = torch.arange(len(mine), device=advantage_N.device)
+    number_B[[i for i, _ in trainable]] = torch.arange(len(trainable), device=advantage_N.device)
     number_N = view.tokens.sequences.expand(number_B)
     at_N = (number_N >= 0).nonzero().squeeze(-1)
-    part = _part(replace(view.tokens, logp_N=view.tokens.logp_old_N), at_N)  # a KL in the reward is the old policy's
-    part = replace(part, sequences=Sequences(number_N[at_N], len(mine)))
-    return advantage_N.index_put((at_N,), token_advantages(objective, part, [reply for _, reply in mine])[1])
+    # A KL penalty in the reward uses the old policy's log-probs, as in the run, not those at the current weights.
+    tokens = _take(replace(view.tokens, logp_N=view.tokens.logp_old_N), at_N)
+    tokens = replace(tokens, sequences=Sequences(number_N[at_N], len(trainable)))
+    return advantage_N.index_put((at_N,), token_advantages(objective, tokens, [sample for _, sample in trainable])[1])
 
 
-def _part(tokens: Tokens, at_N: Tensor) -> Tokens:
+def _take(tokens: Tokens, at_N: Tensor) -> Tokens:
+    """The tokens at these positions."""
     values: dict[str, Any] = {k: v[at_N] for k, v in vars(tokens).items() if isinstance(v, Tensor)}
     return replace(tokens, **values, sequences=Sequences(tokens.sequences.index_N[at_N], tokens.sequences.count))
 
 
-def _leaves(tokens: Tokens) -> Tokens:
+def _as_leaves(tokens: Tokens) -> Tokens:
+    """The tokens with log-probs and entropies as autograd leaves, so that dL/dlogp needs no model."""
     assert tokens.entropy_N is not None
-    logp_N, entropy_N = tokens.logp_N.detach().requires_grad_(), tokens.entropy_N.detach().requires_grad_()
+    logp_N = tokens.logp_N.detach().requires_grad_()
+    entropy_N = tokens.entropy_N.detach().requires_grad_()
     return replace(tokens, logp_N=logp_N, entropy_N=entropy_N)
 
 
 def _gradients(loss: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     assert tokens.entropy_N is not None
-    found = torch.autograd.grad(loss, (tokens.logp_N, tokens.entropy_N), allow_unused=True)
-    logp_N, entropy_N = (torch.zeros_like(tokens.logp_N) if g is None else g for g in found)
+    gradients = torch.autograd.grad(loss, (tokens.logp_N, tokens.entropy_N), allow_unused=True)
+    logp_N, entropy_N = (torch.zeros_like(tokens.logp_N) if g is None else g for g in gradients)
     return logp_N, entropy_N
 
 
 def _sides(clipped_N: Tensor, log_ratio_N: Tensor, sequences: Sequences | None) -> RatioSides:
-    """Shares of tokens, or of replies with such a token. A token that was singled out at ratio 1 is on neither side."""
+    """Shares of tokens, or of completions with such a token. A token clipped at ratio exactly 1 is on neither side."""
     if not len(clipped_N):
         return RatioSides(share=0.0, above=0.0, below=0.0)
 
@@ -165,4 +169,8 @@ def _sides(clipped_N: Tensor, log_ratio_N: Tensor, sequences: Sequences | None) 
         present_B = sequences.length_B > 0
         return float((sequences.sum(flag_N.double())[present_B] > 0).double().mean())
 
-    return RatioSides(share=share(clipped_N), above=share(clipped_N & (log_ratio_N > 0)), below=share(clipped_N & (log_ratio_N < 0)))  # fmt: skip
+    return RatioSides(
+        share=share(clipped_N),
+        above=share(clipped_N & (log_ratio_N > 0)),
+        below=share(clipped_N & (log_ratio_N < 0)),
+    )

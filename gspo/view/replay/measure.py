@@ -1,7 +1,8 @@
-"""Every number of a replay.
+"""The numbers of a replay.
 
-In: a batch at the weights of one of its optimiser steps, and the objectives to put to it. Out: `ReplayNumbers`. Invariant: all
-rows are of the same replies, weights and forward; row 0 is the run's own, and everything is compared with it.
+In: a batch at the weights of one of its optimizer steps, and the objectives to evaluate on it. Out: `ReplayNumbers`.
+Invariant: all rows share the same completions, weights and forward pass; row 0 is the run's own, the baseline of the
+others.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from gspo.types import Group
 from gspo.view.replay.candidates import Candidate
 from gspo.view.replay.coefficients import Coefficients, RatioSides, View, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
-from gspo.view.replay.sweep import Sweep, swept, value_in_force
+from gspo.view.replay.sweep import Sweep, swept, value_in_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """A reply of the mini-batch."""
+class CompletionNumbers:
+    """A completion of the mini-batch."""
 
     prompt_id: str
     sample: int
     reward: float | None
     tokens: int
     log_ratio: float
-    """Mean over its tokens of log pi/pi_old at the weights looked at."""
+    """Mean of log pi/pi_old over its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +52,19 @@ class Row:
     loss_entropy: float
     grad_norm: float
     cosine: float | None
-    """Between its gradient and the run's; None: one of them is 0."""
+    """Between its gradient and the run's; `None` if one of them is 0."""
     clipped_tokens: RatioSides
     clipped_replies: RatioSides
+    """Completions with at least one clipped token."""
     effective_replies: float
-    """(sum |w|)^2 / sum w^2 over the replies' weights; 0: all weights are 0."""
+    """Effective number of completions, (sum |w|)^2 / sum w^2 over their weights; `0` if all weights are 0."""
     replies: int
-    """Replies of the mini-batch that it counts."""
+    """Number of completions of the mini-batch that it trains on."""
     tokens: int
     weights: tuple[float | None, ...]
-    """Of each reply, -sum_t dL/dlogp_t; None: it does not count the reply."""
+    """Of each completion, -sum_t dL/dlogp_t; `None` if the objective does not train on it."""
     token_weights: tuple[tuple[float, float] | None, ...]
-    """The lowest and highest -dL/dlogp_t among a reply's tokens."""
+    """Minimum and maximum of -dL/dlogp_t over a completion's tokens."""
     advantages: tuple[float | None, ...]
 
 
@@ -81,39 +83,39 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """A sweep's numbers."""
+    """The numbers of a sweep."""
 
     setting: str
     own: float | None
-    """The run's value; None: off or unset."""
+    """The run's value; `None` if it is disabled or unset."""
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayNumbers:
-    """What a replay found at one mini-batch."""
+    """The numbers of a replay at one mini-batch."""
 
     mini_batch: int
-    """From 1."""
+    """Counted from 1."""
     mini_batches: int
     rows: tuple[Row, ...]
     cosines: tuple[tuple[float | None, ...], ...]
     standard_error: float
-    """Of the cosines; 0: exact."""
+    """Of the cosines; `0` if exact."""
     sweeps: tuple[SweepResult, ...]
-    replies: tuple[Reply, ...]
+    replies: tuple[CompletionNumbers, ...]
     tokens: int
     token_log_std: float
     """Standard deviation of log pi/pi_old over the mini-batch's tokens."""
     sequence_log_std: float
-    """The same of its mean over a reply."""
+    """Standard deviation over completions of its mean per completion."""
     grad_norm_in_run: float
-    """Of row 0, with the run's load-balancing loss: what the optimiser must find."""
+    """Gradient norm of row 0 including the run's load-balancing loss, which must equal the optimizer's."""
     balanced: bool
-    """Whether the run has such a loss; rows are without it."""
+    """Whether the run has a load-balancing loss. The rows exclude it."""
 
 
-def look(
+def measure(
     learner: LearnContext,
     groups: Sequence[Group],
     batch: TrainBatch,
@@ -124,169 +126,189 @@ def look(
     sweeps: Sequence[Sweep],
     reference: Any,
 ) -> ReplayNumbers:
-    """Put every objective to optimiser step `index`, at the weights as they are. Rows come closest to the run's first."""
+    """Evaluate every objective at optimizer step `index`, at the current weights. Rows are sorted by cosine."""
     view = _view(learner, groups, batch, index, step, reference)
-    own, rows = found[0].objective, sorted(view.rows)
-    every = [c.objective for c in found] + [o for sweep in sweeps for o in swept(own, sweep)]
-    made = [coefficients(objective, view) for objective in every]
-    distinct, at = _distinct(made)
+    own = found[0].objective
+    rows = sorted(view.rows)
+    objectives = [c.objective for c in found] + [o for sweep in sweeps for o in swept(own, sweep)]
+    by_objective = [coefficients(objective, view) for objective in objectives]
+    distinct, at = _distinct(by_objective)
     inner = gram(learner.policy, batch, index, [Direction(logp_N=c.logp_N, entropy_N=c.entropy_N) for c in distinct])
-    measured = [
-        _Measured(made=m, inner=inner, mine=i, run=at[0], sequences=view.tokens.sequences)
-        for m, i in zip(made, at, strict=True)
+    results = [
+        _ObjectiveResult(coefficients=c, inner=inner, index=i, run=at[0], sequences=view.tokens.sequences)
+        for c, i in zip(by_objective, at, strict=True)
     ]
-    order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(measured[i].cosine))]
+    order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(results[i].cosine))]
     return ReplayNumbers(
         mini_batch=index + 1,
         mini_batches=len(batch.plan.updates),
-        rows=tuple(_row(found[i], measured[i], rows) for i in order),
+        rows=tuple(_row(found[i], results[i], rows) for i in order),
         cosines=tuple(tuple(inner.cosine(at[i], at[j]) for j in order) for i in order),
         standard_error=inner.standard_error,
-        sweeps=_sweeps(own, sweeps, measured[len(found) :]),
+        sweeps=_sweeps(own, sweeps, results[len(found) :]),
         grad_norm_in_run=inner.norm_in_run(at[0]),
         balanced=inner.balance is not None,
-        **_moved(view, rows),
-    )  # fmt: skip
+        **_completion_numbers(view, rows),
+    )
 
 
 def _distance(cosine: float | None) -> float:
-    """What rows are sorted by; those without a gradient come last."""
+    """Sort key of the rows; those with gradient 0 come last."""
     return math.inf if cosine is None else -cosine
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """An objective's coefficients, and its gradient among the others."""
+class _ObjectiveResult:
+    """An objective's coefficients and its place in the Gram matrix."""
 
-    made: Coefficients
+    coefficients: Coefficients
     inner: Gram
-    mine: int
+    index: int
     run: int
     sequences: Sequences
 
     @property
     def norm(self) -> float:
-        return self.inner.norm(self.mine)
+        return self.inner.norm(self.index)
 
     @property
     def cosine(self) -> float | None:
-        return self.inner.cosine(self.mine, self.run)
+        return self.inner.cosine(self.index, self.run)
 
     @property
     def weights(self) -> list[float]:
-        weight_B: list[float] = self.made.weight_B(self.sequences).tolist()
+        weight_B: list[float] = self.coefficients.weight_B(self.sequences).tolist()
         return weight_B
 
 
-def _moved(view: View, rows: Sequence[int]) -> dict[str, Any]:
-    """The mini-batch's replies, and how far the policy has moved on them."""
-    sequences, log_ratio_N = view.tokens.sequences, (view.tokens.logp_N - view.tokens.logp_old_N).detach()
+def _completion_numbers(view: View, rows: Sequence[int]) -> dict[str, Any]:
+    """The mini-batch's completions and the spread of their log-ratios."""
+    sequences = view.tokens.sequences
+    log_ratio_N = (view.tokens.logp_N - view.tokens.logp_old_N).detach()
     in_rows = torch.zeros(sequences.count, dtype=torch.bool, device=log_ratio_N.device)
     in_rows[rows] = True
-    mine_N, log_ratio_B = log_ratio_N[sequences.expand(in_rows)], sequences.mean(log_ratio_N)[rows]
+    mini_batch_N = log_ratio_N[sequences.expand(in_rows)]
+    log_ratio_B = sequences.mean(log_ratio_N)[rows]
     return {
-        "replies": tuple(_reply(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
-        "tokens": len(mine_N),
-        "token_log_std": float(mine_N.std(correction=0)),
+        "replies": tuple(_completion(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
+        "tokens": len(mini_batch_N),
+        "token_log_std": float(mini_batch_N.std(correction=0)),
         "sequence_log_std": float(log_ratio_B.std(correction=0)),
     }
 
 
-def _view(learner: LearnContext, groups: Sequence[Group], batch: TrainBatch, index: int, step: int, reference: Any) -> View:  # fmt: skip
-    config, policy, tokens = learner.config, learner.policy, batch.tokens
-    logp_N, entropy_N = plan_logprobs(policy.model, batch.plan, batch.temperature, policy.device, update=index, routed=batch.routing.learning)  # fmt: skip
+def _view(
+    learner: LearnContext, groups: Sequence[Group], batch: TrainBatch, index: int, step: int, reference: Any
+) -> View:
+    config = learner.config
+    policy = learner.policy
+    tokens = batch.tokens
+    logp_N, entropy_N = plan_logprobs(
+        policy.model, batch.plan, batch.temperature, policy.device, update=index, routed=batch.routing.learning
+    )
     logp_ref_N = tokens.logp_ref_N
     if reference is not None and logp_ref_N is None:
         logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
     return View(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
-        replies=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
+        samples=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
         rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.rows),
         max_tokens=config.rollout.max_tokens,
         seed=selection_seed(batch, index),
     )
 
 
-def _distinct(made: Sequence[Coefficients]) -> tuple[list[Coefficients], list[int]]:
-    """Objectives that give every token the same coefficient share a gradient (a sweep often does)."""
-    found: list[Coefficients] = []
+def _distinct(by_objective: Sequence[Coefficients]) -> tuple[list[Coefficients], list[int]]:
+    """Distinct coefficients, and the index of each objective's among them.
+
+    Objectives with the same coefficient at every token share a gradient. In a sweep this is common and saves backwards.
+    """
+    distinct: list[Coefficients] = []
     at = []
-    for one in made:
-        twin = next((i for i, other in enumerate(found) if _equal(one.logp_N, other.logp_N) and _equal(one.entropy_N, other.entropy_N)), None)  # fmt: skip
+    for one in by_objective:
+        twin = next((i for i, other in enumerate(distinct) if _same_gradient(one, other)), None)
         if twin is None:
-            found.append(one)
-        at.append(len(found) - 1 if twin is None else twin)
-    return found, at
+            distinct.append(one)
+        at.append(len(distinct) - 1 if twin is None else twin)
+    return distinct, at
+
+
+def _same_gradient(one: Coefficients, other: Coefficients) -> bool:
+    return _equal(one.logp_N, other.logp_N) and _equal(one.entropy_N, other.entropy_N)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _row(candidate: Candidate, measured: _Measured, rows: Sequence[int]) -> Row:
-    made, weight_B = measured.made, measured.weights
-    counted_B, advantage_B = made.counted_B.tolist(), made.advantage_B.tolist()
-    spread = _token_weights(made, measured.sequences)
+def _row(candidate: Candidate, result: _ObjectiveResult, rows: Sequence[int]) -> Row:
+    coeff = result.coefficients
+    weight_B = result.weights
+    trainable_B = coeff.trainable_B.tolist()
+    advantage_B = coeff.advantage_B.tolist()
+    token_weight_B = _token_weights(coeff, result.sequences)
     return Row(
         label=candidate.label,
         note=candidate.note,
-        loss=made.loss,
-        loss_policy=made.policy,
-        loss_kl=made.kl,
-        loss_entropy=made.entropy,
-        grad_norm=measured.norm,
-        cosine=measured.cosine,
-        clipped_tokens=made.clipped_tokens,
-        clipped_replies=made.clipped_replies,
-        effective_replies=effective(weight_B),
-        replies=sum(counted_B),
-        tokens=made.tokens,
-        weights=tuple(weight_B[i] if counted_B[i] else None for i in rows),
-        token_weights=tuple(spread[i] if counted_B[i] else None for i in rows),
-        advantages=tuple(advantage_B[i] if counted_B[i] else None for i in rows),
+        loss=coeff.loss,
+        loss_policy=coeff.policy,
+        loss_kl=coeff.kl,
+        loss_entropy=coeff.entropy,
+        grad_norm=result.norm,
+        cosine=result.cosine,
+        clipped_tokens=coeff.clipped_tokens,
+        clipped_replies=coeff.clipped_replies,
+        effective_replies=effective_count(weight_B),
+        replies=sum(trainable_B),
+        tokens=coeff.tokens,
+        weights=tuple(weight_B[i] if trainable_B[i] else None for i in rows),
+        token_weights=tuple(token_weight_B[i] if trainable_B[i] else None for i in rows),
+        advantages=tuple(advantage_B[i] if trainable_B[i] else None for i in rows),
     )
 
 
-def _token_weights(made: Coefficients, sequences: Sequences) -> list[tuple[float, float]]:
-    """Lowest and highest -dL/dlogp of each sequence."""
-    weight_N = -made.logp_N
-    start_B = torch.zeros(sequences.count, dtype=weight_N.dtype, device=weight_N.device)
-    low_B, high_B = (start_B.scatter_reduce(0, sequences.index_N, weight_N, how, include_self=False) for how in ("amin", "amax"))  # fmt: skip
+def _token_weights(coefficients: Coefficients, sequences: Sequences) -> list[tuple[float, float]]:
+    """Minimum and maximum of -dL/dlogp of each sequence."""
+    weight_N = -coefficients.logp_N
+    zeros_B = torch.zeros(sequences.count, dtype=weight_N.dtype, device=weight_N.device)
+    low_B = zeros_B.scatter_reduce(0, sequences.index_N, weight_N, "amin", include_self=False)
+    high_B = zeros_B.scatter_reduce(0, sequences.index_N, weight_N, "amax", include_self=False)
     return list(zip(low_B.tolist(), high_B.tolist(), strict=True))
 
 
-def effective(weights: Sequence[float]) -> float:
-    """(sum |w|)^2 / sum w^2: how many replies of equal weight would be worth as much."""
+def effective_count(weights: Sequence[float]) -> float:
+    """Effective number of weights, (sum |w|)^2 / sum w^2: `n` if all are equal, 1 if one dominates."""
     square = sum(w * w for w in weights)
     return sum(map(abs, weights)) ** 2 / square if square else 0.0
 
 
-def _sweeps(own: Objective, sweeps: Sequence[Sweep], measured: Sequence[_Measured]) -> tuple[SweepResult, ...]:
-    done, left = [], iter(measured)
+def _sweeps(own: Objective, sweeps: Sequence[Sweep], results: Sequence[_ObjectiveResult]) -> tuple[SweepResult, ...]:
+    finished = []
+    remaining = iter(results)
     for sweep in sweeps:
-        points = tuple(_point(value, next(left)) for value in sweep.values)
-        done.append(SweepResult(setting=sweep.setting, own=value_in_force(own, sweep.setting), points=points))
-    return tuple(done)
+        points = tuple(_point(value, next(remaining)) for value in sweep.values)
+        finished.append(SweepResult(setting=sweep.setting, own=value_in_run(own, sweep.setting), points=points))
+    return tuple(finished)
 
 
-def _point(value: float, measured: _Measured) -> Point:
+def _point(value: float, result: _ObjectiveResult) -> Point:
     return Point(
         value=value,
-        clipped_tokens=measured.made.clipped_tokens,
-        clipped_replies=measured.made.clipped_replies,
-        loss=measured.made.loss,
-        grad_norm=measured.norm,
-        cosine=measured.cosine,
-        effective_replies=effective(measured.weights),
+        clipped_tokens=result.coefficients.clipped_tokens,
+        clipped_replies=result.coefficients.clipped_replies,
+        loss=result.coefficients.loss,
+        grad_norm=result.norm,
+        cosine=result.cosine,
+        effective_replies=effective_count(result.weights),
     )
 
 
-def _reply(view: View, row: int, log_ratio: float) -> Reply:
-    reply = view.replies[row]
-    return Reply(
-        prompt_id=reply.completion.prompt_id,
-        sample=reply.completion.sample,
-        reward=reply.score.reward,
-        tokens=len(reply.completion.token_ids),
+def _completion(view: View, row: int, log_ratio: float) -> CompletionNumbers:
+    sample = view.samples[row]
+    return CompletionNumbers(
+        prompt_id=sample.completion.prompt_id,
+        sample=sample.completion.sample,
+        reward=sample.score.reward,
+        tokens=len(sample.completion.token_ids),
         log_ratio=log_ratio,
     )

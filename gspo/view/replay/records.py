@@ -1,8 +1,8 @@
-"""The replies of a step, as the run wrote them down, made into groups again.
+"""Rebuild the groups of a step from the completions that the run recorded.
 
-In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: `StepRecord`. Invariant: learning from these groups is learning from
-those of the run, to the bit: rewards and the sampler's log-probabilities are written exactly, prompts are tokenised by
-the rule that tokenised them first.
+In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: `StepRecord`. Invariant: training on these groups is bitwise
+identical to training on those of the run: rewards and the sampler's log-probs are recorded exactly, and prompts are
+tokenized by the same code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gspo.view.completions import grouped
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRecord:
-    """What learning found out about a reply, as the run wrote it down."""
+    """The log-probs of a trained completion, as the run recorded them."""
 
     logp_old: Sequence[float]
     logp_new: Sequence[float]
@@ -34,70 +34,100 @@ class LearnRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """A step's replies."""
+    """A step's completions."""
 
     gathered: RolloutBatch
-    learnt: Mapping[tuple[int, int], LearnRecord]
-    """By (group, place in it); replies that were not learned from are not there."""
+    trained: Mapping[tuple[int, int], LearnRecord]
+    """By (group, index in the group), for the completions that were trained on."""
 
 
 def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, routes: bool) -> StepRecord:
-    """Read a step; `objective` is the run's, which kept groups or did not, `routes`: learning needs the sampler's experts."""
-    groups = grouped(_lines(file))
+    """Read a step.
+
+    `objective` is the run's, which decides which groups are kept. `routes` reads the sampler's experts, too.
+    """
+    lines_by_group = grouped(_lines(file))
     try:
-        ids = token_ids_of([members[0]["prompt"] for members in groups], tokenizer, chat=chat)
-        made = [_group(file, members, prompt, routes) for members, prompt in zip(groups, ids, strict=True)]
+        ids = token_ids_of([lines[0]["prompt"] for lines in lines_by_group], tokenizer, chat=chat)
+        groups = [_group(file, lines, prompt, routes) for lines, prompt in zip(lines_by_group, ids, strict=True)]
+    except DataError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-        raise error if isinstance(error, DataError) else DataError(f"{file}: holds what no run writes ({type(error).__name__}: {error}); the file is damaged, replay another step") from None  # fmt: skip
-    gathered = RolloutBatch(
-        groups=tuple(g for g in made if keeps_group(objective, g)),
-        discarded=tuple(g for g in made if not keeps_group(objective, g)),
+        raise DataError(
+            f"{file}: invalid record ({type(error).__name__}: {error}); the file is damaged, replay another step"
+        ) from None
+    batch = RolloutBatch(
+        groups=tuple(g for g in groups if keeps_group(objective, g)),
+        discarded=tuple(g for g in groups if not keeps_group(objective, g)),
     )
-    learnt = {
-        (number, place): LearnRecord(logp_old=line["logp_old"], logp_new=line["logp_new"])
-        for number, members in enumerate(groups)
-        for place, line in enumerate(members)
+    trained = {
+        (number, index): LearnRecord(logp_old=line["logp_old"], logp_new=line["logp_new"])
+        for number, lines in enumerate(lines_by_group)
+        for index, line in enumerate(lines)
         if line["trained"]
     }
-    return StepRecord(gathered=gathered, learnt=learnt)
+    return StepRecord(gathered=batch, trained=trained)
 
 
-NEEDED = ("prompt_id", "sample", "prompt", "text", "token_ids", "stop", "version", "status", "reward", "correct", "parts", "failure", "logp_sampler", "trained")  # fmt: skip
+REQUIRED_FIELDS = (
+    "prompt_id",
+    "sample",
+    "prompt",
+    "text",
+    "token_ids",
+    "stop",
+    "version",
+    "status",
+    "reward",
+    "correct",
+    "parts",
+    "failure",
+    "logp_sampler",
+    "trained",
+)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    found = []
+    records = []
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}; replay another step") from None
+        raise DataError(f"{file}: cannot read the file: {error}; replay another step") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:
             record = json.loads(line)
         except ValueError:
             raise DataError(f"{file}: line {number}: not JSON; the file is damaged, replay another step") from None
-        missing = [key for key in NEEDED if key not in record]
+        missing = [key for key in REQUIRED_FIELDS if key not in record]
         if record.get("trained"):
             missing += [key for key in ("logp_old", "logp_new") if key not in record]
         if missing:
-            raise DataError(f"{file}: line {number}: no {missing[0]}, which a replay needs; the run was made by another version")  # fmt: skip
+            raise DataError(
+                f"{file}: line {number}: no {missing[0]}, which a replay needs; another version of gspo wrote the file"
+            )
         if len(record["logp_sampler"]) != len(record["token_ids"]):
-            raise DataError(f"{file}: line {number}: {len(record['token_ids'])} tokens, but {len(record['logp_sampler'])} log-probabilities; the file is damaged, replay another step")  # fmt: skip
-        found.append(record)
-    if not found:
-        raise DataError(f"{file}: holds no replies; replay another step")
-    return found
+            raise DataError(
+                f"{file}: line {number}: {len(record['token_ids'])} tokens, but {len(record['logp_sampler'])} "
+                "log-probs; the file is damaged, replay another step"
+            )
+        records.append(record)
+    if not records:
+        raise DataError(f"{file}: has no completions; replay another step")
+    return records
 
 
-def _group(file: Path, members: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
-    first = members[0]
+def _group(file: Path, lines: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
+    first = lines[0]
     prompt = Prompt(id=first["prompt_id"], content=first["prompt"], text=first["prompt"], token_ids=prompt_ids)
-    if routes and any("routes" not in line for line in members):
-        raise DataError(f'{file}: holds no experts of the sampler, which routing.replay = "sampler" learned with; the run was made by an older version, and its steps cannot be replayed')  # fmt: skip
+    if routes and any("routes" not in line for line in lines):
+        raise DataError(
+            f'{file}: the sampler\'s experts are not recorded, which routing.replay = "sampler" trains with; an older '
+            "version of gspo wrote the run, and its steps cannot be replayed"
+        )
     return Group(
         prompt=prompt,
-        completions=[_completion(line, _routes(line) if routes else None) for line in members],
-        scores=[_score(line) for line in members],
+        completions=[_completion(line, _routes(line) if routes else None) for line in lines],
+        scores=[_score(line) for line in lines],
     )
 
 
@@ -115,9 +145,9 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
 
 
 def _routes(line: Mapping[str, Any]) -> Routes:
-    given = line["routes"]
-    experts = zlib.decompress(base64.b64decode(given["experts"]))
-    return Routes(experts=experts, layers=given["layers"], top_k=given["top_k"], width=given["width"])
+    routes = line["routes"]
+    experts = zlib.decompress(base64.b64decode(routes["experts"]))
+    return Routes(experts=experts, layers=routes["layers"], top_k=routes["top_k"], width=routes["width"])
 
 
 def _score(line: Mapping[str, Any]) -> Score:

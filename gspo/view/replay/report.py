@@ -1,6 +1,6 @@
-"""A replay as text, JSON and one HTML page that needs nothing else.
+"""A replay as terminal text, JSON and a self-contained HTML page.
 
-In: a `Replay`. Out: lines for a terminal; `replay.json`, `replay.html` and `figures/*.png` in a folder. Invariant: every
+In: a `Replay`. Out: lines for a terminal; `replay.json`, `replay.html` and `figures/*.png` in a folder. Invariant: all
 text on the page is escaped; the page loads nothing and runs no script.
 """
 
@@ -27,8 +27,25 @@ from gspo.view.static_page import fill, save_png
 
 WIDTH = 118
 PAGE = Path(__file__).with_name("page.html")
-TITLES = ("objective", "loss", "gradient norm", "cosine to run", "tokens clipped", "above / below", "replies clipped", "effective replies")  # fmt: skip
-SWEEP_TITLES = ("value", "tokens clipped", "above / below", "replies clipped", "gradient norm", "cosine to run", "effective replies")  # fmt: skip
+TITLES = (
+    "objective",
+    "loss",
+    "grad norm",
+    "cos to run",
+    "clipped tokens",
+    "above / below",
+    "clipped completions",
+    "effective completions",
+)
+SWEEP_TITLES = (
+    "value",
+    "clipped tokens",
+    "above / below",
+    "clipped completions",
+    "grad norm",
+    "cos to run",
+    "effective completions",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +63,31 @@ class PageFigure:
 
 
 def as_text(replay: Replay) -> str:
-    """Everything for a terminal."""
-    told, _ = sentences.agreement(replay)
-    parts = [heading(replay), _wrapped(told), "", aligned([TITLES, *map(table_row, replay.numbers.rows)])]
-    for swept in replay.numbers.sweeps:
-        parts += ["", f"{swept.setting}, {had(swept)}:", aligned([SWEEP_TITLES, *map_points(swept)])]
-    parts += ["", *(_wrapped(text, "- ") for text in sentences.readings(replay))]
-    parts += [_wrapped(text, "- ") for text in sentences.notes(replay)]
+    """The replay for a terminal."""
+    verdict, _ = sentences.agreement(replay)
+    parts = [heading(replay), _wrap(verdict), "", aligned([TITLES, *map(table_row, replay.numbers.rows)])]
+    for result in replay.numbers.sweeps:
+        parts += ["", f"{result.setting}, {run_value(result)}:", aligned([SWEEP_TITLES, *sweep_rows(result)])]
+    parts += ["", *(_wrap(text, "- ") for text in sentences.readings(replay))]
+    parts += [_wrap(text, "- ") for text in sentences.notes(replay)]
     return "\n".join(parts)
 
 
 def heading(replay: Replay) -> str:
-    """What was looked at."""
+    """The run, step and mini-batch."""
     n = replay.numbers
     which = "the last" if n.mini_batch == n.mini_batches else f"mini-batch {n.mini_batch}"
-    way = f"checkpoint {replay.start}" if replay.start == replay.step - 1 else f"checkpoint {replay.start}, then steps {replay.start + 1} to {replay.step - 1} learned again"  # fmt: skip
-    return f"{replay.run}: step {replay.step} (from {way}), {which} of {n.mini_batches} mini-batches: {len(n.replies)} replies, {n.tokens:,} tokens"  # fmt: skip
+    start = f"checkpoint {replay.start}"
+    if replay.start < replay.step - 1:
+        start += f", then recomputing steps {replay.start + 1} to {replay.step - 1}"
+    return (
+        f"{replay.run}: step {replay.step} (from {start}), {which} of {n.mini_batches} mini-batches: "
+        f"{len(n.replies)} completions, {n.tokens:,} tokens"
+    )
 
 
 def table_row(row: Row) -> list[str]:
-    """A row of the main table; `cosine to run` of the run's own row is 1."""
+    """A row of the main table; the run's own row has cosine 1."""
     star = "*" if row.note else ""
     return [
         row.label + star,
@@ -79,32 +101,40 @@ def table_row(row: Row) -> list[str]:
     ]
 
 
-def map_points(swept: SweepResult) -> list[list[str]]:
+def sweep_rows(result: SweepResult) -> list[list[str]]:
     """The rows of a sweep's table."""
     return [
-        [plain(p.value), share(p.clipped_tokens.share), sides(p.clipped_tokens), share(p.clipped_replies.share), plain(p.grad_norm), cosine(p.cosine), f"{p.effective_replies:.1f}"]
-        for p in swept.points
-    ]  # fmt: skip
+        [
+            plain(p.value),
+            share(p.clipped_tokens.share),
+            sides(p.clipped_tokens),
+            share(p.clipped_replies.share),
+            plain(p.grad_norm),
+            cosine(p.cosine),
+            f"{p.effective_replies:.1f}",
+        ]
+        for p in result.points
+    ]
 
 
-def had(swept: SweepResult) -> str:
-    """What the run had of a swept setting."""
-    return "off or unset in the run" if swept.own is None else f"{plain(swept.own)} in the run"
+def run_value(result: SweepResult) -> str:
+    """The run's value of a swept setting."""
+    return "disabled or unset in the run" if result.own is None else f"{plain(result.own)} in the run"
 
 
 def cosine(value: float | None) -> str:
-    """Three decimals; as many as it takes near 1."""
+    """Three decimals; six near 1."""
     if value is None:
         return NONE
     return f"{value:.3f}" if abs(value) < 0.9995 or 1 - abs(value) < 1e-6 else f"{value:.6f}"
 
 
 def sides(clipped: RatioSides) -> str:
-    """Shares whose ratio is above 1, and below."""
+    """Clipped shares with an importance ratio above and below 1."""
     return f"{share(clipped.above)} / {share(clipped.below)}" if clipped.share else NONE
 
 
-def _wrapped(text: str, first: str = "") -> str:
+def _wrap(text: str, first: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
 
 
@@ -112,19 +142,17 @@ def _wrapped(text: str, first: str = "") -> str:
 
 
 def write(out: Path, replay: Replay) -> Path:
-    """Write the folder; the page's path."""
+    """Write all files and return the path of the page."""
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(
-        out / "replay.json",
-        json.dumps(redacted_values(as_data(replay), known_secrets()), indent=1, allow_nan=False) + "\n",
-    )
-    replace_text(out / "replay.html", page(replay, draw(folder, replay)))
+    data = redacted_values(as_data(replay), known_secrets())
+    replace_text(out / "replay.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
+    replace_text(out / "replay.html", page(replay, write_figures(folder, replay)))
     return out / "replay.html"
 
 
 def as_data(replay: Replay) -> dict[str, Any]:
-    """Everything for programs; names as in `replay.py`, `numbers.py` and `agreement.py`."""
+    """The contents of `replay.json`; field names as in `measure.py` and `agreement.py`."""
     numbers = dataclasses.asdict(replay.numbers)
     data = {
         "run": str(replay.run),
@@ -133,49 +161,48 @@ def as_data(replay: Replay) -> dict[str, Any]:
         "exact": replay.exact,
         "agreements": [{**dataclasses.asdict(a), "exact": a.exact} for a in replay.agreements],
         "run_grad_norm": replay.run_grad_norm,
-        "not_learned": replay.not_learned,
+        "not_learned": replay.untrained,
         **numbers,
-        "not_computed": [dataclasses.asdict(x) for x in replay.left_out],
+        "not_computed": [dataclasses.asdict(skipped) for skipped in replay.skipped],
         "reading": sentences.readings(replay),
         "notes": sentences.notes(replay),
     }
-    found: dict[str, Any] = finite(data)
-    return found
+    valid: dict[str, Any] = finite(data)
+    return valid
 
 
-def draw(folder: Path, replay: Replay) -> list[PageFigure]:
-    """Draw every figure into the folder."""
+def write_figures(folder: Path, replay: Replay) -> list[PageFigure]:
+    """Write every figure to the folder."""
     n = replay.numbers
-    how = "Each gradient against every other, closest to the run's first; 1: the same direction, 0: nothing in common, below 0: against each other."
-    which = "How much of an objective's whole weight each reply has: the sum over its tokens of what multiplies the gradient of their log-probability. White: no say (clipped, or all replies to the prompt were worth the same); grey: the objective does not count the reply. Replies stand in the same order in every row."
-    shown = [
-        _shown(folder, "cosines", "Which objectives push the same way", how, figures.cosines(n)),
-        _shown(folder, "weights", "Which replies they listen to", which, figures.weights(n)),
-    ]  # fmt: skip
-    for swept in n.sweeps:
-        figure = figures.sweep(swept)
-        made = _shown(folder, f"sweep-{swept.setting}", f"Sweep of {swept.setting}", sentences.sweep(swept), figure)
-        shown.append(dataclasses.replace(made, table=[SWEEP_TITLES, *map_points(swept)]))
-    return shown
+    page_figures = [
+        _page_figure(folder, "cosines", "Cosine similarity of the gradients", sentences.COSINES, figures.cosines(n)),
+        _page_figure(folder, "weights", "Gradient weight of each completion", sentences.WEIGHTS, figures.weights(n)),
+    ]
+    for result in n.sweeps:
+        title = f"Sweep of {result.setting}"
+        figure = figures.sweep(result)
+        page_figure = _page_figure(folder, f"sweep-{result.setting}", title, sentences.sweep(result), figure)
+        page_figures.append(dataclasses.replace(page_figure, table=[SWEEP_TITLES, *sweep_rows(result)]))
+    return page_figures
 
 
-def _shown(folder: Path, name: str, title: str, reading: str, figure: Figure) -> PageFigure:
+def _page_figure(folder: Path, name: str, title: str, reading: str, figure: Figure) -> PageFigure:
     return PageFigure(title=title, reading=reading, png=save_png(figure, folder / f"{name}.png"))
 
 
-def page(replay: Replay, drawn: Sequence[PageFigure]) -> str:
-    """The page as text."""
-    told, warn = sentences.agreement(replay)
+def page(replay: Replay, page_figures: Sequence[PageFigure]) -> str:
+    """The HTML page."""
+    verdict, warn = sentences.agreement(replay)
     return fill(
         PAGE,
         name=replay.run.resolve().name,
         step=replay.step,
         heading=heading(replay),
-        agreement=told,
+        agreement=verdict,
         warn=warn,
         titles=TITLES,
         rows=[table_row(row) for row in replay.numbers.rows],
         readings=sentences.readings(replay),
         notes=sentences.notes(replay),
-        figures=drawn,
+        figures=page_figures,
     )

@@ -1,54 +1,91 @@
-"""What a replay's numbers say, in words. In: a `Replay`. Out: sentences, each from measured numbers only."""
+"""Sentences that interpret the numbers of a replay.
+
+In: a `Replay`. Out: sentences. Invariant: each sentence follows from measured numbers only.
+"""
 
 from __future__ import annotations
 
 from gspo.view.compare.wording import listed, plain, share
+from gspo.view.replay.agreement import Agreement
 from gspo.view.replay.measure import ReplayNumbers, SweepResult
 from gspo.view.replay.replay import Replay
 
-ALIKE = 0.99
-"""Gradients with this cosine or more are called alike."""
-HALF = 0.5
-"""Share of clipped tokens that is worth a word."""
+SIMILAR = 0.99
+"""Gradients with at least this cosine are called similar."""
+MUCH_CLIPPING = 0.5
+"""Share of clipped tokens that is reported."""
+
+COSINES = (
+    "Cosine similarity of every pair of gradients, sorted by similarity to the run's. 1 is the same direction, 0 is "
+    "orthogonal, negative is opposing."
+)
+WEIGHTS = (
+    "Each completion's share of an objective's total gradient weight: the sum over its tokens of the coefficient of "
+    "grad log π. White: no gradient (clipped, or all completions of the prompt have the same reward). Gray: the "
+    "objective does not train on the completion. All rows list the completions in the same order."
+)
 
 
 def agreement(replay: Replay) -> tuple[str, bool]:
-    """How exactly the run was met, and whether that is a warning."""
-    steps, worst = replay.agreements, max(replay.agreements, key=lambda a: (a.logp != a.logp, a.logp))
+    """Whether the recomputed steps agree with the run, and whether that is a warning."""
+    steps = replay.agreements
+    worst = max(steps, key=lambda a: (a.logp != a.logp, a.logp))  # NaN first
     span = f"step {replay.step}" if len(steps) == 1 else f"steps {steps[0].step} to {replay.step}"
     tokens = sum(a.tokens for a in steps)
-    told = f"largest difference of a log-probability to the record {worst.logp:.1e} over {tokens:,} tokens"
+    difference = f"largest log-prob difference {worst.logp:.1e} over {tokens:,} tokens"
     measured = [a for a in steps if a.metrics]
     if replay.exact:
-        metrics = f", and {min(a.metrics for a in measured)} metrics per step came out again" if measured else ", the metrics are not written yet"  # fmt: skip
-        return f"Exact: {span} went as in the run ({told}: its rounding{metrics}).", False
-    off = max(measured, key=lambda a: a.worst_difference, default=None)
-    metric = f"; {off.worst_metric} differs by {off.worst_difference:.1e} of its value" if off and off.worst_metric else ""  # fmt: skip
-    other = sum(a.other_replies for a in steps)
-    replies = f"; {other} replies were learned from in only one of the two" if other else ""
-    return f"NOT exact: {span} did not go as in the run ({told}{metric}{replies}). Another device, precision, thread count or library version does that, and so do files that were changed; the numbers are of a policy that differs this much.", True  # fmt: skip
+        metrics = "its metrics are not written yet"
+        if measured:
+            metrics = f"{min(a.metrics for a in measured)} metrics per step are reproduced"
+        return f"Exact: {span} agrees with the run ({difference}, which is rounding; {metrics}).", False
+    return (
+        f"NOT exact: {span} differs from the run ({difference}{_other_differences(steps, measured)}). Possible causes "
+        "are another device, precision, thread count or library version, or modified files. The numbers below belong "
+        "to a policy that differs by this much."
+    ), True
+
+
+def _other_differences(steps: tuple[Agreement, ...], measured: list[Agreement]) -> str:
+    worst = max(measured, key=lambda a: a.worst_difference, default=None)
+    text = ""
+    if worst and worst.worst_metric:
+        text += f"; relative difference of {worst.worst_metric} {worst.worst_difference:.1e}"
+    if other := sum(a.other_replies for a in steps):
+        text += f"; {other} completions were trained on in only one of the two"
+    return text
 
 
 def readings(replay: Replay) -> list[str]:
-    """The reading under the table."""
+    """The sentences below the table."""
     numbers = replay.numbers
-    found = [_where(numbers), _alike(numbers), _least(numbers), *_clipping(numbers), _scale(replay)]
+    found = [_log_ratios(numbers), _similar(numbers), _least_similar(numbers), *_clipping(numbers), _norms(replay)]
     found += [sweep(s) for s in numbers.sweeps]
     return [text for text in found if text]
 
 
-def _where(n: ReplayNumbers) -> str:
+def _log_ratios(n: ReplayNumbers) -> str:
     before = n.mini_batch - 1
     if not before:
-        return f"The first mini-batch is used at the weights that gave the old log-probabilities: every ratio is 1, no range can act, and objectives differ only in advantages and weights{'' if n.mini_batches > 1 else ' (learner.mini_batches = 1)'}."  # fmt: skip
-    return f"After {before} {'update' if before == 1 else 'updates'} the log-ratio has a standard deviation of {plain(n.token_log_std)} over tokens and {plain(n.sequence_log_std)} over replies (mean of a reply): a clip range far above it never acts, one far below it clips nearly all that moves."  # fmt: skip
+        single = "" if n.mini_batches > 1 else " (learner.mini_batches = 1)"
+        return (
+            "The first mini-batch is computed at the weights of the old log-probs: every importance ratio is 1, "
+            f"nothing is clipped, and objectives differ only in advantages and token weights{single}."
+        )
+    return (
+        f"After {before} {'update' if before == 1 else 'updates'}, the log importance ratio has a standard deviation "
+        f"of {plain(n.token_log_std)} over tokens and {plain(n.sequence_log_std)} over completions (mean per "
+        "completion). A much wider clip range never clips, a much narrower one clips nearly everything."
+    )
 
 
-def alike(numbers: ReplayNumbers) -> list[list[str]]:
-    """Rows that belong together because every pair of them has alike gradients."""
+def similar(numbers: ReplayNumbers) -> list[list[str]]:
+    """Sets of rows in which every pair has similar gradients."""
     sets: list[list[int]] = []
     for i, row in enumerate(numbers.rows):
-        fits = next((s for s in sets if row.grad_norm and all((numbers.cosines[i][j] or 0) >= ALIKE for j in s)), None)
+        fits = next(
+            (s for s in sets if row.grad_norm and all((numbers.cosines[i][j] or 0) >= SIMILAR for j in s)), None
+        )
         if fits is None:
             sets.append([i])
         else:
@@ -56,59 +93,76 @@ def alike(numbers: ReplayNumbers) -> list[list[str]]:
     return [[numbers.rows[i].label for i in s] for s in sets if len(s) > 1]
 
 
-def _alike(numbers: ReplayNumbers) -> str:
-    sets = "; ".join(listed(names) for names in alike(numbers))
-    return f"Objectives that push the same way here (every cosine among them at least {ALIKE}), so that but for the size of the step this batch cannot tell them apart: {sets}." if sets else ""  # fmt: skip
+def _similar(numbers: ReplayNumbers) -> str:
+    sets = "; ".join(listed(names) for names in similar(numbers))
+    if not sets:
+        return ""
+    return (
+        f"Objectives with nearly the same gradient direction (all cosines at least {SIMILAR}), which on this batch "
+        f"differ only in step size: {sets}."
+    )
 
 
-def _least(numbers: ReplayNumbers) -> str:
+def _least_similar(numbers: ReplayNumbers) -> str:
     others = [r for r in numbers.rows[1:] if r.cosine is not None]
     if not others:
         return ""
     row = min(others, key=lambda r: 1.0 if r.cosine is None else r.cosine)
-    return f"Least like the run's own gradient: {row.label}, cosine {row.cosine:.2f}."
+    return f"Least similar to the run's own gradient: {row.label}, cosine {row.cosine:.2f}."
 
 
 def _clipping(numbers: ReplayNumbers) -> list[str]:
-    hard = [
-        f"{r.label} ({share(r.clipped_tokens.share)}; the rest weighs as much as {plain(r.effective_replies)} equal replies of {r.replies})"
+    much = [
+        f"{r.label} ({share(r.clipped_tokens.share)}, "
+        f"{plain(r.effective_replies)} effective completions of {r.replies})"
         for r in numbers.rows
-        if r.clipped_tokens.share >= HALF
+        if r.clipped_tokens.share >= MUCH_CLIPPING
     ]
-    told = [f"Half or more of the tokens are clipped by {listed(hard)}."] if hard else []
-    silent = [r.label for r in numbers.rows if not r.grad_norm]
-    if silent:
-        told.append(f"The gradient of {listed(silent)} is 0: nothing would be learned from this mini-batch.")
-    return told
+    found = [f"Half or more of the tokens are clipped by {listed(much)}."] if much else []
+    zero = [r.label for r in numbers.rows if not r.grad_norm]
+    if zero:
+        found.append(f"The gradient of {listed(zero)} is 0: this mini-batch has no training signal.")
+    return found
 
 
-def _scale(replay: Replay) -> str:
+def _norms(replay: Replay) -> str:
     limit = replay.max_grad_norm
     above = [r.label for r in replay.numbers.rows if r.grad_norm > limit]
     if not above:
         return ""
-    return f"Gradients of {listed(above)} are longer than learner.max_grad_norm = {limit:g} and would be scaled down to it, so their length says little."  # fmt: skip
+    return (
+        f"The gradient norms of {listed(above)} exceed learner.max_grad_norm = {limit:g}. Gradient clipping would "
+        "scale them down to it, so their size hardly matters."
+    )
 
 
 def sweep(s: SweepResult) -> str:
-    """What moved along a sweep."""
-    first, last = s.points[0], s.points[-1]
-    had = "off or unset" if s.own is None else plain(s.own)
-    clipped = f"clipped replies go from {share(first.clipped_replies.share)} to {share(last.clipped_replies.share)}"
-    near = [p.value for p in s.points if p.cosine is not None and p.cosine >= ALIKE]
-    same = f"at {plain(near[0])} to {plain(near[-1])} the gradient points as the run's (cosine at least {ALIKE})" if near else f"no value gives a gradient like the run's (cosine {ALIKE})"  # fmt: skip
-    return f"{s.setting} from {plain(first.value)} to {plain(last.value)} (the run: {had}): {clipped}, the gradient norm from {plain(first.grad_norm)} to {plain(last.grad_norm)}; {same}."  # fmt: skip
+    """How the numbers change over a sweep."""
+    first = s.points[0]
+    last = s.points[-1]
+    own = "disabled or unset" if s.own is None else plain(s.own)
+    near = [p.value for p in s.points if p.cosine is not None and p.cosine >= SIMILAR]
+    where = f"from {plain(near[0])} to {plain(near[-1])}" if near else "at no value"
+    return (
+        f"{s.setting} from {plain(first.value)} to {plain(last.value)} (run: {own}): the share of clipped completions "
+        f"goes from {share(first.clipped_replies.share)} to {share(last.clipped_replies.share)}, the gradient norm "
+        f"from {plain(first.grad_norm)} to {plain(last.grad_norm)}. The gradient is similar to the run's (cosine at "
+        f"least {SIMILAR}) {where}."
+    )
 
 
 def notes(replay: Replay) -> list[str]:
-    """What is not in the table, or not as its label says."""
+    """Skipped objectives, deviations from labels, and limits of the numbers."""
     n = replay.numbers
-    told = [f"{r.label}: {r.note}." for r in n.rows if r.note]
-    told += [f"{x.label} is not computed: {x.reason}." for x in replay.left_out]
-    if replay.not_learned:
-        told.append(f"{replay.not_learned} replies that the step sampled are in no row, because the run did not learn from them.")  # fmt: skip
+    found = [f"{r.label}: {r.note}." for r in n.rows if r.note]
+    found += [f"{skipped.label} is not computed: {skipped.reason}." for skipped in replay.skipped]
+    if replay.untrained:
+        found.append(f"No row includes the {replay.untrained} sampled completions that the run did not train on.")
     if n.balanced:
-        told.append("The run's load-balancing loss is the same for every objective and is left out of all rows.")
+        found.append("All rows exclude the run's load-balancing loss, which is the same for every objective.")
     if n.standard_error:
-        told.append(f"The model is too large to hold {len(n.rows)} gradients: norms and cosines are estimates from a random sketch, with a standard error of {n.standard_error:.4f} for a cosine.")  # fmt: skip
-    return told
+        found.append(
+            f"The model is too large to store {len(n.rows)} gradients. Norms and cosines are estimates from a count "
+            f"sketch; a cosine has a standard error of {n.standard_error:.4f}."
+        )
+    return found

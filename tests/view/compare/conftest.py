@@ -1,4 +1,4 @@
-"""Comparison directories written by hand."""
+"""Comparison directories with hand-written metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def comparison(tmp_path: Path) -> Callable[..., Path]:
         out = tmp_path / "out"
         for (label, seed), values in runs.items():
             write_run(record.run_path(out, label, seed), seed=seed, tokens=tokens or 0, **values)
-        arms, seeds = list(dict.fromkeys(label for label, _ in runs)), sorted({seed for _, seed in runs})
+        arms = list(dict.fromkeys(label for label, _ in runs))
+        seeds = sorted({seed for _, seed in runs})
         out.mkdir(exist_ok=True)
         record.write(out, Record(recipe="demo", arms=arms, seeds=seeds, tokens=tokens))
         return out

@@ -1,4 +1,4 @@
-"""Arms and seeds as written on the command line."""
+"""Parsing of arms and seeds from the command line."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_the_arms_of_the_paper() -> None:
 def test_options(text: str, options: list[str]) -> None:
     (arm,) = parse_arms(text)
     assert list(arm.options) == options
-    assert arm.row == text.partition("+")[0]
+    assert arm.objective == text.partition("+")[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "an arm without a name"),
         ("grpo,", "an arm without a name"),
         ("+replay", "an arm without a name"),
-        ("grpo,gspo,grpo", "'grpo' is there twice"),
+        ("grpo,gspo,grpo", "'grpo' is given twice"),
         ("grpo+rplay", "'rplay' is not an option"),
         ("grpo+my_file.py:score", "is not an option"),
         ("grpo+data.held_out=3", "the same for all arms"),
@@ -58,12 +58,12 @@ def test_options(text: str, options: list[str]) -> None:
         ("grpo+model.build_options.num_experts=4", "the same for all arms"),
         ("grpo+model.path=x", "the same for all arms"),
         ("grpo+objective.name=gspo", "the same for all arms"),
-        ("grpo+kl=\x1b[31m", "cannot be shown"),
-        ("grpo+kl=\udcff", "cannot be shown"),
+        ("grpo+kl=\x1b[31m", "unprintable characters"),
+        ("grpo+kl=\udcff", "unprintable characters"),
     ],
 )
-def test_arms_that_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)) as error:
+def test_invalid_arms_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
         parse_arms(text)
     assert "\n" not in str(error.value)
 
@@ -77,12 +77,12 @@ NUMBERS = st.one_of(
 )
 
 
-@given(row=NAMES, options=st.lists(st.tuples(NAMES, NUMBERS), max_size=4))
-@example(row="grpo", options=[("kl", "1e+22"), ("e", "5e+5"), ("e", "1")])
-def test_any_number_survives_beside_other_options(row: str, options: list[tuple[str, str]]) -> None:
-    label = "+".join([row, *(f"{key}={value}" for key, value in options)])
+@given(objective=NAMES, options=st.lists(st.tuples(NAMES, NUMBERS), max_size=4))
+@example(objective="grpo", options=[("kl", "1e+22"), ("e", "5e+5"), ("e", "1")])
+def test_numbers_with_a_plus_sign_are_not_split(objective: str, options: list[tuple[str, str]]) -> None:
+    label = "+".join([objective, *(f"{key}={value}" for key, value in options)])
     arm = parse_arm(label)
-    assert arm.row == row
+    assert arm.objective == objective
     assert list(arm.options) == [f"objective.{key}={value}" for key, value in options]
 
 
@@ -90,13 +90,13 @@ def test_any_number_survives_beside_other_options(row: str, options: list[tuple[
 @example("+")
 @example("a+b=c+")
 @example(",".join(["x"] * 3))
-def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_one_line_error(text: str) -> None:
     try:
         arms = parse_arms(text)
     except ConfigError as refused:
         lines = str(refused).splitlines()
     else:
-        lines = [arm.label for arm in arms if arm.row][:1]
+        lines = [arm.label for arm in arms if arm.objective][:1]
     assert len(lines) == 1
 
 
@@ -104,23 +104,25 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
 @example(["gspo+kl=0.1", "gspo+kl=0_1", "gspo/kl=0.1", "gspo:kl=0.1"])
 @example(["a" * 80, "a" * 81, "a" * 82])
 @example(["..", ".", "../x"])
-def test_slugs_are_file_names_and_differ(labels: list[str]) -> None:
+def test_slugs_are_safe_and_unique_file_names(labels: list[str]) -> None:
     slugs = [slug(label) for label in labels]
     assert len(set(slugs)) == len(labels)
     assert all(re.fullmatch(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,79}", s) for s in slugs)
 
 
-def test_slugs_of_usual_arms_are_the_arms() -> None:
+def test_common_labels_are_their_own_slug() -> None:
     assert slug("grpo+replay") == "grpo+replay"
     assert slug("gspo+clip_low=3e-4") == "gspo+clip_low=3e-4"
 
 
-@pytest.mark.parametrize(("text", "seeds"), [("0", [0]), ("0,1,2", [0, 1, 2]), ("0-4", [0, 1, 2, 3, 4]), ("7, 1-2", [7, 1, 2])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0", [0]), ("0,1,2", [0, 1, 2]), ("0-4", [0, 1, 2, 3, 4]), ("7, 1-2", [7, 1, 2])]
+)
 def test_seeds(text: str, seeds: list[int]) -> None:
     assert parse_seeds(text) == seeds
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "1,", "3-1", "0,0", "0-2,1", "1.5", "0-99999999", "٣"])
-def test_seeds_that_are_refused(text: str) -> None:
+def test_invalid_seeds_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--seeds"):
         parse_seeds(text)

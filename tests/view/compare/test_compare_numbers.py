@@ -1,4 +1,4 @@
-"""Curves, variances and final numbers against ones worked out by hand."""
+"""Curves, variances and final numbers against values computed by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import evaluated, rows_of, step_row, write_run
+from by_hand import evaluation, rows_of, step_row, write_run
 
 from gspo.view.compare import spread
 from gspo.view.compare.curves import Curve, Run, Series, band, curve, read_run, sampled_tokens, smooth, window_of
-from gspo.view.compare.figures import wide
+from gspo.view.compare.figures import spans_orders_of_magnitude
 from gspo.view.compare.intervals import over_seeds, t_point
 from gspo.view.compare.spread import length_bins
 from gspo.view.compare.table import arm_numbers
@@ -35,20 +35,23 @@ def points(*pairs: tuple[float, float]) -> Curve:
 # ------------------------------------------------------------------------------------------------- curves
 
 
-def test_tokens_are_counted_where_a_run_did_not(tmp_path: Path) -> None:
-    assert sampled_tokens([{"step": 0}, {"step": 1, "tokens/generated": 5}, {"step": 2, "tokens/generated": 7}]) == [0, 5, 12]  # fmt: skip
-    assert sampled_tokens([{"step": 0, "tokens/sampled": 0}, {"step": 1, "tokens/sampled": 9, "tokens/generated": 5}]) == [0, 9]  # fmt: skip
+def test_tokens_are_accumulated_if_a_run_has_no_total() -> None:
+    without_total = [{"step": 0}, {"step": 1, "tokens/generated": 5}, {"step": 2, "tokens/generated": 7}]
+    with_total = [{"step": 0, "tokens/sampled": 0}, {"step": 1, "tokens/sampled": 9, "tokens/generated": 5}]
+    assert sampled_tokens(without_total) == [0, 5, 12]
+    assert sampled_tokens(with_total) == [0, 9]
 
 
-def test_what_was_not_measured_is_no_point(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "r", [step_row(0), step_row(1, x=2.0), step_row(2, x=None), step_row(3), step_row(4, x=4.0)])  # fmt: skip
-    drawn = curve(run, "x")
-    assert drawn.x.tolist() == [100, 400]
-    assert drawn.y.tolist() == [2, 4]
+def test_a_value_that_was_not_measured_adds_no_point(tmp_path: Path) -> None:
+    rows = [step_row(0), step_row(1, x=2.0), step_row(2, x=None), step_row(3), step_row(4, x=4.0)]
+    run = run_of(tmp_path / "r", rows)
+    points = curve(run, "x")
+    assert points.x.tolist() == [100, 400]
+    assert points.y.tolist() == [2, 4]
     assert curve(run, "nowhere").x.tolist() == []
 
 
-def test_smoothing_keeps_the_ends_and_the_level() -> None:
+def test_smoothing_preserves_the_end_points() -> None:
     assert smooth(np.array([1.0, 2.0, 6.0, 2.0, 1.0]), 3).tolist() == [1, 3, 10 / 3, 3, 1]
     assert smooth(np.array([0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]), 5).tolist() == [0, 1, 0.6, 0.6, 0.6, 0, 0]
     assert smooth(np.array([5.0]), 9).tolist() == [5]
@@ -62,7 +65,7 @@ def test_the_window_grows_with_the_run_and_is_odd(tmp_path: Path) -> None:
     assert window_of([short, long]) == 5
 
 
-def test_a_band_is_over_what_all_curves_cover() -> None:
+def test_a_band_covers_the_range_that_all_curves_share() -> None:
     both = band([points((0, 0), (100, 10), (300, 30)), points((50, 1), (200, 1))])
     assert both is not None
     assert both.x.tolist() == [50, 100, 200]
@@ -76,15 +79,15 @@ def test_a_band_is_over_what_all_curves_cover() -> None:
     assert alone.mean.tolist() == [1, 3]
 
 
-def test_log_axes_are_for_values_that_span_orders() -> None:
-    assert wide([points((0, 1e-4), (1, 0.1))])
-    assert wide([points((0, 0.0), (1, 0.001)), points((0, 0.2), (1, 0.3))])
-    assert not wide([points((0, 0.2), (1, 0.9))])
-    assert not wide([points((0, -0.001), (1, 5.0))])
-    assert not wide([points((0, 0.0), (1, 0.0))])
+def test_log_axes_are_for_values_that_span_orders_of_magnitude() -> None:
+    assert spans_orders_of_magnitude([points((0, 1e-4), (1, 0.1))])
+    assert spans_orders_of_magnitude([points((0, 0.0), (1, 0.001)), points((0, 0.2), (1, 0.3))])
+    assert not spans_orders_of_magnitude([points((0, 0.2), (1, 0.9))])
+    assert not spans_orders_of_magnitude([points((0, -0.001), (1, 5.0))])
+    assert not spans_orders_of_magnitude([points((0, 0.0), (1, 0.0))])
 
 
-def test_a_run_cut_at_a_number_of_tokens(tmp_path: Path) -> None:
+def test_a_run_is_truncated_at_a_number_of_tokens(tmp_path: Path) -> None:
     run = run_of(tmp_path / "r", rows_of(0.1, 0.9))
     assert [row["step"] for row in run.until(299).rows] == [0, 1, 2]
     assert (run.until(299).tokens, run.until(300).tokens, run.tokens) == (200, 300, 400)
@@ -93,9 +96,21 @@ def test_a_run_cut_at_a_number_of_tokens(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- intervals
 
 
-@pytest.mark.parametrize(("freedom", "point"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (20, 2.0860), (21, 2.0796), (30, 2.0423), (60, 2.0003), (120, 1.9799)])  # fmt: skip
-def test_points_of_students_t(freedom: int, point: float) -> None:
-    assert t_point(freedom) == pytest.approx(point, abs=6e-5)
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (4, 2.7764),
+        (20, 2.0860),
+        (21, 2.0796),
+        (30, 2.0423),
+        (60, 2.0003),
+        (120, 1.9799),
+    ],
+)
+def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
+    assert t_point(freedom) == pytest.approx(quantile, abs=6e-5)
 
 
 def test_a_mean_over_seeds_has_a_t_interval() -> None:
@@ -111,7 +126,7 @@ def test_a_mean_over_seeds_has_a_t_interval() -> None:
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 0.5], [None, 0.5]])
-def test_without_a_spread_there_is_no_interval(values: list[float | None]) -> None:
+def test_without_variance_there_is_no_interval(values: list[float | None]) -> None:
     number = over_seeds(values)
     assert number is not None
     assert (number.value, number.low, number.high) == (0.5, None, None)
@@ -122,18 +137,15 @@ def test_without_a_spread_there_is_no_interval(values: list[float | None]) -> No
 
 
 def test_the_numbers_of_two_arms_over_three_seeds(tmp_path: Path) -> None:
-    before, ends = (0.3, 0.4, 0.2), {"grpo": (0.5, 0.6, 0.1), "gspo": (0.6, 0.8, 0.4)}
+    before = (0.3, 0.4, 0.2)
+    after = {"grpo": (0.5, 0.6, 0.1), "gspo": (0.6, 0.8, 0.4)}
     clips = {"grpo": 0.002, "gspo": 0.1}
-    series = [
-        Series(
-            label=label,
-            runs=[
-                run_of(tmp_path / f"{label}{seed}", rows_of(before[seed], ends[label][seed], clip__fraction_tokens=clips[label]), seed=seed)
-                for seed in range(3)
-            ],
-        )
-        for label in ("grpo", "gspo")
-    ]  # fmt: skip
+
+    def run(label: str, seed: int) -> Run:
+        rows = rows_of(before[seed], after[label][seed], clip__fraction_tokens=clips[label])
+        return run_of(tmp_path / f"{label}{seed}", rows, seed=seed)
+
+    series = [Series(label=label, runs=[run(label, seed) for seed in range(3)]) for label in ("grpo", "gspo")]
     grpo, gspo = arm_numbers(series)
     assert grpo.difference is None
     assert gspo.difference is not None
@@ -159,7 +171,7 @@ def test_the_numbers_of_two_arms_over_three_seeds(tmp_path: Path) -> None:
     assert gspo.flips is None
 
 
-def test_the_reward_at_the_end_is_over_a_tenth_of_the_tokens(tmp_path: Path) -> None:
+def test_the_final_reward_is_over_the_last_tenth_of_the_tokens(tmp_path: Path) -> None:
     rows = [step_row(0), *(step_row(step, reward__mean=float(step)) for step in range(1, 21))]
     (arm,) = arm_numbers([Series(label="a", runs=[run_of(tmp_path / "r", rows, steps=20)])])
     assert arm.reward is not None
@@ -167,7 +179,10 @@ def test_the_reward_at_the_end_is_over_a_tenth_of_the_tokens(tmp_path: Path) -> 
 
 
 def test_a_single_seed_shows_the_interval_over_problems(tmp_path: Path) -> None:
-    rows = [step_row(0, **evaluated(0.2, low=0.15, high=0.26)), step_row(4, **evaluated(0.5, low=0.41, high=0.59, greedy=0.7))]  # fmt: skip
+    rows = [
+        step_row(0, **evaluation(0.2, low=0.15, high=0.26)),
+        step_row(4, **evaluation(0.5, low=0.41, high=0.59, greedy=0.7)),
+    ]
     (arm,) = arm_numbers([Series(label="a", runs=[run_of(tmp_path / "r", rows)])])
     assert arm.before is not None
     assert arm.after is not None
@@ -177,20 +192,22 @@ def test_a_single_seed_shows_the_interval_over_problems(tmp_path: Path) -> None:
     assert (arm.greedy_after.value, arm.greedy_after.low) == (0.7, None)
 
 
-def test_unfinished_runs_are_in_no_mean(tmp_path: Path) -> None:
+def test_unfinished_runs_are_excluded_from_means(tmp_path: Path) -> None:
     done = run_of(tmp_path / "a", rows_of(0.3, 0.6), seed=0)
-    begun = run_of(tmp_path / "b", rows_of(0.3, 0.0)[:3], seed=1, last_event={"event": "checkpoint", "step": 2})
-    (arm,) = arm_numbers([Series(label="a", runs=[done, begun])])
+    partial = run_of(tmp_path / "b", rows_of(0.3, 0.0)[:3], seed=1, last_event={"event": "checkpoint", "step": 2})
+    (arm,) = arm_numbers([Series(label="a", runs=[done, partial])])
     assert (len(arm.finished), len(arm.runs)) == (1, 2)
     assert arm.after is not None
     assert arm.after.value == 0.6
 
 
 def test_arms_are_paired_by_seed(tmp_path: Path) -> None:
-    first = Series(label="a", runs=[run_of(tmp_path / f"a{s}", rows_of(0.3, end), seed=s) for s, end in ((0, 0.1), (1, 0.9))])  # fmt: skip
-    other = Series(label="b", runs=[run_of(tmp_path / f"b{s}", rows_of(0.3, end), seed=s) for s, end in ((1, 0.8), (2, 0.0))])  # fmt: skip
-    begun = run_of(tmp_path / "a2", rows_of(0.3, 0.7)[:3], seed=2, last_event={"event": "checkpoint", "step": 2})
-    first = Series(label="a", runs=[*first.runs, begun])
+    def runs(label: str, after: dict[int, float]) -> list[Run]:
+        return [run_of(tmp_path / f"{label}{seed}", rows_of(0.3, end), seed=seed) for seed, end in after.items()]
+
+    partial = run_of(tmp_path / "a2", rows_of(0.3, 0.7)[:3], seed=2, last_event={"event": "checkpoint", "step": 2})
+    first = Series(label="a", runs=[*runs("a", {0: 0.1, 1: 0.9}), partial])
+    other = Series(label="b", runs=runs("b", {1: 0.8, 2: 0.0}))
     difference = arm_numbers([first, other])[1].difference
     assert difference is not None
     assert difference.value == pytest.approx(-0.1)
@@ -200,21 +217,32 @@ def test_arms_are_paired_by_seed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- variance by length
 
 
-def reply(log_ratio: list[float], *, trained: bool = True) -> dict[str, Any]:
-    record = {"prompt": 'say "trained": true, "logp_old": [1]', "text": '{"logp_new": [3]}', "parts": {"]": 1.0}, "trained": trained}  # fmt: skip
+def completion(log_ratio: list[float], *, trained: bool = True) -> dict[str, Any]:
+    """A record whose text contains the names of its fields, which must not confuse the reader."""
+    record = {
+        "prompt": 'say "trained": true, "logp_old": [1]',
+        "text": '{"logp_new": [3]}',
+        "parts": {"]": 1.0},
+        "trained": trained,
+    }
     if not trained:
         return {**record, "left_out": "empty"}
     old = [-0.5] * len(log_ratio)
     return {**record, "logp_old": old, "logp_new": [a + b for a, b in zip(old, log_ratio, strict=True)]}
 
 
-def test_variances_over_tokens_and_over_replies(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    short = [[draw.gauss(0, 0.1) for _ in range(5)] for _ in range(40)]
-    long = [[draw.gauss(0, 0.1) for _ in range(50)] for _ in range(40)]
-    unmoved, unused = [reply([0.0] * 7)] * 30, [reply([], trained=False)] * 30
-    replies = {1: [*map(reply, short), *unmoved], 2: [*unused, *map(reply, long)], 9: [reply([9.0] * 5)] * 99}
-    run = run_of(tmp_path / "r", rows_of(0, 0), replies=replies)  # step 9 is beyond the metrics
+def test_variances_over_tokens_and_over_completions(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    short = [[rng.gauss(0, 0.1) for _ in range(5)] for _ in range(40)]
+    long = [[rng.gauss(0, 0.1) for _ in range(50)] for _ in range(40)]
+    on_policy = [completion([0.0] * 7)] * 30
+    untrained = [completion([], trained=False)] * 30
+    completions = {
+        1: [*map(completion, short), *on_policy],
+        2: [*untrained, *map(completion, long)],
+        9: [completion([9.0] * 5)] * 99,  # beyond the last step of the metrics
+    }
+    run = run_of(tmp_path / "r", rows_of(0, 0), completions=completions)
     bins = length_bins([run])
     assert sum(b.replies for b in bins) == 80
     for length, group in ((5, short), (50, long)):
@@ -223,20 +251,20 @@ def test_variances_over_tokens_and_over_replies(tmp_path: Path) -> None:
         assert found.reply_variance == pytest.approx(statistics.pvariance([statistics.fmean(r) for r in group]))
 
 
-def test_bins_hold_about_equally_many_replies(tmp_path: Path) -> None:
-    draw = random.Random(1)
-    replies = [reply([draw.gauss(0, 0.1) for _ in range(draw.randint(3, 300))]) for _ in range(400)]
-    bins = length_bins([run_of(tmp_path / "r", rows_of(0, 0), replies={1: replies})])
+def test_bins_hold_about_equally_many_completions(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    completions = [completion([rng.gauss(0, 0.1) for _ in range(rng.randint(3, 300))]) for _ in range(400)]
+    bins = length_bins([run_of(tmp_path / "r", rows_of(0, 0), completions={1: completions})])
     assert len(bins) == 8
     assert all(40 <= b.replies <= 60 for b in bins)
     assert [b.length for b in bins] == sorted(b.length for b in bins)
     assert bins[-1].reply_variance < bins[0].reply_variance / 5  # independent tokens: 1/length
 
 
-def test_at_most_so_many_files_evenly_spaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_evenly_spaced_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "MOST_FILES", 5)
     rows = [step_row(step) for step in range(101)]
-    run = run_of(tmp_path / "r", rows, replies={step: [reply([0.1])] for step in range(1, 101)})
+    run = run_of(tmp_path / "r", rows, completions={step: [completion([0.1])] for step in range(1, 101)})
     assert [int(f.stem) for f in spread._files(run)] == [11, 31, 51, 71, 91]
     monkeypatch.setattr(spread, "MOST_BYTES", 1)
     assert [int(f.stem) for f in spread._files(run)] == [51]
@@ -245,9 +273,9 @@ def test_at_most_so_many_files_evenly_spaced(tmp_path: Path, monkeypatch: pytest
     assert len(spread._files(run.until(300))) == 3
 
 
-def test_too_few_replies_or_none_give_no_bins(tmp_path: Path) -> None:
+def test_too_few_completions_give_no_bins(tmp_path: Path) -> None:
     assert length_bins([]) == []
-    assert length_bins([run_of(tmp_path / "r", rows_of(0, 0), replies={1: [reply([0.1, 0.2])] * 3})]) == []
-    odd = {"trained": True, "logp_old": [None, -1.0], "logp_new": [-1.0, -1.0]}
-    assert length_bins([run_of(tmp_path / "s", rows_of(0, 0), replies={1: [odd] * 50})]) == []
-    assert json.dumps(odd).count("null") == 1
+    assert length_bins([run_of(tmp_path / "r", rows_of(0, 0), completions={1: [completion([0.1, 0.2])] * 3})]) == []
+    with_null = {"trained": True, "logp_old": [None, -1.0], "logp_new": [-1.0, -1.0]}
+    assert length_bins([run_of(tmp_path / "s", rows_of(0, 0), completions={1: [with_null] * 50})]) == []
+    assert json.dumps(with_null).count("null") == 1

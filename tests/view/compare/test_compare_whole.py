@@ -1,4 +1,4 @@
-"""Whole comparisons as a user meets them: real processes, stopped, killed and repeated."""
+"""Whole comparisons with real processes that are stopped, killed and repeated."""
 
 from __future__ import annotations
 
@@ -26,37 +26,47 @@ from gspo.view.compare import launch
 
 ARMS = "grpo,gspo+replay"
 RUNS = [f"{arm}-seed-{seed}" for arm in ARMS.split(",") for seed in (0, 1)]
-STEPS, PROMPTS, REPLIES = 6, 4, 4
+STEPS = 6
+PROMPTS = 4
+COMPLETIONS = 4
 SMALL = [
-    f"--steps={STEPS}", "--cold_start.steps=4", "--cold_start.check_every=4", f"--rollout.prompts={PROMPTS}",
-    f"--rollout.replies={REPLIES}", "--rollout.max_tokens=12", "--data.held_out=16", "--data.task_size=60",
-    "--eval.every=3", "--checkpoint.every=1", "--reward.workers=1", "--model.threads=1",
-]  # fmt: skip
+    f"--steps={STEPS}",
+    "--cold_start.steps=4",
+    "--cold_start.check_every=4",
+    f"--rollout.prompts={PROMPTS}",
+    f"--rollout.replies={COMPLETIONS}",
+    "--rollout.max_tokens=12",
+    "--data.held_out=16",
+    "--data.task_size=60",
+    "--eval.every=3",
+    "--checkpoint.every=1",
+    "--reward.workers=1",
+    "--model.threads=1",
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An almost random model is never right, so it is paid for what varies."""
+    """A nearly random model never answers correctly, so the reward is the completion's length modulo 3."""
     folder = tmp_path_factory.mktemp("compare")
-    (folder / "pay.py").write_text(
+    (folder / "length_reward.py").write_text(
         "def vary(prompts, completions, **columns):\n    return [float(len(c) % 3) for c in completions]\n"
     )
     return folder
 
 
 def command(out: Path, objectives: str = ARMS, seeds: str = "0,1", *more: str) -> list[str]:
-    return [
-        sys.executable, "-m", "gspo.cli", "compare", "demo", "--objectives", objectives, "--seeds", seeds, "--out", str(out),
-        f"--reward.functions={out.parent}/pay.py:vary", *SMALL, *more,
-    ]  # fmt: skip
+    options = ["--objectives", objectives, "--seeds", seeds, "--out", str(out)]
+    reward = f"--reward.functions={out.parent}/length_reward.py:vary"
+    return [sys.executable, "-m", "gspo.cli", "compare", "demo", *options, reward, *SMALL, *more]
 
 
 def finish(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=240)
 
 
-def here(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """The same without a process of its own: exit code, output, errors."""
+def run_in_process(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run a command in this process: exit code, output, errors."""
     capsys.readouterr()
     code = main(words[3:])
     return (code, *capsys.readouterr())
@@ -97,13 +107,14 @@ def test_arms_of_a_seed_start_from_the_same_model(whole: Path) -> None:
         assert "eval/accuracy" in first[0]
         events = [e["event"] for name in RUNS for e in read_jsonl(whole / "runs" / name / "events.jsonl")]
         assert "cold start" not in events
-    weights = [(whole / "start" / f"seed-{s}" / "checkpoints" / "000000" / "model.safetensors").read_bytes() for s in (0, 1)]  # fmt: skip
-    assert weights[0] != weights[1]
+    checkpoints = [whole / "start" / f"seed-{seed}" / "checkpoints" / "000000" for seed in (0, 1)]
+    first_weights, second_weights = ((path / "model.safetensors").read_bytes() for path in checkpoints)
+    assert first_weights != second_weights
 
 
 def test_every_run_samples_the_same_number_of_tokens(whole: Path) -> None:
     lengths = [read_jsonl(whole / "start" / f"seed-{s}" / "metrics.jsonl")[0]["eval/length_mean"] for s in (0, 1)]
-    budget = round(STEPS * PROMPTS * REPLIES * sum(lengths) / 2)
+    budget = round(STEPS * PROMPTS * COMPLETIONS * sum(lengths) / 2)
     assert f"tokens = {budget}\n" in (whole / "compare.toml").read_text()
     for name in RUNS:
         rows = read_jsonl(whole / "runs" / name / "metrics.jsonl")
@@ -121,8 +132,8 @@ def test_arms_differ_where_they_should(whole: Path) -> None:
 
 def test_the_report_of_real_runs(whole: Path) -> None:
     page = check_self_contained((whole / "report.html").read_text())
-    pictures = {f.stem for f in (whole / "figures").iterdir()}
-    assert pictures == {"accuracy", "reward", "clipping", "flips", "spread", "health"}
+    names = {f.stem for f in (whole / "figures").iterdir()}
+    assert names == {"accuracy", "reward", "clipping", "flips", "spread", "health"}
     assert "Incomplete" not in page.text
     data = json.loads((whole / "table.json").read_text())
     assert data["complete"] is True
@@ -132,50 +143,51 @@ def test_the_report_of_real_runs(whole: Path) -> None:
 
 def test_repeating_a_finished_comparison_trains_nothing(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in (whole / "runs").rglob("*")}
-    code, said, _ = here(command(whole), capsys)
+    code, output, _ = run_in_process(command(whole), capsys)
     assert code == 0
-    assert "4 runs, 4 of them finished" in said
-    assert "begins" not in said
+    assert "4 runs, 4 of them finished" in output
+    assert ": started" not in output
     assert {p: p.stat().st_mtime_ns for p in (whole / "runs").rglob("*")} == before
 
 
-def test_other_settings_are_refused_and_name_the_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = here(command(whole, ARMS, "0,1", "--learner.beta1=0.5"), capsys)
+def test_other_settings_are_refused_and_the_run_is_named(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run_in_process(command(whole, ARMS, "0,1", "--learner.beta1=0.5"), capsys)
     assert code == 1
-    assert "start/seed-0: this run was made with other settings: learner.beta1 is 0.9 there and would be 0.5" in error
+    difference = "learner.beta1 is 0.9 there and would be 0.5"
+    assert f"start/seed-0: this run was started with other settings: {difference}" in error
     assert error.count("\n") == 1
-    _, _, error = here(command(whole, ARMS, "0,1", "--tokens=99"), capsys)
-    assert "runs/grpo-seed-0: this run was made with other settings: tokens is" in error
+    _, _, error = run_in_process(command(whole, ARMS, "0,1", "--tokens=99"), capsys)
+    assert "runs/grpo-seed-0: this run was started with other settings: tokens is" in error
     assert "would be 99" in error
 
 
 def test_a_second_comparison_in_the_same_directory_is_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (whole / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        code, _, error = here(command(whole), capsys)
+        code, _, error = run_in_process(command(whole), capsys)
     assert code == 1
-    assert "another comparison is working in this directory" in error
+    assert "another comparison is using this directory" in error
 
 
-def test_an_arm_that_fails_joins_and_is_reported(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_arm_that_fails_is_recorded_and_reported(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (whole.parent / "broken.py").write_text(
         "def broken(prompts, completions, **columns):\n    raise ValueError('no')\n"
     )
     broken = f"gspo+reward.functions={whole.parent}/broken.py:broken+eval.every=0"
-    code, said, _ = here(command(whole, f"{broken},rloo", "0"), capsys)
+    code, output, _ = run_in_process(command(whole, f"{broken},rloo", "0"), capsys)
     assert code == 1
-    assert "rloo, seed 0: finished" in said
-    assert f"FAILED  {broken}, seed 0: ended with exit code 1" in said
-    assert "replies could not be scored" in said
+    assert "rloo, seed 0: finished" in output
+    assert f"FAILED  {broken}, seed 0: exited with code 1" in output
+    assert "could not be scored" in output
     page = check_self_contained((whole / "report.html").read_text())
     assert "Incomplete" in page.text
-    assert "it failed: RewardError" in page.text
-    assert "rloo, seed 1: has not begun" in page.text
+    assert "failed with RewardError" in page.text
+    assert "rloo, seed 1: not started" in page.text
     names = [arm["label"] for arm in json.loads((whole / "table.json").read_text())["arms"]]
     assert names == ["grpo", "gspo+replay", broken, "rloo"]
 
 
-# ------------------------------------------------------------------------------------------------- interrupted
+# ------------------------------------------------------------------------------------------------- interruptions
 
 LAUNCH = """
 import sys
@@ -188,14 +200,14 @@ from gspo.signals import StopRequest
 shared = shared_config(recipe_dir() / "demo.toml", [])
 with StopRequest(print) as stop:
     jobs = [start_job(Path(sys.argv[1]), shared, seed) for seed in (0, 1, 2)]
-    failures = run_jobs(jobs, side_by_side=2, say=lambda text: print(text, flush=True), stop=stop)
+    failures = run_jobs(jobs, concurrency=2, say=lambda text: print(text, flush=True), stop=stop)
 print("failures", len(failures))
 """
 
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Two runs under way and one waiting."""
+    """A process with two runs in progress and one waiting."""
     process = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(descendants(process.pid)) == 2, process)
     yield process
@@ -210,28 +222,29 @@ def test_no_run_outlives_a_comparison_that_is_killed(launched: subprocess.Popen[
     wait_for(lambda: not any(is_running(pid) for pid in family), limit=5)
 
 
-def test_a_stop_is_passed_on_and_nothing_new_begins(launched: subprocess.Popen[str]) -> None:
+def test_a_stop_is_forwarded_and_no_run_starts_after_it(launched: subprocess.Popen[str]) -> None:
     family = descendants(launched.pid)
     launched.send_signal(signal.SIGINT)
-    said, _ = launched.communicate(timeout=60)
+    output, _ = launched.communicate(timeout=60)
     assert launched.returncode == 0
-    assert said.count(": begins") == 2
-    assert said.count(": stopped") == 2
-    assert "failures 0" in said
+    assert output.count(": started") == 2
+    assert output.count(": stopped") == 2
+    assert "failures 0" in output
     assert not any(is_running(pid) for pid in family)
 
 
 @pytest.mark.slow
-def test_stopped_then_killed_then_repeated_is_as_if_nothing_happened(folder: Path, whole: Path) -> None:
-    out, budget = folder / "broken-off", json.loads((whole / "table.json").read_text())["tokens"]
+def test_a_comparison_stopped_then_killed_then_repeated_equals_an_uninterrupted_one(folder: Path, whole: Path) -> None:
+    out = folder / "interrupted"
+    budget = json.loads((whole / "table.json").read_text())["tokens"]
     words = command(out, ARMS, "0", f"--tokens={budget}")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: steps_done(out) >= 1, process)
     process.terminate()
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "Repeat the same command to go on" in said
-    assert ": stopped" in said
+    assert "Repeat the command to resume" in output
+    assert ": stopped" in output
     assert not (out / "report.html").exists()
 
     done = steps_done(out)
@@ -245,10 +258,10 @@ def test_stopped_then_killed_then_repeated_is_as_if_nothing_happened(folder: Pat
 
     last = finish(words)
     assert last.returncode == 0, last.stdout + last.stderr
-    assert "goes on" in last.stdout
+    assert ": resumed" in last.stdout
     for name in RUNS[::2]:
-        mine, theirs = ((where / "runs" / name / "metrics.jsonl").read_bytes() for where in (out, whole))
-        assert mine == theirs
+        resumed, uninterrupted = ((folder / "runs" / name / "metrics.jsonl").read_bytes() for folder in (out, whole))
+        assert resumed == uninterrupted
     assert (out / "report.html").exists()
 
 

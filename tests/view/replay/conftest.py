@@ -1,4 +1,4 @@
-"""Runs that several tests replay."""
+"""A run that several tests replay."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from made_runs import make_run
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of GSPO, every checkpoint kept."""
+    """Three steps of GSPO with every checkpoint kept."""
     return make_run(tmp_path_factory.mktemp("dense"))

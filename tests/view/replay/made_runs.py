@@ -1,4 +1,4 @@
-"""Short runs to replay."""
+"""Short training runs for replay tests."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def tree(folder: Path) -> dict[str, Any]:
 
 
 def make_run(folder: Path, *overrides: str) -> Path:
-    """Train a few steps; the directory."""
+    """Train a few steps and return the run directory."""
     (folder / "spaces.py").write_text(REWARD)
     return train(settings.override(tree(folder), overrides, where="test"), PlainDisplay()).run
 
 
 def copy_of(run: Path, folder: Path, *, without: tuple[int, ...] = ()) -> Path:
-    """A run copied elsewhere, without some checkpoints."""
+    """A copy of a run, without some checkpoints."""
     copy = folder / "copy"
     shutil.copytree(run, copy)
     for step in without:
@@ -54,17 +54,17 @@ def copy_of(run: Path, folder: Path, *, without: tuple[int, ...] = ()) -> Path:
 
 
 def digest(folder: Path) -> dict[str, tuple[str, int]]:
-    """Contents and time of every file."""
+    """Hash and modification time of every file."""
     files = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in files}
 
 
-def nothing(*args: Any) -> None:
-    """A look that looks at nothing, or words that nobody hears."""
+def ignore(*args: Any) -> None:
+    """A callback that does nothing."""
 
 
-def rebuilt(run: Path, step: int, look: UpdateHook = nothing) -> ReplayedStep:
-    """Take a step again."""
+def rebuild_step(run: Path, step: int, before_update: UpdateHook = ignore) -> ReplayedStep:
+    """Recompute a step of a run."""
     source = open_run(run)
     _, start = source.start_of(step)
-    return rebuild(source, step, start, device=None, look=look, say=nothing)
+    return rebuild(source, step, start, device=None, before_update=before_update, say=ignore)

@@ -1,4 +1,4 @@
-"""A step taken again is the step that was taken: to the bit, for every kind of run, and it is said when it is not."""
+"""A recomputed step agrees with the run for every kind of run, and any difference is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import copy_of, make_run, rebuilt
+from made_runs import copy_of, make_run, rebuild_step
 from misaligned import misalign_loading
 from safetensors.torch import load_file, save_file
 
@@ -18,51 +18,82 @@ from gspo.trainer import resume
 from gspo.view.replay.source import open_run
 
 KINDS = {
-    "a reference, an entropy bonus, top-p": ("objective.name=grpo", "objective.entropy=0.01", "rollout.temperature=0.7", "rollout.top_p=0.9"),
-    "KL in the reward, cut replies left out, no chat template": ("data.chat=no", "objective.name=reinforce_pp", "objective.kl=0.1", "objective.shape=overlong_filter"),
-    "tokens singled out at random, micro-batches": ("objective.name=clip_cov", "objective.select_fraction=0.2", "objective.cov_low=0.01", "learner.micro_batch_tokens=64"),
-    "the sampler's probabilities in the loss, recomputed activations": ("objective.name=vespo", "model.gradient_checkpointing=true"),
-    "groups discarded and refilled, bfloat16": ("objective.name=dapo", "objective.overlong_limit=8", "model.dtype=bfloat16"),
-    "a range that adapts, the old experts replayed": ("objective.clip_low=auto:0.3", "objective.clip_high=auto:0.3", "model.build=tiny_moe", "routing.replay=old"),
-    "the sampler's experts replayed, load balancing": ("model.build=tiny_moe", "routing.replay=sampler", "routing.balance_loss=0.01"),
-}  # fmt: skip
+    "KL penalty, entropy bonus, top-p": (
+        "objective.name=grpo",
+        "objective.entropy=0.01",
+        "rollout.temperature=0.7",
+        "rollout.top_p=0.9",
+    ),
+    "KL in the reward, overlong filter, no chat template": (
+        "data.chat=no",
+        "objective.name=reinforce_pp",
+        "objective.kl=0.1",
+        "objective.shape=overlong_filter",
+    ),
+    "random token selection, micro-batches": (
+        "objective.name=clip_cov",
+        "objective.select_fraction=0.2",
+        "objective.cov_low=0.01",
+        "learner.micro_batch_tokens=64",
+    ),
+    "sampler log-probs in the loss, gradient checkpointing": (
+        "objective.name=vespo",
+        "model.gradient_checkpointing=true",
+    ),
+    "discarded and refilled groups, bfloat16": (
+        "objective.name=dapo",
+        "objective.overlong_limit=8",
+        "model.dtype=bfloat16",
+    ),
+    "adaptive clip range, routing replay of the old policy": (
+        "objective.clip_low=auto:0.3",
+        "objective.clip_high=auto:0.3",
+        "model.build=tiny_moe",
+        "routing.replay=old",
+    ),
+    "routing replay of the sampler, load balancing": (
+        "model.build=tiny_moe",
+        "routing.replay=sampler",
+        "routing.balance_loss=0.01",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_run_is_met_exactly_also_across_a_step_without_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    """The learning of step 2 begins at the weights that step 1, taken again, left behind."""
+def test_every_kind_of_run_is_recomputed_exactly_across_a_step_without_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Step 2 starts from the weights of the recomputed step 1."""
     run = make_run(tmp_path, "steps=2", "checkpoint.every=5", *KINDS[kind])
-    done = rebuilt(run, 2)
-    assert done.start == 0
-    assert [a.step for a in done.agreements] == [1, 2]
-    for found in done.agreements:
+    replayed = rebuild_step(run, 2)
+    assert replayed.start == 0
+    assert [a.step for a in replayed.agreements] == [1, 2]
+    for found in replayed.agreements:
         assert found.exact, found
         assert found.tokens >= 10
         assert found.metrics > 20
-    assert done.agreements[1].logp_new > 0, "a difference of 0 would mean that nothing was compared"
+    assert replayed.agreements[1].logp_new > 0, "a difference of 0 would mean that nothing was compared"
 
 
-def test_rolling_forward_gives_the_weights_of_the_checkpoint_it_passes(run: Path, tmp_path: Path) -> None:
-    direct = rebuilt(run, 3)
+def test_recomputed_steps_reproduce_the_weights_of_a_later_checkpoint(run: Path, tmp_path: Path) -> None:
+    direct = rebuild_step(run, 3)
     assert direct.start == 2
-    rolled = rebuilt(copy_of(run, tmp_path, without=(1, 2)), 3)
-    assert rolled.start == 0
-    assert all(a.exact for a in rolled.agreements)
-    assert rolled.learned.tokens.logp_N.tolist() == direct.learned.tokens.logp_N.tolist()
+    from_start = rebuild_step(copy_of(run, tmp_path, without=(1, 2)), 3)
+    assert from_start.start == 0
+    assert all(a.exact for a in from_start.agreements)
+    assert from_start.learned.tokens.logp_N.tolist() == direct.learned.tokens.logp_N.tolist()
 
 
 @pytest.mark.parametrize("offset", [8, 16, 32, 48])
-def test_weights_that_lie_elsewhere_in_memory_give_the_same_step(
+def test_the_memory_alignment_of_the_weights_does_not_change_the_step(
     offset: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = copy_of(run, tmp_path, without=(1, 2))
     misalign_loading(offset, monkeypatch.setattr)
-    agreements = rebuilt(copy, 3).agreements
+    agreements = rebuild_step(copy, 3).agreements
     assert len(agreements) == 3
     assert all(a.exact for a in agreements)
 
 
-def test_a_changed_weight_is_noticed(run: Path, tmp_path: Path) -> None:
+def test_a_changed_weight_is_detected(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path)
     file = copy / "checkpoints" / "000002" / "model.safetensors"
     weights = load_file(file)
@@ -70,14 +101,14 @@ def test_a_changed_weight_is_noticed(run: Path, tmp_path: Path) -> None:
     weights[name][0, 0] += 0.01
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="contents differ from the manifest"):
-        rebuilt(copy, 3)
-    _forget_manifest(copy / "checkpoints" / "000002")
-    found = rebuilt(copy, 3).agreements[-1]
+        rebuild_step(copy, 3)
+    _remove_from_manifest(copy / "checkpoints" / "000002")
+    found = rebuild_step(copy, 3).agreements[-1]
     assert not found.exact
     assert found.logp_old > 1e-6
 
 
-def _forget_manifest(checkpoint: Path) -> None:
+def _remove_from_manifest(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["model.safetensors"]
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -94,97 +125,98 @@ def _forget_manifest(checkpoint: Path) -> None:
         ("trained", lambda v: False),
     ],
 )
-def test_a_changed_record_is_noticed(run: Path, tmp_path: Path, field: str, change: Any) -> None:
+def test_a_changed_record_is_detected(run: Path, tmp_path: Path, field: str, change: Any) -> None:
     copy = copy_of(run, tmp_path)
     file = copy / "rollouts" / "000003.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     at = next(i for i, line in enumerate(lines) if line["sample"] == 0 and abs(line["advantage"]) > 0)
     lines[at][field] = change(lines[at][field])
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = rebuilt(copy, 3).agreements[-1]
+    found = rebuild_step(copy, 3).agreements[-1]
     assert not found.exact, found
 
 
-def test_changed_metrics_are_noticed_and_missing_ones_are_not_an_error(run: Path, tmp_path: Path) -> None:
+def test_changed_metrics_are_detected_and_missing_ones_are_no_error(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path)
     file = copy / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     last = json.loads(lines[-1])
     file.write_text("".join(lines[:-1]) + json.dumps(last | {"grad/norm": last["grad/norm"] * 1.001}) + "\n")
-    found = rebuilt(copy, 3).agreements[-1]
+    found = rebuild_step(copy, 3).agreements[-1]
     assert found.worst_metric == "grad/norm"
     assert math.isclose(found.worst_difference, 1e-3, rel_tol=0.01)
     assert not found.exact
     file.write_text("".join(lines[:-1]))
-    found = rebuilt(copy, 3).agreements[-1]
+    found = rebuild_step(copy, 3).agreements[-1]
     assert (found.metrics, found.exact) == (0, True)
 
 
-def test_a_schedule_whose_end_was_moved(tmp_path: Path) -> None:
-    """Each step is taken again with the learning rate of the plan it was taken by."""
+def test_a_schedule_extended_by_a_resume(tmp_path: Path) -> None:
+    """Each step uses the learning rate of the schedule that was planned when the run took it."""
     run = make_run(tmp_path, "steps=2", "learner.schedule=linear")
     resume(run, PlainDisplay(), steps=4)
     source = open_run(run)
     assert [source.steps_planned(step) for step in (1, 2, 3, 4)] == [2, 2, 4, 4]
     for step in (2, 3):
-        assert rebuilt(run, step).agreements[-1].exact
+        assert rebuild_step(run, step).agreements[-1].exact
 
 
-def test_a_learning_rate_that_a_resume_changed(tmp_path: Path) -> None:
+def test_a_learning_rate_changed_by_a_resume(tmp_path: Path) -> None:
     run = make_run(tmp_path, "steps=2")
     resume(run, PlainDisplay(), steps=3, overrides=["learner.learning_rate=1e-5"])
     resume(run, PlainDisplay(), steps=4, overrides=["learner.learning_rate=1e-4"])
     source = open_run(run)
     assert [source.learner_at(step).learning_rate for step in (1, 2, 3, 4)] == [1e-3, 1e-3, 1e-5, 1e-4]
     copy = copy_of(run, tmp_path, without=(1, 2, 3))
-    assert all(a.exact for a in rebuilt(copy, 4).agreements)
+    assert all(a.exact for a in rebuild_step(copy, 4).agreements)
 
 
-@pytest.mark.parametrize("event", [{"event": "resume"}, {"event": "resume", "step": 1, "changed": [1]}, {"event": "new end", "steps": "x"}])  # fmt: skip
-def test_events_that_no_run_writes_are_refused(run: Path, tmp_path: Path, event: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [{"event": "resume"}, {"event": "resume", "step": 1, "changed": [1]}, {"event": "new end", "steps": "x"}],
+)
+def test_invalid_events_are_refused(run: Path, tmp_path: Path, event: dict[str, Any]) -> None:
     copy = copy_of(run, tmp_path)
     with (copy / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     with pytest.raises(DataError, match=r"events\.jsonl"):
-        rebuilt(copy, 2)
+        rebuild_step(copy, 2)
 
 
-def test_records_that_lack_the_samplers_experts_are_refused(tmp_path: Path) -> None:
+def test_records_without_the_samplers_experts_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "steps=1", "model.build=tiny_moe", "routing.replay=sampler")
     file = run / "rollouts" / "000001.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "routes"}) + "\n" for line in lines))
-    with pytest.raises(DataError, match="no experts of the sampler"):
-        rebuilt(run, 1)
+    with pytest.raises(DataError, match="the sampler's experts are not recorded"):
+        rebuild_step(run, 1)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "line 1: not JSON"), ('{"prompt_id": "train/1"}', "line 1: no sample"), ("", "holds no replies")],
+    [("{", "line 1: not JSON"), ('{"prompt_id": "train/1"}', "line 1: no sample"), ("", "has no completions")],
 )
-def test_damaged_records_are_named(run: Path, tmp_path: Path, text: str, message: str) -> None:
+def test_damaged_records_are_refused(run: Path, tmp_path: Path, text: str, message: str) -> None:
     copy = copy_of(run, tmp_path)
     (copy / "rollouts" / "000003.jsonl").write_text(text)
     with pytest.raises(DataError, match=message):
-        rebuilt(copy, 3)
+        rebuild_step(copy, 3)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("token_ids", [10**6, 1], "tokens that the model does not have"),
-        ("token_ids", [1], "1 tokens, but 2 log-probabilities"),
-        ("stop", "tired", "holds what no run writes"),
-        ("prompt", 3, "holds what no run writes"),
+        ("token_ids", [10**6, 1], "tokens outside the model's vocabulary"),
+        ("token_ids", [1], "1 tokens, but 2 log-probs"),
+        ("stop", "tired", "invalid record"),
+        ("prompt", 3, "invalid record"),
     ],
 )
-def test_records_that_no_run_writes_are_refused(
-    run: Path, tmp_path: Path, field: str, value: Any, message: str
-) -> None:
+def test_invalid_records_are_refused(run: Path, tmp_path: Path, field: str, value: Any, message: str) -> None:
     copy = copy_of(run, tmp_path)
     file = copy / "rollouts" / "000003.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0] |= {"token_ids": [1, 1], "logp_sampler": [0.0, 0.0], field: value}
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError, match=message):
-        rebuilt(copy, 3)
+        rebuild_step(copy, 3)

@@ -1,19 +1,22 @@
 "use strict";
-// The page: what is shown, and asking the server for it. Views: all runs, a step, a reply; the address says which.
+// The dashboard. Views: all runs, a step, a completion; the hash of the URL selects one.
 
 const POLL_MS = 2000;
 const POINTS = 400;
 const main = document.getElementById("main");
 const problem = document.getElementById("problem");
 const etags = new Map();
-const state = { setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [], data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null };
+const state = {
+  setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [],
+  data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null,
+};
 
-// The session's token. Storage belongs to this very address with its port; a cookie would go to other ports of this machine too.
+// The session token. Local storage belongs to this host and port; a cookie would be sent to other ports, too.
 let token = "";
 const allowed = (secret) => ({ Authorization: `Bearer ${secret}` });
 
 async function openSession() {
-  try { token = localStorage.getItem("gspo-token") || ""; } catch { /* a browser without storage asks for a new link at each load */ }
+  try { token = localStorage.getItem("gspo-token") || ""; } catch { /* without storage, each load needs a new link */ }
   const key = location.hash.match(/^#key=([\w-]+)$/)?.[1];
   if (!key) return;
   history.replaceState(null, "", location.pathname);
@@ -25,9 +28,12 @@ async function openSession() {
 
 async function ask(path) {
   const known = etags.get(path);
-  const response = await fetch(path, { headers: { ...allowed(token), ...(known ? { "If-None-Match": known.etag } : {}) } });
+  const condition = known ? { "If-None-Match": known.etag } : {};
+  const response = await fetch(path, { headers: { ...allowed(token), ...condition } });
   if (response.status === 304) return known.value;
-  if (response.status === 401) throw new Error("This page needs the link that 'gspo watch' printed last; each link opens one browser.");
+  if (response.status === 401) {
+    throw new Error("This page needs the last link that 'gspo watch' printed; each link opens one browser.");
+  }
   if (!response.ok) throw Object.assign(new Error((await response.text()).trim()), { status: response.status });
   const value = await response.json();
   etags.set(path, { etag: response.headers.get("etag"), value });
@@ -35,32 +41,36 @@ async function ask(path) {
   return value;
 }
 
-function complain(text) {
+function showProblem(text) {
   problem.hidden = !text;
   problem.textContent = text || "";
 }
 
-const colourOf = (name) => state.runs.findIndex((r) => r.name === name) % COLOURS;
+const colorOf = (name) => state.runs.findIndex((r) => r.name === name) % COLORS;
 const address = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
 const apiRun = (name) => `/api/runs/${encodeURIComponent(name)}`;
 
 // ---------------------------------------------------------------------------------------------- runs
 
-function runWords(run) {
+function runStatus(run) {
   const of = run.steps ? ` of ${run.steps.toLocaleString("en")}` : "";
-  const pace = run.state === "running" && run.pace_s ? `, ${run.pace_s.toPrecision(2)} s each` : "";
+  const pace = run.state === "running" && run.pace_s ? `, ${run.pace_s.toPrecision(2)} s per step` : "";
   return `${run.state}, step ${run.step.toLocaleString("en")}${of}${pace}`;
 }
 
 function drawChips() {
   const nav = document.getElementById("runs");
   const focused = document.activeElement?.dataset?.run;
-  // What is shown comes first, so that it is seen among many.
+  // Selected runs first, so that they are visible among many.
   const sorted = [...state.runs].sort((a, b) => Number(state.shown.has(b.name)) - Number(state.shown.has(a.name)));
   nav.replaceChildren(...sorted.map((run) => {
     const on = state.shown.has(run.name);
-    return node("button", { type: "button", class: `chip state-${run.state}`, "data-run": run.name, "aria-pressed": String(on), title: run.why || (on ? "hide this run" : "show this run"), onclick: () => toggle(run.name) },
-      node("span", { class: `dot f${colourOf(run.name)}` }), node("span", {}, run.name), node("span", { class: "soft state" }, runWords(run)));
+    const attributes = {
+      type: "button", class: `chip state-${run.state}`, "data-run": run.name, "aria-pressed": String(on),
+      title: run.why || (on ? "hide this run" : "show this run"), onclick: () => toggle(run.name),
+    };
+    return node("button", attributes, node("span", { class: `dot f${colorOf(run.name)}` }), node("span", {}, run.name),
+      node("span", { class: "soft state" }, runStatus(run)));
   }));
   if (focused) [...nav.children].find((c) => c.dataset.run === focused)?.focus();
 }
@@ -74,7 +84,7 @@ function toggle(name) {
 }
 
 function firstShown(runs) {
-  // All of a few runs; of many the newest, which is last.
+  // A few runs are all shown; of many only the newest, which is last.
   return new Set((runs.length > 6 ? runs.slice(-1) : runs).map((r) => r.name));
 }
 
@@ -82,7 +92,7 @@ let asking = 0, refreshes = 0;
 async function refresh(force = false) {
   if ((document.hidden || asking) && !force) return;
   asking += 1;
-  const turn = refreshes += 1; // answers may come in another order than they were asked for: the last question counts
+  const turn = refreshes += 1; // responses may arrive out of order: only those of the last refresh are used
   try {
     const { runs } = await ask("/api/runs");
     const before = new Map(state.runs.map((r) => [r.name, r.version]));
@@ -90,7 +100,8 @@ async function refresh(force = false) {
     if (!state.chosen) state.shown = firstShown(runs);
     drawChips();
     if (state.view?.kind === "overview") {
-      const stale = runs.filter((r) => state.shown.has(r.name) && (force || !state.data.has(r.name) || before.get(r.name) !== r.version));
+      const changed = (r) => force || !state.data.has(r.name) || before.get(r.name) !== r.version;
+      const stale = runs.filter((r) => state.shown.has(r.name) && changed(r));
       const done = await Promise.allSettled(stale.map(async (r) => {
         const found = await ask(`${apiRun(r.name)}?${query()}`);
         if (turn === refreshes) state.data.set(r.name, found);
@@ -99,11 +110,15 @@ async function refresh(force = false) {
       if (stale.length || force) drawOverview();
       if (stale.some((r) => state.data.get(r.name)?.partial)) setTimeout(refresh, 500);
       const failed = done.findIndex((d) => d.status === "rejected");
-      if (failed >= 0) throw done[failed].reason instanceof TypeError ? done[failed].reason : new Error(`${stale[failed].name}: ${done[failed].reason.message}`);
+      if (failed >= 0) {
+        const { reason } = done[failed];
+        throw reason instanceof TypeError ? reason : new Error(`${stale[failed].name}: ${reason.message}`);
+      }
     }
-    complain("");
+    showProblem("");
   } catch (error) {
-    complain(error instanceof TypeError ? "The server does not answer; trying again. Is 'gspo watch' still running?" : error.message);
+    const unreachable = "The server does not respond; retrying. Is 'gspo watch' still running?";
+    showProblem(error instanceof TypeError ? unreachable : error.message); // fetch raises TypeError on network errors
   } finally {
     asking -= 1;
   }
@@ -117,27 +132,40 @@ function query() {
 
 // ---------------------------------------------------------------------------------------------- overview
 
+function zoom(first, last) {
+  Object.assign(state, { first, last });
+  refresh(true);
+}
+
 function buildOverview() {
   const charts = state.setup.panels.map((panel) => new Chart(panel, {
     cursor: (x) => charts.forEach((c) => c.showCursor(x)),
     open: (x, run) => openStep(x, run),
-    range: (first, last) => { Object.assign(state, { first, last }); refresh(true); },
+    range: zoom,
   }));
   const view = { kind: "overview", charts };
   view.findings = node("div", {});
   view.times = node("div", {});
   view.events = node("tbody", {});
-  view.whole = node("button", { type: "button", hidden: true, onclick: () => { Object.assign(state, { first: null, last: null }); refresh(true); } }, "show all steps");
-  view.partial = node("span", { class: "soft", hidden: true }, "a first look at a long run: some of its steps; the rest is being read …");
-  const smooth = node("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, oninput: (e) => { state.smooth = Number(e.target.value); drawOverview(); } });
-  const axis = node("select", { onchange: (e) => { Object.assign(state, { x: e.target.value, first: null, last: null }); refresh(true); } }, node("option", { value: "step" }, "steps"), node("option", { value: "tokens" }, "sampled tokens"));
+  view.whole = node("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "show all steps");
+  const loading = "This is a sample of the steps; the rest of the run is being read …";
+  view.partial = node("span", { class: "soft", hidden: true }, loading);
+  const setSmoothing = (e) => { state.smooth = Number(e.target.value); drawOverview(); };
+  const range = { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth };
+  const smooth = node("input", { ...range, oninput: setSmoothing });
+  const setAxis = (e) => { state.x = e.target.value; zoom(null, null); };
+  const axis = node("select", { onchange: setAxis },
+    node("option", { value: "step" }, "steps"), node("option", { value: "tokens" }, "sampled tokens"));
   axis.value = state.x;
+  const scroll = { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" };
   main.replaceChildren(
-    node("section", { class: "card" }, node("h2", {}, "What is going on"), view.findings),
-    node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth), node("label", {}, "over ", axis), view.whole, view.partial),
+    node("section", { class: "card" }, node("h2", {}, "Diagnosis"), view.findings),
+    node("div", { class: "controls" },
+      node("label", {}, "smoothing ", smooth), node("label", {}, "x-axis ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, "Where does a step's time go?"), view.times),
-    node("section", { class: "card" }, node("h2", {}, "Events"), node("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" }, node("table", {}, view.events))),
+    node("section", { class: "card times" }, node("h2", {}, "Step time by phase"), view.times),
+    node("section", { class: "card" },
+      node("h2", {}, "Events"), node("div", scroll, node("table", {}, view.events))),
     view.about = node("div", {}));
   state.view = view;
 }
@@ -145,35 +173,50 @@ function buildOverview() {
 function drawOverview() {
   const view = state.view;
   if (view?.kind !== "overview") return;
-  const runs = state.runs.filter((r) => state.shown.has(r.name) && state.data.has(r.name)).map((r) => ({ name: r.name, colour: colourOf(r.name), ...state.data.get(r.name) }));
+  const runs = state.runs.filter((r) => state.shown.has(r.name) && state.data.has(r.name))
+    .map((r) => ({ name: r.name, color: colorOf(r.name), ...state.data.get(r.name) }));
   view.whole.hidden = state.first === null;
   view.partial.hidden = !runs.some((r) => r.partial);
   const marks = state.x === "step" ? runs.flatMap((r) => marksOf(r.events)) : [];
-  const options = { smooth: state.smooth, first: state.first, last: state.last, unit: state.x === "step" ? "step" : "token" };
+  const unit = state.x === "step" ? "step" : "token";
+  const options = { smooth: state.smooth, first: state.first, last: state.last, unit };
   view.charts.forEach((chart) => chart.update(seriesOf(chart.panel, runs), marks, options));
-  view.findings.replaceChildren(...runs.map((r) => node("div", {}, runs.length > 1 ? node("p", { class: `f${r.colour}` }, r.name) : null, findingList(r.findings))));
-  if (runs.every((r) => !r.findings.length)) view.findings.replaceChildren(node("p", { class: "soft" }, "No step has been written yet."));
-  view.times.replaceChildren(...runs.filter((r) => r.phases.x.length).map((r) => drawTimes(state.setup.phases, r.phases, r.name)));
+  const title = (r) => (runs.length > 1 ? node("p", { class: `f${r.color}` }, r.name) : null);
+  view.findings.replaceChildren(...runs.map((r) => node("div", {}, title(r), findingList(r.findings))));
+  if (runs.every((r) => !r.findings.length)) {
+    view.findings.replaceChildren(node("p", { class: "soft" }, "There are not enough steps for a diagnosis yet."));
+  }
+  const timed = runs.filter((r) => r.phases.x.length);
+  view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases, r.phases, r.name)));
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
 }
 
+function settingRows(tree, prefix = "") {
+  return Object.entries(tree).flatMap(([key, value]) => {
+    if (value && typeof value === "object" && !Array.isArray(value)) return settingRows(value, `${prefix}${key}.`);
+    return [tableRow(prefix + key, String(Array.isArray(value) ? JSON.stringify(value) : value))];
+  });
+}
+
 async function drawAbout(runs, view) {
-  const made = await Promise.all(runs.map(async (r) => {
+  const cards = await Promise.all(runs.map(async (r) => {
     const about = await ask(`${apiRun(r.name)}/about`);
-    const rows = (tree, prefix = "") => Object.entries(tree).flatMap(([k, v]) => (v && typeof v === "object" && !Array.isArray(v) ? rows(v, `${prefix}${k}.`) : [node("tr", {}, node("th", {}, prefix + k), node("td", {}, String(Array.isArray(v) ? JSON.stringify(v) : v)))]));
-    return node("details", { class: "card" }, node("summary", {}, `Settings and machine of ${r.name}`), node("p", { class: "soft" }, about.path), node("table", {}, node("tbody", {}, ...rows({ ...about.settings, environment: about.environment }))));
+    const rows = settingRows({ ...about.settings, environment: about.environment });
+    return node("details", { class: "card" }, node("summary", {}, `Settings and environment of ${r.name}`),
+      node("p", { class: "soft" }, about.path), node("table", {}, node("tbody", {}, ...rows)));
   })).catch(() => []);
-  view.about.replaceChildren(...made);
+  view.about.replaceChildren(...cards);
 }
 
 function openStep(x, name) {
-  if (Number.isFinite(x) && name) location.hash = address(name, Math.round(state.x === "step" ? x : stepAt(name, x)));
+  if (!Number.isFinite(x) || !name) return;
+  location.hash = address(name, Math.round(state.x === "step" ? x : stepAt(name, x)));
 }
 
 function stepAt(name, tokens) {
-  // With tokens below, the step is found by its share of the way.
+  // Downsampled curves have no steps, so the step is estimated from the position of the nearest point.
   const xs = state.data.get(name).curves["reward/mean"]?.x || [];
   return (state.runs.find((r) => r.name === name).step * (nearest(xs, tokens) + 1)) / Math.max(1, xs.length);
 }
@@ -183,11 +226,22 @@ function stepAt(name, tokens) {
 async function showStep(name, step) {
   const filters = state.filters;
   const list = node("div", {});
-  const crumbs = node("nav", { class: "crumbs", "aria-label": "Where you are" });
-  const search = node("input", { type: "search", placeholder: "search prompts and replies", value: filters.text, "aria-label": "search prompts and replies", oninput: (e) => { filters.text = e.target.value; later(draw); } });
-  const choose = (key, label, options) => node("label", {}, `${label} `, node("select", { onchange: (e) => { filters[key] = e.target.value; draw(); } }, node("option", { value: "" }, key === "only" ? "all replies" : "groups"), ...options.map(([value, text]) => node("option", { value, selected: filters[key] === value }, text))));
+  const crumbs = node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" });
+  const label = "search prompts and completions";
+  const search = node("input", {
+    type: "search", placeholder: "search", value: filters.text, "aria-label": label,
+    oninput: (e) => { filters.text = e.target.value; later(draw); },
+  });
+  const choose = (key, text, none, options) => {
+    const choices = options.map(([value, name]) => node("option", { value, selected: filters[key] === value }, name));
+    const onchange = (e) => { filters[key] = e.target.value; draw(); };
+    return node("label", {}, `${text} `, node("select", { onchange }, node("option", { value: "" }, none), ...choices));
+  };
   const numbers = node("p", { class: "soft" });
-  main.replaceChildren(crumbs, numbers, node("div", { class: "controls" }, search, choose("only", "show", Object.entries(state.setup.filters)), choose("order", "sort by", state.setup.orders.map((o) => [o, o]))), node("section", { class: "card" }, list));
+  const only = choose("only", "show", "all completions", Object.entries(state.setup.filters));
+  const order = choose("order", "sort by", "groups", state.setup.orders.map((o) => [o, o]));
+  main.replaceChildren(
+    crumbs, numbers, node("div", { class: "controls" }, search, only, order), node("section", { class: "card" }, list));
   state.view = { kind: "step", search };
   const view = state.view;
   let draws = 0;
@@ -196,11 +250,14 @@ async function showStep(name, step) {
     const parts = new URLSearchParams(Object.entries(filters).filter(([, v]) => v));
     const found = await ask(`${apiRun(name)}/steps/${step}?${parts}`);
     if (state.view !== view || turn !== draws) return;
-    Object.assign(view, { previous: found.previous === null ? null : address(name, found.previous), next: found.next === null ? null : address(name, found.next), up: "#/" });
-    crumbs.replaceChildren(node("a", { href: "#/" }, name), node("h1", {}, `Step ${step.toLocaleString("en")}`), ...links(view, "step"));
-    numbers.textContent = stepWords(found.metrics);
+    const stepAddress = (number) => (number === null ? null : address(name, number));
+    Object.assign(view, { previous: stepAddress(found.previous), next: stepAddress(found.next), up: "#/" });
+    const title = node("h1", {}, `Step ${step.toLocaleString("en")}`);
+    crumbs.replaceChildren(node("a", { href: "#/" }, name), title, ...links(view, "step"));
+    numbers.textContent = stepSummary(found.metrics);
     state.matches = (found.matching?.replies || []).map((r) => address(name, step, r.group, r.number));
-    list.replaceChildren(...(found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching)));
+    const rows = found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching);
+    list.replaceChildren(...rows);
   };
   await draw();
 }
@@ -210,51 +267,87 @@ function links(view, what) {
   return [link(view.previous, `previous ${what} (k)`), link(view.next, `next ${what} (j)`)];
 }
 
-function stepWords(row) {
-  const said = [["reward", "reward/mean", "number"], ["correct", "reward/correct_fraction", "share"], ["uniform groups", "groups/uniform_fraction", "share"], ["replies clipped", "clip/fraction_sequences", "share"], ["mean length", "length/mean", "number"], ["cut at the limit", "length/truncated_fraction", "share"], ["gradient norm", "grad/norm", "number"], ["seconds", "time/step_s", "number"]];
-  return said.filter(([, key]) => Number.isFinite(row[key])).map(([label, key, form]) => `${label} ${format(row[key], form)}`).join(" · ");
+const STEP_METRICS = [
+  ["reward", "reward/mean", "number"],
+  ["correct", "reward/correct_fraction", "share"],
+  ["uniform groups", "groups/uniform_fraction", "share"],
+  ["clipped completions", "clip/fraction_sequences", "share"],
+  ["mean length", "length/mean", "number"],
+  ["truncated", "length/truncated_fraction", "share"],
+  ["gradient norm", "grad/norm", "number"],
+  ["seconds", "time/step_s", "number"],
+];
+
+function stepSummary(row) {
+  const measured = STEP_METRICS.filter(([, key]) => Number.isFinite(row[key]));
+  return measured.map(([label, key, form]) => `${label} ${format(row[key], form)}`).join(" · ");
 }
 
 function groupRows(name, step, groups) {
-  if (!groups.length) return [node("p", { class: "soft" }, "No replies were written for this step (log.rollouts = false, or the file is gone). Previous and next lead to steps that have some.")];
+  if (!groups.length) {
+    const why = "This step has no recorded completions (log.rollouts = false, or the file was deleted). "
+      + "The links to the previous and next step lead to steps that have some.";
+    return [node("p", { class: "soft" }, why)];
+  }
   return groups.map((g) => {
-    const kind = g.discarded ? ["out", "discarded: all have the same reward"] : g.uniform ? ["uniform", "uniform: all have the same reward"] : ["mixed", "mixed"];
-    const judged = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
+    const [kind, label] = g.discarded ? ["out", "discarded: all completions have the same reward"]
+      : g.uniform ? ["uniform", "uniform: all completions have the same reward"] : ["mixed", "mixed"];
+    const verdicts = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
+    const completions = g.replies.map((c, i) => completionLink(c, i, address(name, step, g.group, i)));
     return node("div", { class: "group" },
-      node("div", {}, node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind[0]}` }, kind[1]), node("span", { class: "soft" }, `  ${judged}, ${g.prompt_id}`)),
-      node("div", { class: "replies" }, ...g.replies.map((r, i) => node("a", { class: replyClass(r), href: address(name, step, g.group, i), title: replyWords(r), "aria-label": `reply ${i + 1}: ${replyWords(r)}` }, r.status === "unscored" ? "?" : format(r.reward)))));
+      node("div", {},
+        node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind}` }, label),
+        node("span", { class: "soft" }, `  ${verdicts}, ${g.prompt_id}`)),
+      node("div", { class: "completions" }, ...completions));
   });
 }
 
+function completionLink(completion, index, href) {
+  const summary = completionSummary(completion);
+  const attributes = {
+    class: completionClass(completion), href, title: summary, "aria-label": `completion ${index + 1}: ${summary}`,
+  };
+  return node("a", attributes, completion.status === "unscored" ? "?" : format(completion.reward));
+}
+
 function matchRows(name, step, matching) {
-  const head = node("p", { class: "soft" }, `${matching.found} of ${matching.total} replies${matching.found > matching.replies.length ? `; the first ${matching.replies.length} are listed` : ""}`);
-  return [head, ...matching.replies.map((r) => node("a", { class: "match", href: address(name, step, r.group, r.number) },
-    node("div", { class: "prompt soft" }, r.prompt), node("div", { class: "excerpt" }, r.excerpt), node("div", { class: "soft" }, replyWords(r) + (Number.isFinite(r.sequence_ratio) ? `, ratio ${r.sequence_ratio.toPrecision(5)}` : ""))))];
+  const listed = matching.replies.length;
+  const limit = matching.found > listed ? `; the first ${listed} are listed` : "";
+  const head = node("p", { class: "soft" }, `${matching.found} of ${matching.total} completions${limit}`);
+  const ratio = (c) => (Number.isFinite(c.sequence_ratio) ? `, ratio ${c.sequence_ratio.toPrecision(5)}` : "");
+  const rows = matching.replies.map((c) => node("a", { class: "match", href: address(name, step, c.group, c.number) },
+    node("div", { class: "prompt soft" }, c.prompt), node("div", { class: "excerpt" }, c.excerpt),
+    node("div", { class: "soft" }, completionSummary(c) + ratio(c))));
+  return [head, ...rows];
 }
 
 let waiting = null;
 function later(action) {
   clearTimeout(waiting);
-  waiting = setTimeout(() => action().catch((error) => complain(error.message)), 200);
+  waiting = setTimeout(() => action().catch((error) => showProblem(error.message)), 200);
 }
 
-// ---------------------------------------------------------------------------------------------- a reply
+// ---------------------------------------------------------------------------------------------- a completion
 
-async function showReply(name, step, group, number) {
+async function showCompletion(name, step, group, number) {
   const here = location.hash;
-  const reply = await ask(`${apiRun(name)}/steps/${step}/${group}/${number}`);
+  const completion = await ask(`${apiRun(name)}/steps/${step}/${group}/${number}`);
   if (location.hash !== here) return;
-  // Along the replies that were searched for, if this is one of them; else along all.
+  // Previous and next follow the search results if this completion is one of them, else all completions of the step.
   const at = state.matches.indexOf(address(name, step, group, number));
-  const place = (found) => (found ? address(name, step, ...found) : null);
-  const [previous, next] = at >= 0 ? [state.matches[at - 1] || null, state.matches[at + 1] || null] : [place(reply.previous), place(reply.next)];
-  state.view = { kind: "reply", previous, next, up: address(name, step) };
+  const neighbor = (found) => (found ? address(name, step, ...found) : null);
+  const [previous, next] = at >= 0 ? [state.matches[at - 1] || null, state.matches[at + 1] || null]
+    : [neighbor(completion.previous), neighbor(completion.next)];
+  state.view = { kind: "completion", previous, next, up: address(name, step) };
+  const stepLink = node("a", { href: address(name, step) }, `step ${step.toLocaleString("en")}`);
+  const title = node("h1", {}, `Completion ${number + 1} of ${completion.replies} to ${completion.prompt_id}`);
   main.replaceChildren(
-    node("nav", { class: "crumbs", "aria-label": "Where you are" }, node("a", { href: "#/" }, name), node("a", { href: address(name, step) }, `step ${step.toLocaleString("en")}`), node("h1", {}, `Reply ${number + 1} of ${reply.replies} to ${reply.prompt_id}`), ...links(state.view, "reply")),
-    replyView(reply));
+    node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" },
+      node("a", { href: "#/" }, name), stepLink, title, ...links(state.view, "completion")),
+    completionView(completion));
 }
 
-// ---------------------------------------------------------------------------------------------- moving about
+// ---------------------------------------------------------------------------------------------- navigation
 
 async function route() {
   window.scrollTo(0, 0);
@@ -263,9 +356,9 @@ async function route() {
     const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
     const numbers = parts.slice(1).map(Number);
     if (parts.length === 2 && numbers.every(Number.isInteger)) await showStep(parts[0], numbers[0]);
-    else if (parts.length === 4 && numbers.every(Number.isInteger)) await showReply(parts[0], ...numbers);
+    else if (parts.length === 4 && numbers.every(Number.isInteger)) await showCompletion(parts[0], ...numbers);
     else { buildOverview(); await refresh(true); }
-    complain("");
+    showProblem("");
   } catch (error) {
     if (location.hash !== here) return;
     state.view = { kind: "missing", up: "#/" };
@@ -278,7 +371,7 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey) return;
   if (event.key === "Escape") {
     if (typing) event.target.blur();
-    else if (state.first !== null && state.view?.kind === "overview") { Object.assign(state, { first: null, last: null }); refresh(true); }
+    else if (state.first !== null && state.view?.kind === "overview") zoom(null, null);
     else if (state.view?.up) location.hash = state.view.up;
   }
   if (typing) return;
@@ -292,19 +385,31 @@ function theme(name) {
   if (name === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = name;
   document.getElementById("theme").textContent = `theme: ${name}`;
-  try { localStorage.setItem("gspo-theme", name); } catch { /* a browser without storage forgets it */ }
+  try { localStorage.setItem("gspo-theme", name); } catch { /* without storage, the theme is not saved */ }
 }
-document.getElementById("theme").addEventListener("click", () => theme(themes[(themes.indexOf(document.documentElement.dataset.theme || "system") + 1) % 3]));
+document.getElementById("theme").addEventListener("click", () => {
+  const current = document.documentElement.dataset.theme || "system";
+  theme(themes[(themes.indexOf(current) + 1) % themes.length]);
+});
 
-async function begin() {
+async function start() {
   let saved = "system";
   try { saved = localStorage.getItem("gspo-theme") || saved; } catch { /* as above */ }
   theme(themes.includes(saved) ? saved : "system");
-  // A link that is pasted into an open page changes only what is behind the #.
-  window.addEventListener("hashchange", () => (location.hash.startsWith("#key=") ? location.reload() : state.setup && route()));
-  try { await openSession(); state.setup = await ask("/api/setup"); } catch (error) { complain(error.message); return; }
+  // A new link pasted into an open page changes only the hash, so the page must reload to use its key.
+  window.addEventListener("hashchange", () => {
+    if (location.hash.startsWith("#key=")) location.reload();
+    else if (state.setup) route();
+  });
+  try {
+    await openSession();
+    state.setup = await ask("/api/setup");
+  } catch (error) {
+    showProblem(error.message);
+    return;
+  }
   await route();
   await refresh(true);
   setInterval(refresh, POLL_MS);
 }
-begin();
+start();

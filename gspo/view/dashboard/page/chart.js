@@ -1,30 +1,40 @@
 "use strict";
-// Charts over steps, drawn as SVG. Every text goes in as textContent; nothing here builds HTML from strings.
+// Charts over steps, drawn as SVG. All text is set as textContent; nothing builds HTML from strings.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = 7;
+const COLORS = 7;
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
-// Characters that would hide, reorder or escape are shown by name.
+const INVISIBLE = new RegExp([
+  "[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f",
+  "\\u2800\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]",
+].join(""), "gu");
+
+// Invisible and bidirectional control characters are shown by name, so that text cannot hide or reorder itself.
 function visible(text) {
-  return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu, (c) => {
+  return text.replace(INVISIBLE, (c) => {
     const code = c.codePointAt(0);
     if (c === "\n") return "⏎\n";
     if (c === "\t") return "⇥";
-    return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+    if (code < 32) return String.fromCodePoint(0x2400 + code);
+    return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }
 
-// The one way to make an element; every text in it is only text, with nothing hidden.
+// The only way to create an element. Children are added as text, with control characters made visible.
 function node(name, attributes = {}, ...children) {
-  const made = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
+  const element = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : ["title", "aria-label"].includes(key) ? visible(String(value)) : value);
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) {
+      const text = ["title", "aria-label"].includes(key) ? visible(String(value)) : value;
+      element.setAttribute(key, value === true ? "" : text);
+    }
   }
-  made.append(...children.filter((c) => c !== null && c !== undefined).map((c) => (c instanceof Node ? c : visible(String(c)))));
-  return made;
+  const present = children.filter((c) => c !== null && c !== undefined);
+  element.append(...present.map((c) => (c instanceof Node ? c : visible(String(c)))));
+  return element;
 }
 
 function format(value, form = "number") {
@@ -37,7 +47,7 @@ function format(value, form = "number") {
 }
 
 function smoothed(values, amount) {
-  // Exponential mean, corrected for its beginning: the first point is the first value, not a pull towards 0.
+  // Exponential moving average with bias correction: the first point is the first value, not pulled toward 0.
   if (!amount) return values;
   let mean = 0, weight = 0;
   return values.map((v) => {
@@ -53,7 +63,7 @@ function niceTicks(low, high, count) {
   if (!(raw > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
   const widest = [1, 2, 5, 10].find((m) => m * power >= raw) || 1;
-  // Three at least: one number says nothing of a scale.
+  // At least three ticks: fewer do not show the scale.
   const enough = (s) => Math.floor(high / s + 1e-9) - Math.ceil(low / s - 1e-9) >= 2;
   const step = [10, 5, 2, 1, 0.5, 0.2].filter((m) => m <= widest).map((m) => m * power).find(enough) || widest * power;
   const first = Math.ceil(low / step);
@@ -67,7 +77,8 @@ class Axis {
     this.b = log ? Math.log(high) : high;
   }
   at(value) {
-    return this.from + (((this.log ? Math.log(value) : value) - this.a) / (this.b - this.a || 1)) * (this.to - this.from);
+    const share = ((this.log ? Math.log(value) : value) - this.a) / (this.b - this.a || 1);
+    return this.from + share * (this.to - this.from);
   }
   back(pixel) {
     return this.a + ((pixel - this.from) / (this.to - this.from)) * (this.b - this.a);
@@ -81,14 +92,20 @@ class Axis {
   }
 }
 
-// Numbers near the largest there are would overflow on the way to a pixel.
+// Very large numbers would overflow in the conversion to pixels.
 function drawable(value, log) {
   return value !== null && value !== undefined && Math.abs(value) < 1e150 && (!log || value > 0);
 }
 
 function extent(lists) {
   let low = Infinity, high = -Infinity;
-  for (const list of lists) for (const v of list) if (v !== null && Number.isFinite(v)) { if (v < low) low = v; if (v > high) high = v; }
+  for (const list of lists) {
+    for (const v of list) {
+      if (v === null || !Number.isFinite(v)) continue;
+      if (v < low) low = v;
+      if (v > high) high = v;
+    }
+  }
   return [low, high];
 }
 
@@ -102,15 +119,19 @@ class Chart {
     this.marks = [];
     this.view = {};
     this.cursor = null;
-    this.logButton = node("button", { type: "button", class: "tool", "aria-pressed": String(this.log), title: "logarithmic axis", onclick: () => this.toggleLog() }, "log");
+    const tool = { type: "button", class: "tool", "aria-pressed": String(this.log), title: "logarithmic axis" };
+    this.logButton = node("button", { ...tool, onclick: () => this.toggleLog() }, "log");
     this.svg = node("svg:svg", { tabindex: 0, role: "img", "aria-label": panel.title });
     this.legend = node("div", { class: "legend", "aria-live": "off" });
-    this.root = node("section", { class: "card chart" }, node("header", {}, node("h2", {}, panel.title), this.logButton), this.svg, this.legend, node("p", { class: "soft what" }, panel.what));
+    const header = node("header", {}, node("h2", {}, panel.title), this.logButton);
+    const what = node("p", { class: "soft what" }, panel.what);
+    this.root = node("section", { class: "card chart" }, header, this.svg, this.legend, what);
     this.listen();
     if (typeof ResizeObserver !== "undefined") new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  // series: [{run, label, colour, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}]; marks: [{x, kind, text}]; view: {smooth, first, last}.
+  // series: [{run, label, color, dash, smooth, x, y, low?, high?, bandLow?, bandHigh?}], marks: [{x, kind, text}],
+  // view: {smooth, first, last}.
   update(series, marks, view) {
     Object.assign(this, { series, marks, view });
     const empty = this.panel.hide_zero && series.every((s) => s.y.every((v) => !v));
@@ -129,7 +150,8 @@ class Chart {
     const keep = (v) => drawable(v, this.log);
     let [x0, x1] = extent(this.series.map((s) => s.x));
     if (this.view.first !== undefined && this.view.first !== null) [x0, x1] = [this.view.first, this.view.last];
-    let [y0, y1] = extent(this.series.flatMap((s) => [s.y, s.bandLow || [], s.bandHigh || []].map((l) => l.filter(keep))));
+    const values = this.series.flatMap((s) => [s.y, s.bandLow || [], s.bandHigh || []]);
+    let [y0, y1] = extent(values.map((list) => list.filter(keep)));
     if (y0 > y1) [y0, y1] = this.log ? [0.1, 1] : [0, 1];
     if (y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1))) y0 = y1 = (y0 + y1) / 2;
     if (this.log) { if (y0 === y1) { y0 /= 2; y1 *= 2; } }
@@ -140,7 +162,9 @@ class Chart {
       y1 += pad;
     }
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-    return { width, height, x: new Axis(x0, x1, MARGIN.left, width - MARGIN.right, false), y: new Axis(y0, y1, height - MARGIN.bottom, MARGIN.top, this.log) };
+    const x = new Axis(x0, x1, MARGIN.left, width - MARGIN.right, false);
+    const y = new Axis(y0, y1, height - MARGIN.bottom, MARGIN.top, this.log);
+    return { width, height, x, y };
   }
 
   draw() {
@@ -152,36 +176,40 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const clip = `clip-${this.panel.id || "x"}-${Chart.count = (Chart.count || 0) + 1}`;
     const plot = node("svg:g", { "clip-path": `url(#${clip})` });
-    this.svg.replaceChildren(
-      node("svg:clipPath", { id: clip }, node("svg:rect", { x: MARGIN.left, y: 0, width: Math.max(0, width - MARGIN.left - MARGIN.right), height: height - MARGIN.bottom + 1 })),
-      ...this.grid(axes), plot,
-    );
+    const inner = { width: Math.max(0, width - MARGIN.left - MARGIN.right), height: height - MARGIN.bottom + 1 };
+    const clipPath = node("svg:clipPath", { id: clip }, node("svg:rect", { x: MARGIN.left, y: 0, ...inner }));
+    this.svg.replaceChildren(clipPath, ...this.grid(axes), plot);
     for (const mark of this.marks) plot.append(this.markLine(mark, x, height));
     this.series.forEach((s) => plot.append(...this.lines(s, x, y)));
-    this.cursorLine = node("svg:line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
-    this.selection = node("svg:rect", { class: "selection", y: MARGIN.top, height: height - MARGIN.bottom - MARGIN.top, visibility: "hidden" });
+    const top = MARGIN.top, bottom = height - MARGIN.bottom, visibility = "hidden";
+    this.cursorLine = node("svg:line", { class: "cursor", y1: top, y2: bottom, visibility });
+    this.selection = node("svg:rect", { class: "selection", y: top, height: bottom - top, visibility });
     this.svg.append(this.cursorLine, this.selection);
     this.showCursor(this.cursor);
   }
 
   grid({ width, height, x, y }) {
-    const made = [];
+    const elements = [];
     for (const t of y.ticks(4)) {
       const at = y.at(t);
       if (!(at > MARGIN.top - 6 && at < height - MARGIN.bottom + 1)) continue;
-      made.push(node("svg:line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }));
-      made.push(node("svg:text", { class: "tick", x: MARGIN.left - 6, y: at + 4, "text-anchor": "end" }, format(t, this.panel.form === "count" ? "number" : this.panel.form)));
+      elements.push(node("svg:line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }));
+      const form = this.panel.form === "count" ? "number" : this.panel.form;
+      const tick = { class: "tick", x: MARGIN.left - 6, y: at + 4, "text-anchor": "end" };
+      elements.push(node("svg:text", tick, format(t, form)));
     }
     for (const t of x.ticks(Math.max(2, Math.floor(width / 110)))) {
       if (t % 1) continue;
-      made.push(node("svg:text", { class: "tick", x: x.at(t), y: height - 5, "text-anchor": "middle" }, t >= 1e6 ? `${Number((t / 1e6).toPrecision(3))}M` : t.toLocaleString("en")));
+      const label = t >= 1e6 ? `${Number((t / 1e6).toPrecision(3))}M` : t.toLocaleString("en");
+      elements.push(node("svg:text", { class: "tick", x: x.at(t), y: height - 5, "text-anchor": "middle" }, label));
     }
-    return made;
+    return elements;
   }
 
   markLine(mark, x, height) {
     const at = x.at(mark.x);
-    return node("svg:line", { class: `mark ${mark.kind}`, x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom }, node("svg:title", {}, `${mark.x}: ${mark.text}`));
+    const line = { class: `mark ${mark.kind}`, x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom };
+    return node("svg:line", line, node("svg:title", {}, `${mark.x}: ${mark.text}`));
   }
 
   lines(s, x, y) {
@@ -202,43 +230,46 @@ class Chart {
       const back = there.reverse().map((i) => `${x.at(s.x[i]).toFixed(1)} ${y.at(low[i]).toFixed(1)}`);
       return `M${out.join("L")}L${back.join("L")}Z`;
     };
-    const colour = s.colour % COLOURS, dash = DASHES[s.dash % DASHES.length];
-    const made = [];
+    const color = s.color % COLORS, dash = DASHES[s.dash % DASHES.length];
+    const elements = [];
     const [low, high] = s.bandLow ? [s.bandLow, s.bandHigh] : [s.low, s.high];
-    if (low) made.push(node("svg:path", { class: `band f${colour}`, d: area(low, high) }));
+    if (low) elements.push(node("svg:path", { class: `band f${color}`, d: area(low, high) }));
     const soft = s.smooth && s.y.length > 8 ? smoothed(s.y, this.view.smooth || 0) : s.y;
-    if (soft !== s.y) made.push(node("svg:path", { class: `line faint s${colour}`, d: path(s.y) }));
-    made.push(node("svg:path", { class: `line s${colour}`, d: path(soft), "stroke-dasharray": dash || null }));
-    if (s.x.length < 30) s.x.forEach((v, i) => ok(s.y[i]) && made.push(node("svg:circle", { class: `point f${colour}`, cx: x.at(v), cy: y.at(s.y[i]), r: 2.2 })));
-    return made;
+    if (soft !== s.y) elements.push(node("svg:path", { class: `line faint s${color}`, d: path(s.y) }));
+    elements.push(node("svg:path", { class: `line s${color}`, d: path(soft), "stroke-dasharray": dash || null }));
+    const point = (i) => node("svg:circle", { class: `point f${color}`, cx: x.at(s.x[i]), cy: y.at(s.y[i]), r: 2.2 });
+    if (s.x.length < 30) s.x.forEach((_, i) => ok(s.y[i]) && elements.push(point(i)));
+    return elements;
   }
 
-  // What a curve says at the cursor: its last point up to there; nothing where it has not begun or has ended.
+  // The value of a curve at the cursor: its last point up to there, or a dash outside of the curve.
   valueAt(s, x) {
     const gap = s.x.length > 1 ? (s.x[s.x.length - 1] - s.x[0]) / (s.x.length - 1) : 1;
     if (!s.x.length || x < s.x[0] - gap / 2 || x > s.x[s.x.length - 1] + Math.max(gap, 0.5)) return "–";
     let i = nearest(s.x, x);
     if (s.x[i] > x + gap / 2 || (!s.smooth && s.x[i] > x)) i = Math.max(0, i - 1);
-    const form = this.panel.form, spread = s.low && s.low[i] !== s.high[i] ? ` (${format(s.low[i], form)} to ${format(s.high[i], form)})` : "";
+    const form = this.panel.form;
+    const spread = s.low && s.low[i] !== s.high[i] ? ` (${format(s.low[i], form)} to ${format(s.high[i], form)})` : "";
     const other = !s.smooth && s.x[i] !== x ? ` at ${Math.round(s.x[i]).toLocaleString("en")}` : "";
     return format(s.y[i], form) + spread + other;
   }
 
-  // The readout: values of all curves at the cursor, or their last ones.
+  // Move the cursor line and show the values of all curves there, or the latest values without a cursor.
   showCursor(x) {
     this.cursor = x;
     if (this.cursorLine && this.scale) {
       const inside = x !== null && x >= this.scale.x.low && x <= this.scale.x.high;
       this.cursorLine.setAttribute("visibility", inside ? "visible" : "hidden");
-      if (inside) { const at = this.scale.x.at(x); this.cursorLine.setAttribute("x1", at); this.cursorLine.setAttribute("x2", at); }
+      if (inside) for (const end of ["x1", "x2"]) this.cursorLine.setAttribute(end, this.scale.x.at(x));
     }
     const keys = this.series.map((s) => {
-      const line = node("svg:svg", { "aria-hidden": "true" }, node("svg:line", { class: `line s${s.colour % COLOURS}`, x1: 0, x2: 24, y1: 5, y2: 5, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null }));
-      const said = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
-      return node("span", { class: "key" }, line, `${s.label} ${said}`);
+      const style = { class: `line s${s.color % COLORS}`, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null };
+      const sample = node("svg:line", { ...style, x1: 0, x2: 24, y1: 5, y2: 5 });
+      const value = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
+      return node("span", { class: "key" }, node("svg:svg", { "aria-hidden": "true" }, sample), `${s.label} ${value}`);
     });
-    const where = x === null ? [] : [node("span", { class: "soft" }, `${this.view.unit || "step"} ${Math.round(x).toLocaleString("en")}`)];
-    this.legend.replaceChildren(...where, ...keys);
+    const position = x === null ? "" : `${this.view.unit || "step"} ${Math.round(x).toLocaleString("en")}`;
+    this.legend.replaceChildren(...(position ? [node("span", { class: "soft" }, position)] : []), ...keys);
   }
 
   points() {
@@ -246,42 +277,55 @@ class Chart {
   }
 
   listen() {
-    let begun = null;
-    const place = (event) => {
+    let dragStart = null;
+    const pixelOf = (event) => {
       const box = this.svg.getBoundingClientRect();
       return Math.min(Math.max(event.clientX - box.left, MARGIN.left), box.width - MARGIN.right);
     };
-    // The run whose curve is nearest to the pointer.
+    // The run whose curve is closest to the pointer.
     const runAt = (event, x) => {
       const y = event.clientY - this.svg.getBoundingClientRect().top;
-      const away = (s) => { const v = s.y[nearest(s.x, x)]; return v === null || (this.log && v <= 0) || x > s.x[s.x.length - 1] ? Infinity : Math.abs(this.scale.y.at(v) - y); };
-      return this.series.reduce((a, b) => (away(b) < away(a) ? b : a)).run;
+      const distance = (s) => {
+        const v = s.y[nearest(s.x, x)];
+        if (v === null || (this.log && v <= 0) || x > s.x[s.x.length - 1]) return Infinity;
+        return Math.abs(this.scale.y.at(v) - y);
+      };
+      return this.series.reduce((a, b) => (distance(b) < distance(a) ? b : a)).run;
     };
     const snapped = (pixel) => { const xs = this.points(); return xs[nearest(xs, this.scale.x.back(pixel))]; };
     this.svg.addEventListener("pointermove", (event) => {
       if (!this.scale || !this.series.length) return;
-      const at = place(event);
-      if (begun !== null && Math.abs(at - begun) > 5) {
+      const at = pixelOf(event);
+      if (dragStart !== null && Math.abs(at - dragStart) > 5) {
         this.selection.setAttribute("visibility", "visible");
-        this.selection.setAttribute("x", Math.min(at, begun));
-        this.selection.setAttribute("width", Math.abs(at - begun));
+        this.selection.setAttribute("x", Math.min(at, dragStart));
+        this.selection.setAttribute("width", Math.abs(at - dragStart));
       }
       this.move(snapped(at));
     });
-    this.svg.addEventListener("pointerleave", () => { if (begun === null) this.move(null); });
-    this.svg.addEventListener("pointerdown", (event) => { if (event.button === 0) { begun = place(event); this.busy = true; this.svg.setPointerCapture(event.pointerId); } });
+    this.svg.addEventListener("pointerleave", () => { if (dragStart === null) this.move(null); });
+    this.svg.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      dragStart = pixelOf(event);
+      this.busy = true; // a redraw would remove the selection rectangle
+      this.svg.setPointerCapture(event.pointerId);
+    });
     this.svg.addEventListener("pointerup", (event) => {
-      if (begun === null || !this.scale) return;
-      const at = place(event), from = begun;
-      begun = null;
+      if (dragStart === null || !this.scale) return;
+      const at = pixelOf(event), from = dragStart;
+      dragStart = null;
       this.busy = false;
       this.selection.setAttribute("visibility", "hidden");
       clearTimeout(this.opening);
-      if (Math.abs(at - from) > 5) this.events.range?.(this.scale.x.back(Math.min(at, from)), this.scale.x.back(Math.max(at, from)));
-      // A second click within this time is a double click, which shows all instead.
-      else { const x = snapped(at), run = runAt(event, x); this.opening = setTimeout(() => this.events.open?.(x, run), 250); }
+      if (Math.abs(at - from) > 5) {
+        this.events.range?.(this.scale.x.back(Math.min(at, from)), this.scale.x.back(Math.max(at, from)));
+        return;
+      }
+      const x = snapped(at), run = runAt(event, x);
+      // A second click within this time is a double-click, which resets the zoom instead.
+      this.opening = setTimeout(() => this.events.open?.(x, run), 250);
     });
-    this.svg.addEventListener("pointercancel", () => { begun = null; this.busy = false; });
+    this.svg.addEventListener("pointercancel", () => { dragStart = null; this.busy = false; });
     this.svg.addEventListener("dblclick", () => { clearTimeout(this.opening); this.events.range?.(null, null); });
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
@@ -294,8 +338,11 @@ class Chart {
     else if (event.key === "ArrowRight") at += this.cursor === null ? 0 : step;
     else if (event.key === "Home") at = 0;
     else if (event.key === "End") at = xs.length - 1;
-    else if (event.key === "Enter" && this.cursor !== null) { this.events.open?.(this.cursor, this.series[0].run); event.preventDefault(); return; }
-    else return;
+    else if (event.key === "Enter" && this.cursor !== null) {
+      event.preventDefault();
+      this.events.open?.(this.cursor, this.series[0].run);
+      return;
+    } else return;
     event.preventDefault();
     this.move(xs[Math.min(xs.length - 1, Math.max(0, at))]);
   }
@@ -312,13 +359,16 @@ function nearest(xs, x) {
   return Math.abs((xs[low] ?? Infinity) - x) <= Math.abs((xs[high] ?? Infinity) - x) ? low : high;
 }
 
-// Seconds of a step by phase, as stacked bars: where does the time go?
+// Seconds per step by phase, as stacked bars.
 function drawTimes(phases, data, name) {
   const keys = phases.filter((p) => data.y[p.key]?.some((v) => v > 0));
   const totals = data.x.map((_, i) => keys.reduce((sum, p) => sum + (data.y[p.key][i] || 0), 0));
   const all = totals.reduce((a, b) => a + b, 0);
   const W = 600, H = 120, high = Math.max(...totals, 1e-9), width = W / Math.max(1, data.x.length);
-  const svg = node("svg:svg", { class: "low", viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": `${name}: seconds per step by phase` });
+  const svg = node("svg:svg", {
+    class: "low", viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": `${name}: seconds per step by phase`,
+  });
   const below = data.x.map(() => 0);
   keys.forEach((p) => {
     const number = phases.indexOf(p);
@@ -326,20 +376,24 @@ function drawTimes(phases, data, name) {
     data.x.forEach((_, i) => {
       const value = data.y[p.key][i] || 0, y0 = H - (below[i] / high) * H, y1 = H - ((below[i] + value) / high) * H;
       below[i] += value;
-      d += `M${(i * width).toFixed(2)} ${y0.toFixed(2)}h${(width * 0.92).toFixed(2)}V${y1.toFixed(2)}h${(-width * 0.92).toFixed(2)}Z`;
+      const bar = width * 0.92;
+      d += `M${(i * width).toFixed(2)} ${y0.toFixed(2)}h${bar.toFixed(2)}V${y1.toFixed(2)}h${(-bar).toFixed(2)}Z`;
     });
-    svg.append(node("svg:path", { class: `f${number % COLOURS}`, d }));
+    svg.append(node("svg:path", { class: `f${number % COLORS}`, d }));
   });
   const legend = node("div", { class: "legend" }, ...keys.map((p) => {
     const sum = data.y[p.key].reduce((a, b) => a + (b || 0), 0);
-    return node("span", { class: "key" }, node("span", { class: `dot f${phases.indexOf(p) % COLOURS}` }), `${p.label} ${format(sum / all, "share")}`);
+    const dot = node("span", { class: `dot f${phases.indexOf(p) % COLORS}` });
+    return node("span", { class: "key" }, dot, `${p.label} ${format(sum / all, "share")}`);
   }));
   const mean = all / Math.max(1, totals.length);
-  const range = data.x.length ? `steps ${Math.round(data.x[0]).toLocaleString("en")} to ${Math.round(data.x[data.x.length - 1]).toLocaleString("en")}` : "";
-  return node("div", { class: "chart" }, node("p", { class: "soft what" }, `${name}: ${mean.toPrecision(3)} s per step, highest bar ${high.toPrecision(3)} s, ${range}`), svg, legend);
+  const step = (x) => Math.round(x).toLocaleString("en");
+  const range = data.x.length ? `steps ${step(data.x[0])} to ${step(data.x[data.x.length - 1])}` : "";
+  const summary = `${name}: ${mean.toPrecision(3)} s per step, highest bar ${high.toPrecision(3)} s, ${range}`;
+  return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg, legend);
 }
 
-// One curve per run and metric: with several runs a colour is a run, with one a metric.
+// One curve per run and metric. The color is the run if there are several, else the metric.
 function seriesOf(panel, runs) {
   const several = runs.length > 1;
   return runs.flatMap((run) => panel.curves.flatMap((curve, number) => {
@@ -349,26 +403,42 @@ function seriesOf(panel, runs) {
     const banded = low && high && low.length === found.y.length;
     return [{
       run: run.name, label: several ? `${run.name}: ${curve.label}` : curve.label,
-      colour: several ? run.colour : number, dash: several ? number : 0,
+      color: several ? run.color : number, dash: several ? number : 0,
       smooth: curve.every_step, ...found, bandLow: banded ? low : null, bandHigh: banded ? high : null,
     }];
   }));
 }
 
-const MARKS = { alarm: "alarm", error: "error", "skipped update": "skip", "out of memory": "skip", "checkpoint failed": "alarm", "damaged checkpoint": "alarm", resume: "info", "nothing to learn": "skip", unscored: "alarm", "clip range at its limit": "skip" };
+// Events that are marked in the charts, and the style of their mark.
+const MARKS = {
+  alarm: "alarm", error: "error", resume: "info", unscored: "alarm", "skipped update": "skip", "out of memory": "skip",
+  "checkpoint failed": "alarm", "damaged checkpoint": "alarm", "nothing to learn": "skip",
+  "clip range at its limit": "skip",
+};
 
 function marksOf(events) {
-  return events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300).map((e) => ({ x: e.step, kind: MARKS[e.event], text: `${e.event} ${e.name || ""} ${e.what || e.why || ""}`.trim() }));
+  const marked = events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300);
+  const text = (e) => `${e.event} ${e.name || ""} ${e.what || e.why || ""}`.trim();
+  return marked.map((e) => ({ x: e.step, kind: MARKS[e.event], text: text(e) }));
 }
 
 function eventTable(runs, most = 200) {
-  const rows = runs.flatMap((r) => r.events.map((e) => ({ run: r.name, ...e }))).sort((a, b) => String(b.time).localeCompare(String(a.time))).slice(0, most);
-  const rest = (e) => Object.entries(e).filter(([k, v]) => v !== null && !["time", "event", "step", "run"].includes(k)).map(([k, v]) => (k === "what" ? String(v) : `${k} ${v}`)).join(", ");
-  return rows.map((e) => node("tr", { class: MARKS[e.event] || "" },
-    node("td", { class: "soft" }, String(e.time || "").replace("T", " ")), runs.length > 1 ? node("td", {}, e.run) : null, node("td", {}, e.event), node("td", {}, Number.isFinite(e.step) ? `step ${e.step}` : ""), node("td", {}, rest(e))));
+  const events = runs.flatMap((r) => r.events.map((e) => ({ run: r.name, ...e })));
+  events.sort((a, b) => String(b.time).localeCompare(String(a.time)));
+  const own = ["time", "event", "step", "run"];
+  const details = (e) => Object.entries(e).filter(([k, v]) => v !== null && !own.includes(k))
+    .map(([k, v]) => (k === "what" ? String(v) : `${k} ${v}`)).join(", ");
+  return events.slice(0, most).map((e) => node("tr", { class: MARKS[e.event] || "" },
+    node("td", { class: "soft" }, String(e.time || "").replace("T", " ")),
+    runs.length > 1 ? node("td", {}, e.run) : null,
+    node("td", {}, e.event),
+    node("td", {}, Number.isFinite(e.step) ? `step ${e.step}` : ""),
+    node("td", {}, details(e))));
 }
 
 function findingList(findings) {
-  const words = { bad: "Trouble", warn: "Worth a look", note: "Note", good: "Good" };
-  return node("ul", { class: "findings" }, ...findings.map((f) => node("li", { class: f.level }, node("strong", {}, `${words[f.level]}, ${f.name}. `), f.what, f.remedy ? node("span", { class: "soft" }, ` ${f.remedy}`) : null)));
+  const labels = { bad: "Problem", warn: "Warning", note: "Note", good: "Good" };
+  return node("ul", { class: "findings" }, ...findings.map((f) => node("li", { class: f.level },
+    node("strong", {}, `${labels[f.level]}: ${f.name}. `), f.what,
+    f.remedy ? node("span", { class: "soft" }, ` ${f.remedy}`) : null)));
 }

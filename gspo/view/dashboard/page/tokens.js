@@ -1,104 +1,134 @@
 "use strict";
-// One reply, token by token. What the model wrote is only ever set as text.
+// One completion, token by token. Model output is only ever set as text.
 
 const MODES = {
-  ratio: { label: "new against old policy (log-ratio)", of: (r, i) => difference(r.logp_new, r.logp_old, i) },
-  mismatch: { label: "learner against sampler (log-ratio)", of: (r, i) => difference(r.logp_old, r.logp_sampler, i) },
-  surprise: { label: "how unlikely it was (log-probability)", of: (r, i) => (r.logp_new || r.logp_sampler)?.[i] ?? null },
-  flips: { label: "experts that flipped", of: (r, i) => r.flipped_experts?.[i] ?? null },
+  ratio: { label: "new vs. old policy (log-ratio)", of: (c, i) => difference(c.logp_new, c.logp_old, i) },
+  mismatch: { label: "learner vs. sampler (log-ratio)", of: (c, i) => difference(c.logp_old, c.logp_sampler, i) },
+  surprise: { label: "log-prob", of: (c, i) => (c.logp_new || c.logp_sampler)?.[i] ?? null },
+  flips: { label: "expert flips", of: (c, i) => c.flipped_experts?.[i] ?? null },
 };
 
 function difference(a, b, i) {
   return a && b && Number.isFinite(a[i]) && Number.isFinite(b[i]) ? a[i] - b[i] : null;
 }
 
-function replyClass(reply) {
-  const classes = ["reply"];
-  if (reply.status === "unscored") classes.push("unscored");
-  else if (reply.correct === true) classes.push("right");
-  else if (reply.correct === false) classes.push("wrong");
-  if (reply.clipped_fraction > 0) classes.push("clipped");
-  if (!reply.trained) classes.push("left");
+function known(value) {
+  return value !== null && value !== undefined;
+}
+
+function completionClass(completion) {
+  const classes = ["completion"];
+  if (completion.status === "unscored") classes.push("unscored");
+  else if (completion.correct === true) classes.push("right");
+  else if (completion.correct === false) classes.push("wrong");
+  if (completion.clipped_fraction > 0) classes.push("clipped");
+  if (!completion.trained) classes.push("left");
   return classes.join(" ");
 }
 
-function replyWords(reply) {
-  const words = [`${reply.length} tokens`];
-  words.push(reply.status === "unscored" ? "unscored" : `reward ${format(reply.reward)}`);
-  if (reply.correct !== null && reply.correct !== undefined) words.push(reply.correct ? "correct" : "wrong");
-  if (reply.advantage !== null && reply.advantage !== undefined) words.push(`advantage ${format(reply.advantage)}`);
-  if (reply.clipped_fraction > 0) words.push(reply.clipped_fraction < 1 ? `${format(reply.clipped_fraction, "share")} of its tokens clipped` : "clipped");
-  if (reply.stop === "length") words.push("cut at the limit");
-  if (!reply.trained) words.push(`not learned from: ${reply.left_out || "unknown"}`);
-  return words.join(", ");
+function completionSummary(completion) {
+  const { advantage, correct, clipped_fraction: clipped } = completion;
+  const parts = [`${completion.length} tokens`];
+  parts.push(completion.status === "unscored" ? "unscored" : `reward ${format(completion.reward)}`);
+  if (known(correct)) parts.push(correct ? "correct" : "wrong");
+  if (known(advantage)) parts.push(`advantage ${format(advantage)}`);
+  if (clipped > 0) parts.push(clipped < 1 ? `${format(clipped, "share")} of its tokens clipped` : "clipped");
+  if (completion.stop === "length") parts.push("truncated");
+  if (!completion.trained) parts.push(`not trained on: ${completion.left_out || "unknown"}`);
+  return parts.join(", ");
 }
 
-// Whether the trust region took the reply's gradient, and on which side, in a sentence.
-function clipSentence(reply) {
-  const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = reply;
-  if (!reply.trained) return `It was not learned from: ${reply.left_out || "unknown"}.`;
+// Whether the completion was clipped, and on which side of the clip range.
+function clipSentence(completion) {
+  const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = completion;
+  if (!completion.trained) return `The completion was not trained on: ${completion.left_out || "unknown"}.`;
   if (!Number.isFinite(ratio)) return "";
-  const moved = `Its sequence ratio is ${ratio.toPrecision(6)}.`;
-  const way = advantage > 0 ? "It is better than its group, so it is pushed up." : advantage < 0 ? "It is worse than its group, so it is pushed down." : "Its advantage is 0, so it has no gradient.";
-  if (!Number.isFinite(low)) return `${moved} ${way}${share > 0 ? ` The trust region acted on ${format(share, "share")} of its tokens.` : ""}`;
-  const side = ratio > 1 + high ? " above the range" : ratio < 1 - low ? " below the range" : "";
-  const whole = share === 1 ? `It was clipped${reply.range_of === "reply" ? side : ""}: no gradient.` : share > 0 ? `${format(share, "share")} of its tokens were clipped.` : "It was not clipped.";
-  const range = { reply: `The range for it is ${(1 - low).toPrecision(6)} to ${(1 + high).toPrecision(6)}.`, token: `The range for each token's ratio is ${(1 - low).toPrecision(4)} to ${(1 + high).toPrecision(4)}.` }[reply.range_of] || "";
-  return `${moved} ${range} ${way} ${whole}`;
+  const start = `The sequence ratio is ${ratio.toPrecision(6)}.`;
+  const direction = share === 1 ? ""
+    : advantage > 0 ? "The advantage is positive, so the update makes the completion more likely."
+    : advantage < 0 ? "The advantage is negative, so the update makes the completion less likely."
+    : "The advantage is 0, so the completion has no gradient.";
+  if (!Number.isFinite(low)) {
+    const acted = share > 0 ? ` The trust region acted on ${format(share, "share")} of its tokens.` : "";
+    return `${start} ${direction}${acted}`;
+  }
+  const bounds = (digits) => `${(1 - low).toPrecision(digits)} to ${(1 + high).toPrecision(digits)}`;
+  const range = { sequence: `The clip range is ${bounds(6)}.`, token: `The clip range of each token is ${bounds(4)}.` };
+  const side = ratio > 1 + high ? " above the clip range" : ratio < 1 - low ? " below the clip range" : "";
+  const clipped = share === 1 ? `Clipped${completion.range_of === "sequence" ? side : ""}: no gradient.`
+    : share > 0 ? `${format(share, "share")} of its tokens are clipped.` : "Not clipped.";
+  return `${start} ${range[completion.range_of] || ""} ${direction} ${clipped}`;
 }
 
-function gauge(reply) {
-  const { sequence_ratio: ratio, clip_low: low, clip_high: high } = reply;
-  if (reply.range_of !== "reply" || !Number.isFinite(ratio) || !Number.isFinite(low) || !Number.isFinite(high)) return null;
-  const reach = 1.25 * Math.max(low, high, Math.abs(ratio - 1)), W = 320, at = (v) => W / 2 + ((v - 1) / reach) * (W / 2 - 8);
-  const out = reply.clipped_fraction > 0;
-  const text = (x, label, anchor = "middle") => node("svg:text", { class: "tick", x, y: 50, "text-anchor": anchor }, label);
-  return node("svg:svg", { class: "gauge", viewBox: `0 0 ${W} 56`, role: "img", "aria-label": clipSentence(reply) },
-    node("svg:rect", { class: "range", x: at(1 - low), width: Math.max(1, at(1 + high) - at(1 - low)), y: 8, height: 24 }),
-    node("svg:line", { class: "axis", x1: 0, x2: W, y1: 20, y2: 20 }), node("svg:line", { class: "axis", x1: at(1), x2: at(1), y1: 8, y2: 32 }),
+// The sequence ratio within the clip range.
+function gauge(completion) {
+  const { sequence_ratio: ratio, clip_low: low, clip_high: high } = completion;
+  if (completion.range_of !== "sequence" || ![ratio, low, high].every(Number.isFinite)) return null;
+  const reach = 1.25 * Math.max(low, high, Math.abs(ratio - 1)), W = 320;
+  const at = (v) => W / 2 + ((v - 1) / reach) * (W / 2 - 8);
+  const out = completion.clipped_fraction > 0;
+  const text = (x, label, anchor) => node("svg:text", { class: "tick", x, y: 50, "text-anchor": anchor }, label);
+  const axis = (x1, x2, y1, y2) => node("svg:line", { class: "axis", x1, x2, y1, y2 });
+  const left = at(1 - low), right = at(1 + high);
+  const attributes = { class: "gauge", viewBox: `0 0 ${W} 56`, role: "img", "aria-label": clipSentence(completion) };
+  return node("svg:svg", attributes,
+    node("svg:rect", { class: "range", x: left, width: Math.max(1, right - left), y: 8, height: 24 }),
+    axis(0, W, 20, 20), axis(at(1), at(1), 8, 32),
     node("svg:line", { class: out ? "needle out" : "needle", x1: at(ratio), x2: at(ratio), y1: 2, y2: 38 }),
-    text(at(1 - low), `1 − ${low.toPrecision(2)}`, at(1 - low) < 70 ? "start" : "end"), text(at(1 + high), `1 + ${high.toPrecision(2)}`, at(1 + high) > W - 70 ? "end" : "start"));
+    text(left, `1 − ${low.toPrecision(2)}`, left < 70 ? "start" : "end"),
+    text(right, `1 + ${high.toPrecision(2)}`, right > W - 70 ? "end" : "start"));
+}
+
+function tableRow(name, value) {
+  return node("tr", {}, node("th", {}, name), node("td", {}, value));
 }
 
 class TokenView {
-  constructor(reply) {
-    this.reply = reply;
-    this.modes = Object.keys(MODES).filter((m) => reply.tokens.some((_, i) => MODES[m].of(reply, i) !== null));
+  constructor(completion) {
+    this.completion = completion;
+    const recorded = (mode) => completion.tokens.some((_, i) => MODES[mode].of(completion, i) !== null);
+    this.modes = Object.keys(MODES).filter(recorded);
     this.mode = this.modes[0];
-    this.inspector = node("div", { class: "inspector", "aria-live": "polite" }, node("p", { class: "soft" }, "Point at a token, or move with ← and →."));
+    const hint = node("p", { class: "soft" }, "Point at a token, or move with ← and →.");
+    this.inspector = node("div", { class: "inspector", "aria-live": "polite" }, hint);
     this.scaleBar = node("span", { class: "scale" });
     this.text = node("p", { class: "text", dir: "auto" });
-    this.spans = reply.tokens.map((_, i) => node("span", { class: "tok", tabindex: i ? -1 : 0, "data-at": i }, this.piece(i)));
+    this.spans = completion.tokens.map((_, i) => (
+      node("span", { class: "tok", tabindex: i ? -1 : 0, "data-at": i }, this.piece(i))));
     this.text.append(...this.spans);
-    if (!reply.tokens.length) this.text.append(node("span", { class: "soft" }, "(an empty reply)"));
+    if (!completion.tokens.length) this.text.append(node("span", { class: "soft" }, "(empty completion)"));
     this.text.addEventListener("pointerover", (e) => this.inspect(e.target));
     this.text.addEventListener("focusin", (e) => this.inspect(e.target));
     this.text.addEventListener("keydown", (e) => this.key(e));
-    this.colour();
+    this.applyColors();
   }
 
   piece(i) {
-    const text = this.reply.pieces ? this.reply.pieces[i] : `[${this.reply.tokens[i]}]`;
+    const text = this.completion.pieces ? this.completion.pieces[i] : `[${this.completion.tokens[i]}]`;
     return text || "·";
   }
 
   chooser() {
     if (!this.modes.length) return null;
-    const select = node("select", { onchange: (e) => { this.mode = e.target.value; this.colour(); } }, ...this.modes.map((m) => node("option", { value: m }, MODES[m].label)));
-    return node("label", {}, "colour: ", select);
+    const choose = (e) => { this.mode = e.target.value; this.applyColors(); };
+    const options = this.modes.map((m) => node("option", { value: m }, MODES[m].label));
+    return node("label", {}, "color by ", node("select", { onchange: choose }, ...options));
   }
 
-  colour() {
-    const values = this.reply.tokens.map((_, i) => (this.mode ? MODES[this.mode].of(this.reply, i) : null));
+  applyColors() {
+    const { tokens, clipped_tokens: clipped } = this.completion;
+    const values = tokens.map((_, i) => (this.mode ? MODES[this.mode].of(this.completion, i) : null));
     const most = Math.max(...values.map((v) => Math.abs(v ?? 0)), 1e-12);
     this.spans.forEach((span, i) => {
       const level = values[i] === null ? 0 : Math.round((4 * values[i]) / most);
-      span.className = `tok${level ? ` t${level}` : ""}${this.reply.clipped_tokens?.[i] ? " clip" : ""}`;
+      span.className = `tok${level ? ` t${level}` : ""}${clipped?.[i] ? " clip" : ""}`;
     });
     const signed = this.mode === "ratio" || this.mode === "mismatch";
-    const levels = signed ? [-4, -3, -2, -1, 0, 1, 2, 3, 4] : this.mode === "surprise" ? [-4, -3, -2, -1, 0] : [0, 1, 2, 3, 4];
-    const ends = signed ? [-most, most] : this.mode === "surprise" ? [-most, 0] : [0, most];
-    this.scaleBar.replaceChildren(`${format(ends[0])} `, ...levels.map((l) => node("i", { class: `t${l}` })), ` ${ends[1] > 0 && signed ? "+" : ""}${format(ends[1])}`);
+    const negative = this.mode === "surprise";
+    const levels = signed ? [-4, -3, -2, -1, 0, 1, 2, 3, 4] : negative ? [-4, -3, -2, -1, 0] : [0, 1, 2, 3, 4];
+    const [low, high] = signed ? [-most, most] : negative ? [-most, 0] : [0, most];
+    const swatches = levels.map((l) => node("i", { class: `t${l}` }));
+    this.scaleBar.replaceChildren(`${format(low)} `, ...swatches, ` ${high > 0 && signed ? "+" : ""}${format(high)}`);
   }
 
   inspect(span) {
@@ -106,16 +136,24 @@ class TokenView {
     if (!Number.isInteger(i)) return;
     this.text.querySelector(".at")?.classList.remove("at");
     span.classList.add("at");
-    const r = this.reply, row = (name, value) => node("tr", {}, node("th", {}, name), node("td", {}, value));
-    const logp = (list) => (Number.isFinite(list?.[i]) ? `${list[i].toFixed(4)}  (p ${Math.exp(list[i]).toPrecision(3)})` : "not recorded");
-    const ratio = difference(r.logp_new, r.logp_old, i);
+    const c = this.completion;
+    const logp = (list) => (
+      Number.isFinite(list?.[i]) ? `${list[i].toFixed(4)}  (p ${Math.exp(list[i]).toPrecision(3)})` : "not recorded");
+    const log = difference(c.logp_new, c.logp_old, i);
+    const ratio = log === null ? "not trained on" : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
+    const clipped = c.clipped_tokens ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
+    const position = `  token ${i + 1} of ${c.length}, id ${c.tokens[i]}`;
     this.inspector.replaceChildren(
-      node("p", {}, node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, `  token ${i + 1} of ${r.length}, id ${r.tokens[i]}`)),
+      node("p", {},
+        node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
       node("table", {}, node("tbody", {},
-        row("log p, new policy", logp(r.logp_new)), row("log p, old policy", logp(r.logp_old)), row("log p, sampler", logp(r.logp_sampler)), row("log p, reference", logp(r.logp_ref)),
-        row("ratio new / old", ratio === null ? "not learned from" : `${Math.exp(ratio).toPrecision(6)}  (log ${ratio.toExponential(2)})`),
-        row("clipped", r.clipped_tokens ? (r.clipped_tokens[i] ? "yes" : "no") : "not learned from"),
-        r.flipped_experts ? row("experts that flipped", String(r.flipped_experts[i])) : null,
+        tableRow("log-prob, new policy", logp(c.logp_new)),
+        tableRow("log-prob, old policy", logp(c.logp_old)),
+        tableRow("log-prob, sampler", logp(c.logp_sampler)),
+        tableRow("log-prob, reference", logp(c.logp_ref)),
+        tableRow("ratio new / old", ratio),
+        tableRow("clipped", clipped),
+        c.flipped_experts ? tableRow("expert flips", String(c.flipped_experts[i])) : null,
       )));
   }
 
@@ -130,31 +168,38 @@ class TokenView {
   }
 }
 
-function factTable(reply) {
-  const row = (name, value) => node("tr", {}, node("th", {}, name), node("td", {}, value));
-  const stop = { eos: "the model ended it", length: "cut at the token limit" }[reply.stop] || String(reply.stop);
-  const parts = Object.entries(reply.parts || {}).map(([name, value]) => row(`reward: ${name}`, value === null ? "none" : format(value)));
+function factTable(completion) {
+  const { correct, reward, shaped_reward: shaped } = completion;
+  const stop = { eos: "end of sequence", length: "token limit" }[completion.stop] || String(completion.stop);
+  const unscored = `unscored: ${completion.failure || ""}`;
+  const parts = Object.entries(completion.parts || {}).map(([name, value]) => (
+    tableRow(`reward: ${name}`, value === null ? "none" : format(value))));
   return node("table", {}, node("tbody", {},
-    row("reward", reply.status === "unscored" ? `unscored: ${reply.failure || ""}` : format(reply.reward)),
+    tableRow("reward", completion.status === "unscored" ? unscored : format(reward)),
     ...parts,
-    reply.shaped_reward !== null && reply.shaped_reward !== undefined && reply.shaped_reward !== reply.reward ? row("reward as learned from", format(reply.shaped_reward)) : null,
-    row("correct", reply.correct === null || reply.correct === undefined ? "no verdict" : reply.correct ? "yes" : "no"),
-    row("advantage", format(reply.advantage)),
-    row("length", `${reply.length} tokens`), row("ended because", stop),
-    row("policy version", `${reply.version} updates`),
-    reply.flips ? row("experts flipped", String(reply.flips)) : null,
+    known(shaped) && shaped !== reward ? tableRow("shaped reward", format(shaped)) : null,
+    tableRow("correct", known(correct) ? (correct ? "yes" : "no") : "no verdict"),
+    tableRow("advantage", format(completion.advantage)),
+    tableRow("length", `${completion.length} tokens`),
+    tableRow("stop reason", stop),
+    tableRow("policy version", `${completion.version} updates`),
+    completion.flips ? tableRow("expert flips", String(completion.flips)) : null,
   ));
 }
 
-function replyView(reply) {
-  const view = new TokenView(reply);
-  const prompt = node("p", { class: "text", dir: "auto" }, reply.prompt || "");
-  const cut = reply.cut ? node("p", { class: "soft" }, `${reply.cut.toLocaleString("en")} more tokens are not shown.`) : null;
+function completionView(completion) {
+  const view = new TokenView(completion);
+  const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
+  const more = `${completion.cut?.toLocaleString("en")} more tokens are not shown.`;
+  const scale = view.modes.length ? view.scaleBar : null;
+  const controls = node("div", { class: "controls" }, node("h2", {}, "Completion"), view.chooser(), scale);
+  const card = (...children) => node("section", { class: "card" }, ...children);
   return node("div", { class: "sides" },
     node("div", {},
-      node("section", { class: "card" }, node("h2", {}, "Prompt"), prompt),
-      node("section", { class: "card" }, node("div", { class: "controls" }, node("h2", {}, "Reply"), view.chooser(), view.modes.length ? view.scaleBar : null), view.text, cut)),
+      card(node("h2", {}, "Prompt"), prompt),
+      card(controls, view.text, completion.cut ? node("p", { class: "soft" }, more) : null)),
     node("aside", {},
-      node("section", { class: "card" }, node("h2", {}, "Token"), view.inspector),
-      node("section", { class: "card" }, node("h2", {}, "This reply"), gauge(reply), node("p", {}, clipSentence(reply)), factTable(reply))));
+      card(node("h2", {}, "Token"), view.inspector),
+      card(node("h2", {}, "Details"),
+        gauge(completion), node("p", {}, clipSentence(completion)), factTable(completion))));
 }
