@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.objectives.credit import token_advantages
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import TrainSample, keeps_group, trainable
