@@ -23,8 +23,8 @@ class LearnContext:
     objective: Objective
     policy: Policy
     reference: Any
-    """The frozen reference model. With LoRA it is the policy's own model, used with its adapters disabled. None without a
-    KL penalty."""
+    """The frozen reference model; None without a KL penalty. With LoRA it is the policy's own model, used with its
+    adapters disabled."""
     optimizer: Optimizer
 
 

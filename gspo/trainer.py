@@ -259,8 +259,8 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:
-    """(before, after, greedy, step): held-out accuracy at the first and the last evaluation in a run directory, the pair
-    for greedy decoding, and the step of the last evaluation."""
+    """(before, after, greedy, step): held-out accuracy at the first and the last evaluation in a run directory, the
+    pair for greedy decoding, and the step of the last evaluation."""
     records = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
     if not records:
         return None, None, None, 0

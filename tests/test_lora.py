@@ -434,6 +434,6 @@ def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[.
 
 
 def test_merging_what_is_no_adapter_is_refused(base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    for source, message in ((base(), "it is a whole model already"), (str(tmp_path / "none"), "no such directory")):
+    for source, message in ((base(), "it is already a full model"), (str(tmp_path / "none"), "no such directory")):
         assert main(["merge", source, str(tmp_path / "out")]) == 1
         assert message in capsys.readouterr().err
