@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callab
     assert (run_of(config) / "metrics.jsonl").read_bytes() == golden
     for path in (run_of(config) / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*000003"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint.*000003"):
         resume(run_of(config), display)
 
 

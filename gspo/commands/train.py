@@ -82,7 +82,8 @@ def _report(outcome: Outcome) -> int:
         print(f"{outcome.idle} of {taken} steps trained on nothing and left the policy unchanged; see events.jsonl.")
     if outcome.unscored:
         print(
-            f"{outcome.unscored} completions could not be scored and were not trained on; see rollouts/ for the reasons."
+            f"{outcome.unscored} completions could not be scored and were not trained on; "
+            "see rollouts/ for the reasons."
         )
     if outcome.picture:
         print(f"Picture:        {outcome.picture}")

@@ -1,7 +1,7 @@
-"""Out of memory in an update: start it again with micro-batches half as large.
+"""Restart an optimizer step with micro-batches of half the size if it runs out of memory.
 
-In: a function that accumulates the gradient of one optimizer step. Out: its result, and the batch with the plan that fits.
-Invariant: the gradient is the same, because token weights belong to the optimizer step and not to the micro-batch.
+In: a function that accumulates the gradient of one optimizer step. Out: its result, and the batch with the plan that
+fits. Invariant: the gradient is the same, because token weights belong to the optimizer step, not to the micro-batch.
 """
 
 from __future__ import annotations
