@@ -1,4 +1,4 @@
-"""What a step works with, built once per run by `build.py`."""
+"""The components of a run, built once by `build.py` and passed to every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo.rollout.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class LearnContext:
-    """What `learn` works with."""
+    """The components that `learn` needs."""
 
     config: Config
     objective: Objective
@@ -30,7 +30,7 @@ class LearnContext:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(LearnContext):
-    """What a whole step works with."""
+    """The components that a whole step needs: sampling, scoring and learning."""
 
     problems: Problems
     order: PromptOrder

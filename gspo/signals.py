@@ -58,4 +58,4 @@ class StopRequest:
         self.signal = number
         if self._interruptible:
             raise Interrupted
-        self._announce("Stopping after the current phase. Press Ctrl-C again to exit immediately.")
+        self._announce("Stopping after the current phase. A second signal (Ctrl-C) exits immediately.")

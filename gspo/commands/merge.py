@@ -38,11 +38,11 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
     from gspo.learner import checkpoint
     from gspo.model.load import load_policy, load_tokenizer
 
-    folder = _adapter_folder(Path(source))
+    directory = _adapter_dir(Path(source))
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out}: already exists; choose a new directory")
-    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu")  # type: ignore[arg-type]
+    model = ModelConfig(path=str(directory), dtype=_precision(directory), device="cpu")  # type: ignore[arg-type]
     policy = load_policy(model, load_tokenizer(model), seed=0)
     # A rename makes the directory appear complete or not at all.
     partial = target.with_name(f".tmp-{target.name}")
@@ -54,35 +54,38 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"{out}: cannot be written: {error}; free disk space, or choose another directory") from error
-    return folder, target
+    return directory, target
 
 
-def _adapter_folder(source: Path) -> Path:
+def _adapter_dir(source: Path) -> Path:
     from gspo.learner import checkpoint
     from gspo.model import adapter
 
     newest = checkpoint.newest_of(source)
-    folder = newest or source
-    if not folder.is_dir():
+    directory = newest or source
+    if not directory.is_dir():
         raise ConfigError(f"{source}: no such directory; give a run, a checkpoint or an adapter directory")
-    if adapter.base_of(str(folder)) is None:
-        whole = "it is already a full model" if (folder / "config.json").is_file() else "it has no adapter_config.json"
-        raise ConfigError(f"{folder}: nothing to merge: {whole}")
-    if newest is None and (folder / "manifest.json").is_file() and (complaint := checkpoint.damage(folder)):
-        raise ConfigError(f"{folder}: is damaged: {complaint}; merge another checkpoint")
-    return folder
+    if adapter.base_of(str(directory)) is None:
+        full = (directory / "config.json").is_file()
+        reason = "it is already a full model" if full else "it has no adapter_config.json"
+        raise ConfigError(f"{directory}: nothing to merge: {reason}")
+    if newest is None and (directory / "manifest.json").is_file() and (complaint := checkpoint.damage(directory)):
+        raise ConfigError(f"{directory}: is damaged: {complaint}; merge another checkpoint")
+    return directory
 
 
-def _precision(folder: Path) -> str:
+def _precision(directory: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     from gspo.model import adapter
 
     try:
-        with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
+        with safe_open(directory / adapter.WEIGHTS, framework="pt") as file:
             kind = file.get_slice(next(iter(file.keys()))).get_dtype()
     except (OSError, StopIteration, SafetensorError) as error:
-        raise ConfigError(f"{folder / adapter.WEIGHTS}: cannot be read ({error}); the adapter is incomplete") from None
+        raise ConfigError(
+            f"{directory / adapter.WEIGHTS}: cannot be read ({error}); the adapter is incomplete"
+        ) from None
     return _PRECISIONS.get(kind, "float32")
 
 

@@ -278,8 +278,8 @@ def _retire(folder: Path, keep: int, step: int) -> None:
     """Delete old checkpoints, and the leftovers of unfinished saves."""
     # A checkpoint of a later step was skipped when the run resumed, so it must not count as one of the newest.
     own = [path for path in saved(folder) if _is_checkpoint(path) and int(path.name) <= step]
-    left = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
-    for path in left:
+    leftovers = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    for path in leftovers:
         shutil.rmtree(path)
     for path in own[:-keep] if keep else ():
         aside = folder / f".tmp-old-{path.name}"

@@ -129,7 +129,7 @@ class Routing(NoRouting):
                 if self.replay == "sampler":
                     raise ConfigError(
                         'routing.replay = "sampler": the engine did not report the experts of its completions; '
-                        'use engine "local", or replay = "old"'
+                        'use an engine that reports them, or set routing.replay = "old"'
                     )
                 continue
             reported = self._validate(routes, row.length - 1)
@@ -254,8 +254,8 @@ class Routing(NoRouting):
     def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
         """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
 
-        Both factors use native routing, without replay. `f`, the share of tokens that select an expert, comes from the
-        old policy over the whole optimizer step, computed before it is split. `P`, the mean router probability, comes
+        Both factors use native routing, without replay. `f`, the share of selections that fall on an expert, comes
+        from the old policy over the whole optimizer step, computed before it is split. `P`, the mean router probability, comes
         from the policy in training. So the loss is a sum over tokens, and micro-batching does not change it."""
         if not self.balance or trace is None:
             return 0.0
