@@ -255,8 +255,8 @@ class Routing(NoRouting):
         """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
 
         Both factors use native routing, without replay. `f`, the share of selections that fall on an expert, comes
-        from the old policy over the whole optimizer step, computed before it is split. `P`, the mean router probability, comes
-        from the policy in training. So the loss is a sum over tokens, and micro-batching does not change it."""
+        from the old policy over the whole optimizer step, computed before it is split. `P`, the mean router
+        probability, comes from the policy in training. So the loss is a sum over tokens, and micro-batching does not change it."""
         if not self.balance or trace is None:
             return 0.0
         share_LE, tokens = self._shares(step)
