@@ -124,6 +124,7 @@ def build_run(
 ) -> RunContext:
     """All components of a run. It resumes from `checkpoint` if there is one. `stack` closes the components."""
     task = build_task(config.data.task, config.data.task_options) if config.data.task else None
+    # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)

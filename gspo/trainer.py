@@ -106,6 +106,7 @@ def resume(
     try:
         config = _with_overrides(config, overrides)
         begin = _where_to_resume(run, display)
+        # Before any code that the run directory names is loaded.
         trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
         if steps is not None and steps < done:
@@ -186,6 +187,7 @@ def _with_new_end(config: Config, steps: int, display: Display) -> Config:
 def _run(run: RunDir, config: Config, objective: Objective, display: Display, begin: Path | None) -> Outcome:
     started = time.monotonic()
     with ExitStack() as stack:
+        # Closed in reverse order: the run directory last, so that everything else can still write events.
         stack.callback(run.close)
         stack.callback(display.close)
         stop = stack.enter_context(StopRequest(display.message))

@@ -81,6 +81,7 @@ def settings_help() -> str:
 
 def quiet_libraries() -> None:
     """Hide the progress bars and informational messages of transformers, but not its errors and warnings."""
+    # Read when the libraries are imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
     """Start a run and report how it ended."""
+    # Before torch is imported, which takes seconds, so that a mistake in a setting is reported immediately.
     settings = config.load(recipe, given_settings(options) + overrides)
     quiet_libraries()
     from gspo.record.progress import make_display

@@ -65,6 +65,7 @@ def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int,
     config = context.config
     plan = plan_batch(context, samples, step)
     routing = _routing(context, plan, samples)
+    # The reference first: the old forward may leave a graph in memory.
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
     old = _old_logprobs(context, plan, samples, routing, reuse_forward=reuse_forward)
     tokens = Tokens(

@@ -107,6 +107,7 @@ def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerSt
         _read_back(partial, policy)
     files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
     _write_json(partial / "manifest.json", files)
+    # Before the rename: a file system may write the rename to disk earlier than the data.
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)

@@ -60,8 +60,8 @@ class Optimizer:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
-            # The fused kernel makes one pass over each tensor instead of a dozen small operations. It does not bump the
-            # version counter of the tensors that it writes.
+            # The fused kernel makes one pass over each tensor instead of a dozen small operations. It does not increase
+            # the version counter of the tensors that it writes.
             fused=all(master.device.type == "cpu" for master in self._masters.values()) or None,
         )
 
@@ -147,6 +147,7 @@ def learning_rate(config: LearnerConfig, update: int, total: int) -> float:
     warmup = min(1.0, (update + 1) / config.warmup_updates) if config.warmup_updates else 1.0
     if config.schedule == "constant":
         return config.learning_rate * warmup
+    # The last update has index total - 1 and gets exactly `final_fraction` of the peak.
     span = max(1, total - 1 - config.warmup_updates)
     progress = min(1.0, max(0.0, (update - config.warmup_updates) / span))
     fall = progress if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * progress))

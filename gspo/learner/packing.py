@@ -73,6 +73,7 @@ def obstacle_to_packing(model: Any) -> str | None:
     except Exception as problem:  # whatever fails inside foreign model code, the model cannot be packed
         model.set_attn_implementation(own)
         return f"{name} cannot process packed sequences ({type(problem).__name__}: {problem})".splitlines()[0]
+    # `not <=` also catches NaN. Lower precision rounds differently in another order of operations.
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):
         model.set_attn_implementation(own)
         return f"{name} gives other logits for packed sequences (off by {error:.2g} of their spread)"

@@ -142,4 +142,5 @@ def _sum(losses: tuple[Loss, ...]) -> Loss:
     """The terms of a loss add up over micro-batches, because token weights belong to the optimizer step."""
     names = ("total", "policy", "kl", "entropy")
     sums = {name: torch.stack([getattr(loss, name) for loss in losses]).sum() for name in names}
+    # Per-token surrogates do not add up. `UpdateResult` holds those of all micro-batches.
     return Loss(**sums, surrogate=losses[-1].surrogate)

@@ -256,7 +256,8 @@ class Routing(NoRouting):
 
         Both factors use native routing, without replay. `f`, the share of selections that fall on an expert, comes
         from the old policy over the whole optimizer step, computed before it is split. `P`, the mean router
-        probability, comes from the policy in training. So the loss is a sum over tokens, and micro-batching does not change it."""
+        probability, comes from the policy in training. So the loss is a sum over tokens, and micro-batching does not
+        change it."""
         if not self.balance or trace is None:
             return 0.0
         share_LE, tokens = self._shares(step)
