@@ -1,7 +1,7 @@
-"""Critic-free reinforcement learning of language models: GSPO and its family.
+"""Critic-free RL post-training for language models: GSPO and its family.
 
-The losses for your own training loop are here: `objective`, `group_advantage`, `policy_loss`, `token_weights`. Names are
-resolved on first use, so that `import gspo` stays light for processes that need no torch.
+The losses for your own training loop are here: `objective`, `group_advantage`, `policy_loss`, `token_weights`. Names
+are resolved on first use, so that `import gspo` does not import torch in processes that do not need it.
 """
 
 from __future__ import annotations

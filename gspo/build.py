@@ -1,7 +1,8 @@
 """From a `Config` to components. `train`, `eval`, `doctor` and `replay` build theirs here and nowhere else.
 
-In: a checked `Config`. Out: the objective, the reward pool, the engine, or everything a run works with. Invariant: a combination of
-settings that cannot work is a `ConfigError` that names the key and the fix, before anything expensive starts.
+In: a checked `Config`. Out: the objective, the reward pool, the engine, or the `RunContext` with all of them.
+Invariant: a combination of settings that cannot work raises a `ConfigError` that names the key and the fix, before
+anything expensive starts.
 """
 
 from __future__ import annotations
@@ -29,49 +30,78 @@ from gspo.rollout.engine import Engine, EngineContext, build_engine
 
 
 def run_objective(config: Config) -> Objective:
-    """The config's objective, refused where a run cannot use it."""
-    name, (_, settings) = config.objective.name, run_adaptive_clip(config)
+    """The config's objective. Raises `ConfigError` if a run cannot use it."""
+    name = config.objective.name
+    _, settings = run_adaptive_clip(config)
     if name in TABLE and "max_length" in settings_of(TABLE[name]):
         settings.setdefault("max_length", config.rollout.max_tokens)
     objective = build_objective(name, **settings)
     if objective.advantage.scope == "external":
-        raise ConfigError(f"objective.name: {name} needs advantages from outside and is for your own loop (gspo.policy_loss); runs take another row")  # fmt: skip
+        raise ConfigError(
+            f"objective.name: {name} needs external advantages, so it works only in your own training loop "
+            "(gspo.policy_loss); choose another objective"
+        )
     if config.rollout.replies < 2 and objective.advantage.scope != "batch":
-        raise ConfigError(f"rollout.replies: {name} compares replies of a group, so it needs at least 2")
+        raise ConfigError(f"rollout.replies: {name} compares the completions of a group; set at least 2")
     if objective.keep == "all" and config.rollout.refill_budget != RolloutConfig().refill_budget:
         raise ConfigError(
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
         )
     _check_overlong(config, objective)
-    if config.model.lora.rank and config.cold_start.steps and objective.kl:
-        raise ConfigError("cold_start.steps: with model.lora the reference of objective.kl is the model without its adapters, which a cold start would have left; set objective.kl = 0, or do without one of the others")  # fmt: skip
-    if config.model.lora.rank and objective.kl and base_of(config.model.path):
-        raise ConfigError("objective.kl: its reference would be the model without adapters, not the adapter that the run begins with; merge that first (gspo merge) and give the result, or set objective.kl = 0")  # fmt: skip
+    _check_lora_reference(config, objective)
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
 
 
+def _check_lora_reference(config: Config, objective: Objective) -> None:
+    """With LoRA the reference is the model without its adapters, and that must be what RL starts from."""
+    if not (config.model.lora.rank and objective.kl):
+        return
+    if config.cold_start.steps:
+        raise ConfigError(
+            "cold_start.steps: with model.lora the reference of objective.kl is the model without its adapters, "
+            "not the model after the cold start; set objective.kl = 0, cold_start.steps = 0 or model.lora.rank = 0"
+        )
+    if base_of(config.model.path):
+        raise ConfigError(
+            "objective.kl: its reference would be the model without adapters, not the adapter that the run starts "
+            "from; merge the adapter first (gspo merge) and train the merged model, or set objective.kl = 0"
+        )
+
+
 def _check_overlong(config: Config, objective: Objective) -> None:
-    """A length penalty needs a ramp that fits below its limit and begins below the length at which replies are cut."""
+    """The ramp of a length penalty must fit below its limit and start below the length of the longest completion."""
     if objective.shape != "soft_overlong":
         return
     longest = config.rollout.max_tokens
     limit, cache = overlong_range(objective, max_tokens=longest)
     if cache > limit:
-        raise ConfigError(f"objective.overlong_cache: the ramp of {cache} tokens is longer than the limit of {limit} (objective.overlong_limit, or rollout.max_tokens without it); set it to {limit} or less, or raise the limit")  # fmt: skip
+        raise ConfigError(
+            f"objective.overlong_cache: the ramp of {cache} tokens is longer than the limit of {limit} "
+            "(objective.overlong_limit, by default rollout.max_tokens); "
+            f"set it to {limit} or less, or raise the limit"
+        )
     if limit - cache >= longest:
-        raise ConfigError(f"objective.overlong_limit: the length penalty begins above {limit - cache} tokens (overlong_limit {limit} less overlong_cache {cache}), and replies are cut at rollout.max_tokens = {longest}, so it can never act; lower overlong_limit, or raise overlong_cache or rollout.max_tokens")  # fmt: skip
+        raise ConfigError(
+            f"objective.overlong_limit: the length penalty begins above {limit - cache} tokens (overlong_limit {limit} "
+            f"minus overlong_cache {cache}), but completions are truncated at rollout.max_tokens = {longest}, so it "
+            "never applies; lower overlong_limit, or raise overlong_cache or rollout.max_tokens"
+        )
 
 
 def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, Any]]:
-    """The adapting clip range, if the settings ask for one, and the objective's other settings."""
-    name, settings = config.objective.name, dict(config.objective.settings)
+    """The adaptive clip range, or None if the range is fixed, and the objective's other settings."""
+    name = config.objective.name
+    settings = dict(config.objective.settings)
     if name not in TABLE:
         return None, settings
     auto, settings = take_adaptive(dataclasses.replace(TABLE[name], name=name), settings)
     if auto and config.learner.mini_batches == 1:
-        raise ConfigError(f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; set more, or a number")  # fmt: skip
+        raise ConfigError(
+            f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; "
+            "set learner.mini_batches to 2 or more, or use a fixed number here"
+        )
     return auto, settings
 
 
@@ -92,8 +122,9 @@ def engine_for(config: Config, policy: Policy) -> Engine:
 def build_run(
     config: Config, objective: Objective, *, run: Path, checkpoint: Path | None, stack: ExitStack
 ) -> RunContext:
-    """Everything a run works with; `checkpoint` is where it resumes from. `stack` closes what has to be closed."""
+    """All components of a run. It resumes from `checkpoint` if there is one. `stack` closes the components."""
     task = build_task(config.data.task, config.data.task_options) if config.data.task else None
+    # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
@@ -105,7 +136,10 @@ def build_run(
     engine = engine_for(config, policy)
     stack.callback(engine.close)
     if config.routing.replay == "sampler" and not engine.reports_routes:
-        raise ConfigError(f'routing.replay: engine {config.rollout.engine!r} does not report the experts of its replies; use engine "local", or replay = "old"')  # fmt: skip
+        raise ConfigError(
+            f"routing.replay: engine {config.rollout.engine!r} does not report the experts of its completions; "
+            'use engine "local", or replay = "old"'
+        )
     _check_old_logp(config, objective, policy)
     return RunContext(
         config=config,
@@ -122,13 +156,19 @@ def build_run(
 
 
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
-    """Where the engine's log-probabilities are the old policy's, nothing is left to correct, and no old forward to watch."""
+    """If the engine's log-probs are the old policy's, there is no mismatch to correct and no old forward to record."""
     if config.learner.old_logp != "sampler":
         return
     if objective.mismatch != "none":
-        raise ConfigError(f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", where the old policy is the engine\'s; leave one of them out')  # fmt: skip
+        raise ConfigError(
+            f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", '
+            "where the old log-probs are the engine's; leave one of them out"
+        )
     if policy.routers is not None:
-        raise ConfigError('learner.old_logp: "sampler" leaves out the forward in which the experts of the old policy are seen; set routing.record = false (no replay), or old_logp = "recompute"')  # fmt: skip
+        raise ConfigError(
+            'learner.old_logp: "sampler" skips the forward pass that records the experts of the old policy; '
+            'set routing.record = false (no replay), or old_logp = "recompute"'
+        )
 
 
 def saved_model(config: ModelConfig, path: Path) -> ModelConfig:
@@ -137,24 +177,27 @@ def saved_model(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:
-    """A reply that could outgrow the model's positions would end the run in its middle."""
-    limit, longest = policy.position_limit, max((*problems.train, *problems.held_out), key=lambda p: len(p.token_ids))
+    """A completion that exceeds the model's positions would fail in the middle of a run."""
+    limit = policy.position_limit
+    longest = max((*problems.train, *problems.held_out), key=lambda p: len(p.token_ids))
     if limit is not None and len(longest.token_ids) + max_tokens > limit:
         raise ConfigError(
-            f"rollout.max_tokens: prompt {longest.id} has {len(longest.token_ids)} tokens, and with {max_tokens} more it exceeds the "
-            f"model's {limit} positions; lower rollout.max_tokens, or data.max_prompt_tokens with data.on_bad_row = skip"
+            f"rollout.max_tokens: prompt {longest.id} has {len(longest.token_ids)} tokens, and with {max_tokens} more "
+            f"it exceeds the model's {limit} positions; lower rollout.max_tokens, or data.max_prompt_tokens with "
+            "data.on_bad_row = skip"
         )
 
 
 def _reference(run: Path, config: ModelConfig, objective: Objective, policy: Policy) -> Any:
-    """The policy as RL found it: kept in the run where it was built or cold-started, else the given model; with adapters,
-    the policy itself, which can switch them off."""
+    """The policy at the start of RL. A run that built or cold-started its model has saved it; otherwise it is the given
+    model. With LoRA it is the policy's own model, whose adapters can be disabled."""
     if not objective.kl:
         return None
     if adapted(policy.model):
         return policy.model
-    kept = run / "reference"
-    if kept.is_dir():
-        config = saved_model(config, kept)
+    saved = run / "reference"
+    if saved.is_dir():
+        config = saved_model(config, saved)
+    # The reference has no backward pass, so checkpointing its activations would save nothing.
     config = dataclasses.replace(config, gradient_checkpointing=False)
     return load_policy(config, load_tokenizer(config), seed=0).model.requires_grad_(False)

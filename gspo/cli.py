@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-# Idle OpenMP threads must sleep, not spin: on small models spinning is many times slower. Read when torch is imported.
+# Idle OpenMP threads must sleep: on small models spinning is many times slower. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -27,11 +27,11 @@ from gspo.safe_output import safe_output
 COMMANDS = [
     module.COMMAND for module in (train, demo, eval, compare, replay, doctor, merge, watch, report, serve, objectives)
 ]
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command; the exit code is 0, 1 for an error, 2 for a misuse, 128 + signal when stopped by one."""
+    """Run a sub-command. Exit code: 0, 1 for an error, 2 for wrong usage, 128 + signal if a signal stopped it."""
     with safe_output():
         return _main(arguments)
 
@@ -54,17 +54,18 @@ def _main(arguments: Sequence[str] | None) -> int:
         print("gspo: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # The reader (`| head`) has closed the pipe. Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             traceback.print_exc()
             return 1
         where = f"{error.filename}: " if error.filename else ""
         print(f"gspo: {where}{error.strerror}; make room on the disk, then repeat the command", file=sys.stderr)
         return 1
     except Exception:
-        # A bug. Printed here, where secrets and control characters in its message are taken out.
+        # A bug. Printed here, inside `safe_output`, which removes secrets and control characters from the message.
         traceback.print_exc()
         return 1
 

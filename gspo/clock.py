@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Adds up seconds by name."""
+    """Accumulates seconds by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

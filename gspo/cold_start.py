@@ -1,7 +1,7 @@
-"""How a fresh run begins: a few words about it, and the supervised start.
+"""The beginning of a new run: its summary, and the cold start.
 
-In: the parts of a run. Out: a policy that solves some problems. Invariant: what is done here is a function of the config
-alone, so a run that was stopped during it begins it anew, with the same outcome.
+In: the components of a run. Out: a policy that solves some problems. Invariant: the cold start is a function of the
+config alone. So a run that was stopped during it repeats it with the same result.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ CHECKED = 128
 """Fresh problems per accuracy check of the cold start."""
 
 
-def describe(parts: RunContext, run: object, display: Display, warn: Callable[[str], None]) -> None:
-    """Say what is about to be trained."""
-    config, problems = parts.config, parts.problems
+def describe(context: RunContext, run: object, display: Display, warn: Callable[[str], None]) -> None:
+    """Display the model, the data and the objective of the run, and warn about settings that bias training."""
+    config, problems = context.config, context.problems
     size, trained = (
-        sum(numbers_in(p) for p in parts.policy.model.parameters() if p.requires_grad >= only) for only in (False, True)
+        sum(numbers_in(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
+        for only in (False, True)
     )
     share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
     display.message(
-        f"{type(parts.policy.model).__name__}, {_human(size)} parameters{share} on {parts.policy.device}; "
-        f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; objective {parts.objective.name}; "
-        f"run directory {run}"
+        f"{type(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
+        f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; "
+        f"objective {context.objective.name}; run directory {run}"
     )
     if problems.crowded:
         warn(problems.crowded)
@@ -43,44 +44,60 @@ def describe(parts: RunContext, run: object, display: Display, warn: Callable[[s
     if problems.skipped:
         display.message(f"left out {problems.skipped} bad rows (data.on_bad_row = skip)")
     if config.rollout.top_p < 1 or config.rollout.top_k:
-        warn("sampling with top_p or top_k draws from a truncated distribution that the learner's probabilities are not: mismatch/k3 will show it; 1 and 0 are safe")  # fmt: skip
+        warn(
+            "with rollout.top_p or rollout.top_k the engine samples from a truncated distribution, and the learner's "
+            "log-probs are of the full one: mismatch/k3 will show it; top_p = 1 and top_k = 0 are safe"
+        )
 
 
 def _human(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
 
 
-def supervised_start(parts: RunContext, display: Display) -> ColdStart:
+def supervised_start(context: RunContext, display: Display) -> ColdStart:
     """Fine-tune on the task's demonstrations until sampled accuracy on fresh problems is high enough."""
-    config, rollout = parts.config.cold_start, parts.config.rollout
-    fresh = _fresh_problems(parts)
+    config, rollout = context.config.cold_start, context.config.rollout
+    fresh = _fresh_problems(context)
 
     def accuracy(step: int) -> float:
         prompts = [next(fresh)[0] for _ in range(CHECKED)]
         sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature)
-        done = evaluate(parts.engine, parts.rewards, prompts, samples=1, sampling=sampling, seed=parts.config.seed, stream=f"cold-start/{step}")  # fmt: skip
-        if not done.verdicts:
-            raise RewardError(f"cold start: not one reply could be scored; the first: {done.scores[0][0].failure}")
-        return done.accuracy.value
+        evaluation = evaluate(
+            context.engine,
+            context.rewards,
+            prompts,
+            samples=1,
+            sampling=sampling,
+            seed=context.config.seed,
+            stream=f"cold-start/{step}",
+        )
+        if not evaluation.verdicts:
+            failure = evaluation.scores[0][0].failure
+            raise RewardError(f"cold start: no completion could be scored; the first failure: {failure}")
+        return evaluation.accuracy.value
 
     def report(step: int, loss: float, reached: float) -> None:
         display.cold_start(step, config.steps, loss, reached)
 
-    rows = (TokenSequence(prompt_ids=p.token_ids, completion_ids=reply) for p, reply in fresh)
-    done = cold_start(parts.policy, config, rows, accuracy, report)
-    parts.optimizer.adopt_weights()
-    reached = "reached" if done.accuracy >= config.stop_accuracy else "did NOT reach"
-    display.message(f"cold start: {done.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} (now {done.accuracy:.0%})")  # fmt: skip
-    return done
+    sequences = (TokenSequence(prompt_ids=p.token_ids, completion_ids=ids) for p, ids in fresh)
+    result = cold_start(context.policy, config, sequences, accuracy, report)
+    # The cold start has its own optimizer. Without this, the master weights would still be those before it.
+    context.optimizer.adopt_weights()
+    reached = "reached" if result.accuracy >= config.stop_accuracy else "did NOT reach"
+    display.message(
+        f"cold start: {result.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} "
+        f"(now {result.accuracy:.0%})"
+    )
+    return result
 
 
-def _fresh_problems(parts: RunContext) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
-    """Endless (prompt, demonstration ids), none of which asks the same as a held-out problem."""
-    tokenizer, data = parts.policy.tokenizer, parts.config.data
-    held_out = {p.key for p in parts.problems.held_out}
-    for number, problem in zip(count(), demonstrations(data, parts.config.seed, exclude=held_out), strict=False):
+def _fresh_problems(context: RunContext) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
+    """Endless (prompt, demonstration ids). None asks the same as a held-out problem."""
+    tokenizer, data = context.policy.tokenizer, context.config.data
+    held_out = {p.key for p in context.problems.held_out}
+    for number, problem in zip(count(), demonstrations(data, context.config.seed, exclude=held_out), strict=False):
         text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
         columns = {"answer": problem.answer, **problem.columns}
         prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
-        reply = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
-        yield prompt, (*reply, parts.policy.end_id)
+        completion = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
+        yield prompt, (*completion, context.policy.end_id)

@@ -1,4 +1,4 @@
-"""What a step works with, built once per run by `build.py`."""
+"""The components of a run, built once by `build.py` and passed to every step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gspo.rollout.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class LearnContext:
-    """What `learn` works with."""
+    """The components that `learn` needs."""
 
     config: Config
     objective: Objective
     policy: Policy
     reference: Any
-    """The frozen reference model. With LoRA it is the policy's own model, used with its adapters disabled. None without a
-    KL penalty."""
+    """The frozen reference model; None without a KL penalty. With LoRA it is the policy's own model, used with its
+    adapters disabled."""
     optimizer: Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(LearnContext):
-    """What a whole step works with."""
+    """The components that a whole step needs: sampling, scoring and learning."""
 
     problems: Problems
     order: PromptOrder

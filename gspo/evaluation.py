@@ -1,8 +1,8 @@
-"""Held-out problems to pass@k and avg@k with intervals, by the same rollout and reward code as training.
+"""pass@k and avg@k on held-out problems, with intervals, by the same rollout and reward code as training.
 
-In: prompts and an engine. Out: an `Evaluation`. Invariants: a reply that could not be scored is neither right nor wrong;
-it is left out, and a problem without any scored reply is left out and counted. A run is never measured on problems that it
-has trained on, nor on any that ask the same.
+In: prompts and an engine. Out: an `Evaluation`. Invariants: an unscored completion is neither right nor wrong, so it is
+excluded and counted, and so is a problem without any scored completion. A run is never evaluated on problems that it
+has trained on, nor on problems that ask the same.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Replies and scores of a set of problems."""
+    """Completions and scores of a set of problems."""
 
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
     scores: Sequence[Sequence[Score]]
     greedy: Estimate | None = None
-    """Accuracy of one greedy completion per problem, where that was asked for."""
+    """Accuracy of one greedy completion per problem; None if it was not measured."""
 
     @property
     def verdicts(self) -> list[list[bool]]:
-        """Right or wrong, for the judged replies of each problem that has any."""
+        """Correctness of the judged completions, for each problem that has any."""
         judged = [[s.correct for s in scores if s.correct is not None] for scores in self.scores]
         return [v for v in judged if v]
 
     @property
     def unscored(self) -> int:
-        """Replies without a verdict: unscored, or the deciding reward abstained."""
+        """Completions without a verdict: unscored, or the deciding reward abstained."""
         return sum(s.correct is None for scores in self.scores for s in scores)
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens per reply."""
-        lengths = [len(c.token_ids) for replies in self.completions for c in replies]
+        """Mean tokens per completion."""
+        lengths = [len(c.token_ids) for completions in self.completions for c in completions]
         return sum(lengths) / len(lengths) if lengths else math.nan
 
     def avg_at(self, k: int) -> Estimate:
-        """Mean correctness of the first k judged replies of a problem, over problems that have k."""
+        """Mean correctness of the first k judged completions of a problem, over problems that have k."""
         return interval([sum(v[:k]) / k for v in self.verdicts if len(v) >= k])
 
     def pass_at(self, k: int) -> Estimate:
-        """Chance that at least one of k replies is correct, by the unbiased estimator 1 - C(n-c, k) / C(n, k)."""
+        """Probability that at least one of k completions is correct: the unbiased estimator 1 - C(n-c, k) / C(n, k)."""
         counts = [(sum(v), len(v)) for v in self.verdicts if len(v) >= k]
         return interval([1 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts])
 
     @property
     def accuracy(self) -> Estimate:
-        """Mean correctness over all judged replies of a problem, then over problems."""
+        """Mean correctness over all judged completions of a problem, then over problems."""
         return self.pass_at(1)
 
 
@@ -83,7 +83,7 @@ def evaluate(
     stream: str,
     version: int = 0,
 ) -> Evaluation:
-    """Sample `samples` completions for each prompt, and a greedy one if asked, in one call; score them."""
+    """Sample `samples` completions per prompt, and a greedy one if asked, in one call, and score them."""
     completions = engine.generate(
         prompts,
         samples=samples + greedy,
@@ -98,19 +98,21 @@ def evaluate(
     )
     if not greedy:
         return sampled
-    last = Evaluation(
+    greedy_only = Evaluation(
         prompts=prompts, completions=[c[samples:] for c in completions], scores=[s[samples:] for s in scores]
     )
-    return dataclasses.replace(sampled, greedy=last.accuracy)
+    return dataclasses.replace(sampled, greedy=greedy_only.accuracy)
 
 
 def interval(values: Sequence[float]) -> Estimate:
-    """Wilson's interval over problems. Values within a problem vary less than a coin of the same mean, so it is not too
-    narrow, and it keeps a width at 0 % and 100 %, where a normal or bootstrap interval has none."""
+    """The 95 % Wilson score interval over problems."""
     n = len(values)
     if not n:
         return Estimate(value=math.nan, low=math.nan, high=math.nan)
-    p, z = sum(values) / n, 1.959964
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    # A value in [0, 1] varies no more than a coin of the same mean, so the binomial interval is not too narrow.
+    # Unlike a normal or bootstrap interval it keeps a width at 0 % and 100 %.
+    p = sum(values) / n
+    z = 1.959964  # the 97.5 % quantile of the normal distribution
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return Estimate(value=p, low=max(0.0, min(p, centre - half)), high=min(1.0, max(p, centre + half)))
+    return Estimate(value=p, low=max(0.0, min(p, center - half)), high=min(1.0, max(p, center + half)))

@@ -1,7 +1,7 @@
-"""Asking a run to stop: the first SIGINT, SIGTERM or SIGUSR1 (which schedulers send before they take a machine) ends the current phase and saves, the second leaves at once.
+"""Stop requests. The first signal ends the current phase and saves a checkpoint, the second exits immediately.
 
-In: signals. Out: a flag, and `Interrupted` where a phase may be left in its middle. Invariant: a phase that changes weights is
-never left in its middle.
+In: SIGINT, SIGTERM, or SIGUSR1, which job schedulers send before they preempt a job. Out: a flag, and `Interrupted` in
+phases that may be abandoned halfway. Invariant: a phase that changes weights always finishes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """A request to stop came in a phase that can be left at once. No error, so no `except Exception` may catch it."""
+    """A stop request arrived in an interruptible phase. Not an `Exception`, so no `except Exception` catches it."""
 
 
 class StopRequest:
-    """A context in which signals set a flag. `signal` is the first one received, or None."""
+    """A context in which signals set a flag. `signal` is the first one received; None if there was none."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.signal: int | None = None
@@ -29,7 +29,7 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A phase that a request ends at once, with `Interrupted`; one that came before it too."""
+        """A phase that a stop request ends immediately with `Interrupted`, also a request from before the phase."""
         if self:
             raise Interrupted
         self._interruptible = True
@@ -43,7 +43,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
-            return self  # signals reach the main thread only; its owner decides about them
+            return self  # Python delivers signals to the main thread only, and refuses handlers from any other
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._receive)
         return self
@@ -58,4 +58,4 @@ class StopRequest:
         self.signal = number
         if self._interruptible:
             raise Interrupted
-        self._announce("Stopping as soon as what is under way is finished. Once more to leave at once.")
+        self._announce("Stopping after the current phase. A second signal (Ctrl-C) exits immediately.")

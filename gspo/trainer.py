@@ -1,8 +1,8 @@
-"""A run: build the parts, start or resume, loop over steps, evaluate, checkpoint, stop.
+"""A run from start to end: build its components, start or resume, loop over steps, evaluate, checkpoint, stop.
 
 In: a `Config`, or the directory of an earlier run. Out: a run directory and an `Outcome`.
 Invariant: everything a step depends on is in the checkpoint before it (weights, moments, `TrainerState`) or is a pure
-function of the config, so a resumed run writes the same `metrics.jsonl` to the byte.
+function of the config. So a resumed run writes a byte-identical `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gspo.record.sinks import Sinks
 from gspo.signals import StopRequest
 
 OWN_OPTION = ("name", "run_dir", "steps")
-"""Settings that a resume takes by an option of its own, or from where the run lies."""
+"""Settings that a resumed run takes from a command-line option, or from the location of its directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class Outcome:
     run: Path
     step: int
     began: int
-    """The step that this process went on from; 0: it began the run."""
+    """The step that this process resumed from; 0 for a new run."""
     steps: int
-    """Steps after which the run ends; where sampled tokens decide, at the pace so far."""
+    """Steps after which the run ends. Estimated from the pace so far if a token budget ends it."""
     idle: int
     """Steps of this process that trained on nothing."""
     stopped_by: int | None
-    """Signal that stopped it early."""
+    """The signal that stopped it early; None if it finished."""
     before: Estimate | None
     """Held-out accuracy at step 0, if this process measured it or the run directory has it."""
     after: Estimate | None
@@ -68,7 +68,7 @@ class Outcome:
     evaluated_at: int
     """Step of the last evaluation."""
     unscored: int
-    """Replies of the steps of this process that could not be scored."""
+    """Completions that could not be scored, in the steps of this process."""
     picture: Path | None
     seconds: float
 
@@ -97,13 +97,16 @@ def resume(
     overrides: Sequence[str] = (),
     trust_run: bool = False,
 ) -> Outcome:
-    """Continue a run from its newest whole checkpoint; `steps` moves its end; `overrides` are settings that may change
-    during a run; `trust_run`: also with code that was not asked for here before."""
+    """Resume a run from its newest intact checkpoint.
+
+    `steps` changes where it ends. `overrides` are settings that may change during a run. `trust_run` also allows code
+    that only the run directory names."""
     check_single_process()
     run, config = RunDir.open(path)
     try:
         config = _with_overrides(config, overrides)
         begin = _where_to_resume(run, display)
+        # Before any code that the run directory names is loaded.
         trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
         if steps is not None and steps < done:
@@ -119,34 +122,41 @@ def resume(
 
 
 def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """The run's settings with those of the command line, which must be ones that a run may change."""
+    """The run's settings with the overrides applied. Only settings that may change during a run are accepted."""
     new = override(tomllib.loads(to_toml(config)), overrides, where="command line")
     refused = [k for k in differing([flat(config), flat(new)]) if not k.startswith(MAY_CHANGE) or k in OWN_OPTION]
     if refused:
-        raise ConfigError(f"train --resume: a run continues with its own settings (RUN/config.toml); {', '.join(refused)} cannot be given, --steps and {', '.join(f'learner.{name}' for name in TUNABLE)} and those of logs, checkpoints, alarms and limits can")  # fmt: skip
+        tunable = ", ".join(f"learner.{name}" for name in TUNABLE)
+        raise ConfigError(
+            f"train --resume: a run continues with its own settings (RUN/config.toml); {', '.join(refused)} cannot be "
+            f"given, --steps and {tunable} and those of logs, checkpoints, alarms and limits can"
+        )
     return new
 
 
 def _models(run: RunDir, config: Config, begin: Path | None) -> list[Path | str]:
-    """Where the models of a resumed run are loaded from: the policy, and the reference of a KL penalty."""
-    kept = run.path / "reference"
-    return [begin or config.model.path, *([kept if kept.is_dir() else config.model.path] if run_objective(config).kl else [])]  # fmt: skip
+    """Where a resumed run loads its models from: the policy and, with a KL penalty, the reference."""
+    policy = begin or config.model.path
+    if not run_objective(config).kl:
+        return [policy]
+    saved = run.path / "reference"
+    return [policy, saved if saved.is_dir() else config.model.path]
 
 
 def _where_to_resume(run: RunDir, display: Display) -> Path | None:
-    """The newest checkpoint that can be used; None if there never was one."""
+    """The newest usable checkpoint; None if the run has not written any."""
     if not checkpoint.saved(run.checkpoints):
         display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
         return None
     begin, complaints = checkpoint.newest(run.checkpoints, lambda state: _unfit(run, state))
     for complaint in complaints:
         run.event("damaged checkpoint", what=complaint)
-        display.message(f"passed over a damaged checkpoint: {complaint}")
+        display.message(f"skipped a damaged checkpoint: {complaint}")
     return begin
 
 
 def _unfit(run: RunDir, state: TrainerState) -> str | None:
-    """What the run's own log says against a checkpoint: it is shorter, or was written by another run."""
+    """Why the run's own log contradicts a checkpoint: the log is shorter, or another run wrote the checkpoint."""
     if lacking := run.lacks(state.offsets):
         return lacking
     last = run.last_row(state.offsets.get("metrics.jsonl", 0))
@@ -154,47 +164,69 @@ def _unfit(run: RunDir, state: TrainerState) -> str | None:
     if last is None and step < 0:
         return None
     if last is None or last.get("step") != step:
-        return f"metrics.jsonl ends at another step than {step} where the checkpoint says that step ended"
+        return f"metrics.jsonl does not end with step {step} at the length that the checkpoint recorded"
     sampled = last.get("tokens/sampled")
-    known = isinstance(sampled, int) and (sampled == state.tokens if state.pending is None else sampled <= state.tokens)
-    return (
-        None
-        if known
-        else f"metrics.jsonl has {sampled} sampled tokens after step {step}, the checkpoint {state.tokens}"
+    # A pending step has sampled its tokens, but its record is not in metrics.jsonl yet.
+    consistent = isinstance(sampled, int) and (
+        sampled == state.tokens if state.pending is None else sampled <= state.tokens
     )
+    if consistent:
+        return None
+    return f"metrics.jsonl has {sampled} sampled tokens after step {step}, the checkpoint {state.tokens}"
 
 
 def _with_new_end(config: Config, steps: int, display: Display) -> Config:
     if config.learner.schedule != "constant":
-        display.message(f"the {config.learner.schedule} schedule now ends at step {steps}: learning rates from here on are not those of the run as it was planned")  # fmt: skip
+        display.message(
+            f"the {config.learner.schedule} schedule now ends at step {steps}: "
+            "from here on, learning rates differ from those of the original schedule"
+        )
     return dataclasses.replace(config, steps=steps)
 
 
 def _run(run: RunDir, config: Config, objective: Objective, display: Display, begin: Path | None) -> Outcome:
     started = time.monotonic()
     with ExitStack() as stack:
+        # Closed in reverse order: the run directory last, so that everything else can still write events.
         stack.callback(run.close)
         stack.callback(display.close)
         stop = stack.enter_context(StopRequest(display.message))
-        sinks = Sinks(config.log.sinks, name=config.name, run=run.path, settings=dataclasses.asdict(config), complain=display.message)  # fmt: skip
+        sinks = Sinks(
+            config.log.sinks,
+            name=config.name,
+            run=run.path,
+            settings=dataclasses.asdict(config),
+            complain=display.message,
+        )
         stack.callback(sinks.close)
         stack.enter_context(_errors_as_events(run, display))
-        parts = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
+        context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
         if begin is None:
             run.describe(config)
-        loop = Loop(run=run, parts=parts, display=display, sinks=sinks, stop=stop)
+        loop = Loop(run=run, parts=context, display=display, sinks=sinks, stop=stop)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         run.event("stop", step=state.step, signal=stop.signal)
     return Outcome(
-        run=run.path, step=state.step, began=loop.began, steps=loop.planned_steps(state), idle=loop.idle, stopped_by=None if loop.over(state) else stop.signal,
-        before=before, after=after, greedy=greedy, evaluated_at=evaluated_at, unscored=loop.unscored, picture=picture, seconds=time.monotonic() - started,
-    )  # fmt: skip
+        run=run.path,
+        step=state.step,
+        began=loop.began,
+        steps=loop.planned_steps(state),
+        idle=loop.idle,
+        stopped_by=None if loop.over(state) else stop.signal,
+        before=before,
+        after=after,
+        greedy=greedy,
+        evaluated_at=evaluated_at,
+        unscored=loop.unscored,
+        picture=picture,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _picture(run: RunDir, display: Display) -> Path | None:
-    """The curves as an image; a run that could not draw it has still finished."""
+    """Plot the curves. A run that has no room for the image has still finished."""
     try:
         with run.writing("curves.png"):
             return draw_curves(run.path)
@@ -205,7 +237,7 @@ def _picture(run: RunDir, display: Display) -> Path | None:
 
 @contextmanager
 def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
-    """What ended a run is written in it, where there is room for it."""
+    """Write the error that ended a run to its events, if the disk has room."""
     try:
         yield
     except GspoError as error:
@@ -218,18 +250,25 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
             raise
         with suppress(DiskError):
             run.event("error", error="MemoryLimitError", what=str(error))
-        raise MemoryLimitError(f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, then: gspo train --resume {run.path}") from error  # fmt: skip
+        raise MemoryLimitError(
+            f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, "
+            f"then: gspo train --resume {run.path}"
+        ) from error
     except KeyboardInterrupt:
         if run.started:
-            display.message(f"Left at once. Continue with:  gspo train --resume {run.path}")
+            display.message(f"Stopped immediately. Continue with:  gspo train --resume {run.path}")
         raise
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:
-    """Held-out accuracy at the first and at the last evaluation in a run directory, greedy likewise, and the last's step."""
-    rows = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
-    if not rows:
+    """(before, after, greedy, step): held-out accuracy at the first and the last evaluation in a run directory, the
+    pair for greedy decoding, and the step of the last evaluation."""
+    records = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
+    if not records:
         return None, None, None, 0
-    before, after = (Estimate(value=r["eval/accuracy"], low=r["eval/accuracy_low"], high=r["eval/accuracy_high"]) for r in (rows[0], rows[-1]))  # fmt: skip
-    first, last = rows[0].get("eval/accuracy_greedy"), rows[-1].get("eval/accuracy_greedy")
-    return before, after, None if first is None or last is None else (first, last), rows[-1]["step"]
+    ends = (records[0], records[-1])
+    before, after = (
+        Estimate(value=r["eval/accuracy"], low=r["eval/accuracy_low"], high=r["eval/accuracy_high"]) for r in ends
+    )
+    first, last = (r.get("eval/accuracy_greedy") for r in ends)
+    return before, after, None if first is None or last is None else (first, last), records[-1]["step"]

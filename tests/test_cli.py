@@ -66,7 +66,7 @@ def test_a_run_goes_on(demo_run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     assert "step 3/3" in done.stdout
-    assert "Finished 1 step (3 in all) in" in done.stdout
+    assert "Finished 1 step (3 in total) in" in done.stdout
     assert "steps = 3" in (demo_run / "config.toml").read_text()
 
 
@@ -139,7 +139,7 @@ def test_objectives_for_people_and_programs() -> None:
 FEW = ["--data.task_size=50", "--data.held_out=8"]
 MISTAKES = [
     (["train", "nowhere.toml"], "nowhere.toml: no such recipe"),
-    (["train"], "name a recipe"),
+    (["train"], "give a recipe"),
     (["train", "demo", "--lerner.x=1"], "unknown setting lerner"),
     (["train", "demo", "--learner.learning_rat=1"], "did you mean learner.learning_rate"),
     (["train", "demo", "--objective.name=gpso"], "no objective 'gpso'; there are: gspo"),

@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[...,
     for command in (["merge", config.run_dir, str(tmp_path / "out")], ["eval", config.run_dir, "--limit", "4"]):
         assert main(command) == 0
         said = capsys.readouterr().err
-        assert "passed over a damaged checkpoint: 000003: " in said
+        assert "skipped a damaged checkpoint: 000003: " in said
         assert "000002 is used" in said
     assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
     assert "is damaged" in capsys.readouterr().err
@@ -434,6 +434,6 @@ def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[.
 
 
 def test_merging_what_is_no_adapter_is_refused(base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    for source, message in ((base(), "it is a whole model already"), (str(tmp_path / "none"), "no such directory")):
+    for source, message in ((base(), "it is already a full model"), (str(tmp_path / "none"), "no such directory")):
         assert main(["merge", source, str(tmp_path / "out")]) == 1
         assert message in capsys.readouterr().err

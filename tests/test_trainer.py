@@ -221,7 +221,7 @@ def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
         (["objective.overlong_cache=11"], r"objective\.overlong_cache: .* 11 tokens .* limit of 10 .*10 or less"),
         (
             ["objective.overlong_limit=12", "objective.overlong_cache=2"],
-            r"objective\.overlong_limit: .* never act; lower",
+            r"objective\.overlong_limit: .* never applies; lower",
         ),
         (["objective.overlong_limit=100"], r"objective\.overlong_limit: .* above 80 tokens .*max_tokens = 10"),
     ],
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callab
     assert (run_of(config) / "metrics.jsonl").read_bytes() == golden
     for path in (run_of(config) / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*000003"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint.*000003"):
         resume(run_of(config), display)
 
 
@@ -613,7 +613,7 @@ def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[.
 
 def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], display: Any) -> None:
     for overrides, words in [
-        (("objective.name=ppo_clip",), "from outside"),
+        (("objective.name=ppo_clip",), "external advantages"),
         (("rollout.replies=1",), "at least 2"),
         (("data.held_out=0",), "eval.every = 0"),
         (("objective.name=nope",), "there are: gspo"),

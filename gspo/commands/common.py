@@ -1,4 +1,4 @@
-"""What several commands share: arguments, overrides, quiet libraries."""
+"""Helpers that several commands share: arguments, overrides, quiet libraries."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Command:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, list[str]], int]
-    """Gets the parsed options and the `--section.key=value` overrides, and returns the exit code."""
+    """Takes the parsed options and the `--section.key=value` overrides, and returns the exit code."""
     epilog: str = ""
     single_process: bool = False
-    """Whether it refuses to be one of several processes of a launcher."""
+    """Whether the command refuses to run as one of several processes of a launcher."""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Settings that have an option of their own."""
+    """Add the options that are short forms of settings."""
     parser.add_argument("--run-dir", help="directory of the run (default: runs/NAME-DATE-TIME)")
-    parser.add_argument("--seed", type=int, help="seed of everything random")
+    parser.add_argument("--seed", type=int, help="random seed")
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument(
         "--model", dest="model_path", metavar="MODEL", help="model directory, hub name or .gguf file (model.path)"
@@ -49,7 +49,7 @@ def given_settings(options: argparse.Namespace) -> list[str]:
 
 
 def add_trust_run(parser: argparse.ArgumentParser) -> None:
-    """`--trust-run`."""
+    """Add `--trust-run`."""
     parser.add_argument(
         "--trust-run",
         action="store_true",
@@ -58,9 +58,9 @@ def add_trust_run(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument type: a whole number above 0."""
+    """Argument type: a positive integer."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -80,7 +80,8 @@ def settings_help() -> str:
 
 
 def quiet_libraries() -> None:
-    """Errors and warnings of transformers still show. Its progress bars and notes do not."""
+    """Hide the progress bars and informational messages of transformers, but not its errors and warnings."""
+    # Read when the libraries are imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

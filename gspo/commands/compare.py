@@ -20,14 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokens",
         type=int,
-        help="completion tokens that each run samples (default: what the recipe's steps take at the completion length "
-        "after the cold start)",
+        help="completion tokens that each run samples (default: estimated from the recipe's steps and the completion "
+        "length after the cold start)",
     )
-    add("--steps", type=int, help="training steps that set the schedule and, without --tokens, the budget")
+    add(
+        "--steps",
+        type=int,
+        help="training steps; sets the learning rate schedule and, without --tokens, the token budget",
+    )
     add("--out", metavar="DIR", help="directory of the comparison (default: runs/compare-NAME)")
-    add("--jobs", type=int, help="runs at the same time (default: as many as the cores allow; one on a GPU)")
+    add("--jobs", type=int, help="concurrent runs (default: as many as the CPU cores allow; 1 on a GPU)")
     add_trust_run(parser)
-    add("--report", metavar="DIR", help="only write the report of this comparison again")
+    add("--report", metavar="DIR", help="only rewrite the report of this comparison")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -38,7 +42,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return report(options.report)
     if not options.recipe or not options.objectives:
         raise ConfigError(
-            "compare: name a recipe and --objectives, for example gspo compare demo --objectives grpo,gspo"
+            "compare: give a recipe and --objectives, for example gspo compare demo --objectives grpo,gspo"
         )
     steps = [f"--steps={options.steps}"] if options.steps is not None else []
     request = Request(
@@ -56,10 +60,10 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="compare",
-    help="Compare objectives: equal sampled tokens, the same cold start, one report.",
+    help="Compare objectives with equal sampled tokens and the same cold start, and write a report.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Repeating a command resumes what is unfinished. Settings of 'gspo train --help' apply to all arms; "
-    "see docs/compare.md.",
+    epilog="Repeat the command to resume unfinished runs. Settings of 'gspo train --help' apply to all arms. "
+    "See docs/compare.md.",
     single_process=True,
 )

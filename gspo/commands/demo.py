@@ -15,7 +15,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="demo",
-    help="A small mixture-of-experts model learns addition on this machine, offline.",
+    help="Train a small MoE model to add numbers, on this machine and offline.",
     add_arguments=add_run_options,
     run=run,
     epilog="Any setting of 'gspo train --help' can be overridden.",

@@ -10,9 +10,9 @@ from gspo.commands.common import Command, add_run_options, given_settings, posit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", help="a .toml recipe, or the name of a shipped one")
-    add("--quick", action="store_true", help="load no weights: only what files and settings can tell")
+    add("--quick", action="store_true", help="check only settings and files; load no weights")
     add("--prompts", type=positive, help="groups of completions to sample (default: up to 16, as time allows)")
-    add("--json", action="store_true", help="for programs")
+    add("--json", action="store_true", help="print JSON")
     add_run_options(parser)
 
 
@@ -26,9 +26,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="doctor",
-    help="Check a recipe before it runs; exit code 1 if something would fail.",
+    help="Run the pre-flight checks of a recipe; exit code 1 if the run would fail.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Settings are given as to 'gspo train'; docs/doctor.md lists every check.",
+    epilog="Takes the settings of 'gspo train'. docs/doctor.md lists every check.",
     single_process=True,
 )

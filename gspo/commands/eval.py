@@ -1,7 +1,7 @@
 """`gspo eval`: pass@k and avg@k of a model, a checkpoint or a run.
 
-In: a model and what to evaluate it on. Out: numbers with intervals, and files if asked for. Invariant: a model is never evaluated
-on problems that it was trained on, nor on any that ask the same.
+In: a model and problems. Out: accuracies with intervals, and files if asked for. Invariant: a model is never evaluated
+on problems that it was trained on, nor on problems that ask the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gspo.rollout.engine import Engine
 from gspo.types import Prompt
 
 FRESH = 1000
-"""Problems of a generated task that `gspo eval` makes unless `--limit` says otherwise."""
+"""How many problems of a generated task `gspo eval` uses without `--limit`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", help="problems: a data file, or a generated task by name")
     add(
         "--recipe",
-        help="take data, reward and sampling settings from this recipe (a run: its own), and its held-out problems",
+        help="recipe with the data, reward and sampling settings and the held-out problems (for a run: its own)",
     )
     add_trust_run(parser)
     add("--k", default="1", help="comma-separated, for example 1,8")
@@ -97,7 +97,7 @@ def evaluate_model(
     """Evaluate a model: print the numbers, and write the files that were asked for."""
     if samples < max(ks):
         raise ConfigError(
-            f"--samples: {samples} replies per problem cannot tell pass@{max(ks)}; give at least {max(ks)}"
+            f"--samples: {samples} completions per problem are too few for pass@{max(ks)}; give at least {max(ks)}"
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: must be at least 1, not {limit}")
@@ -107,42 +107,47 @@ def evaluate_model(
     config = _eval_config(model, data, recipe, seed, overrides)
     _check_trust(model, config, recipe, trust_run)
     with ExitStack() as stack:
-        prompts, engine, rewards = _eval_parts(config, stack, held_out=data is None, limit=limit)
+        prompts, engine, rewards = _eval_components(config, stack, held_out=data is None, limit=limit)
         sampling = config.rollout.sampling
-        done = evaluate(
+        evaluation = evaluate(
             engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream="eval"
         )
-        numbers = {f"avg@{k}": done.avg_at(k) for k in ks} | {f"pass@{k}": done.pass_at(k) for k in ks}
-        if done.greedy is not None:
-            numbers["greedy"] = done.greedy
-    _print_numbers(config, done, numbers, samples)
+        numbers = {f"avg@{k}": evaluation.avg_at(k) for k in ks} | {f"pass@{k}": evaluation.pass_at(k) for k in ks}
+        if evaluation.greedy is not None:
+            numbers["greedy"] = evaluation.greedy
+    _print_numbers(config, evaluation, numbers, samples)
     if json_path:
-        _write_numbers(Path(json_path), config, done, numbers, samples)
+        _write_numbers(Path(json_path), config, evaluation, numbers, samples)
     if replies_path:
-        _write_replies(Path(replies_path), done)
+        _write_completions(Path(replies_path), evaluation)
     return 0
 
 
 def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
-    """Settings of the recipe (or of the run that the model comes from), with model and data put in."""
+    """The settings of the recipe, or of the run that the model comes from, with this model and data."""
     from gspo.learner.checkpoint import newest_of
     from gspo.model.adapter import base_of
 
     run = Path(model)
     if (newest := newest_of(run)) is not None:
-        recipe, model = recipe or str(run / "config.toml"), str(newest)
+        recipe = recipe or str(run / "config.toml")
+        model = str(newest)
     if not recipe and not data and not run.exists():
         raise ConfigError(
             f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"
         )
     if not recipe and not data:
-        raise ConfigError("eval: say on what: --data FILE, --data TASK, or --recipe RECIPE for its held-out problems")
+        raise ConfigError(
+            "eval: no problems; give --data FILE, --data TASK, or --recipe RECIPE for its held-out problems"
+        )
     tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
-    whole = ("lora", "quantize") if base_of(model) is None else ()  # whatever the run was that the recipe is of
-    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in ("build", "build_options", "path", *whole)} | {"path": model}  # fmt: skip
+    dropped = {"build", "build_options", "path"}
+    if base_of(model) is None:
+        dropped |= {"lora", "quantize"}  # a full model has no adapters, even if the recipe trains some
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in dropped} | {"path": model}
     tree["cold_start"] = {}
     if data:
-        _put_data(tree, data)
+        _replace_data(tree, data)
     tree["seed"] = seed if data else tree.get("seed", seed)
     config = settings.override(tree, overrides, where=recipe or "eval")
     settings.check(config)
@@ -150,12 +155,12 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
 
 
 def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool) -> None:
-    """Code that only the run directory names must be asked for; a recipe and overrides of the command line ask for theirs."""
+    """Code that only the run directory names needs `--trust-run`. A recipe or override names its code explicitly."""
     own = Path(model) / "config.toml"
     if recipe or config.model.path == model:
         if trust_run:
             raise ConfigError(
-                "--trust-run: has no effect here: no settings are taken from a run directory; leave it out"
+                "--trust-run: has no effect here, because no settings come from a run directory; leave it out"
             )
         return
     named = set(trust.all_code(settings.from_tree(settings.read_toml(own), where=str(own)), [config.model.path]))
@@ -163,12 +168,12 @@ def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool
     trust.check(Path(model), code, trust=trust_run)
 
 
-def _put_data(tree: dict[str, Any], data: str) -> None:
-    """Replace the recipe's problems by others, keeping the settings that say how problems are read and put."""
+def _replace_data(tree: dict[str, Any], data: str) -> None:
+    """Replace the recipe's problems, but keep the settings that say how problems are read and presented."""
     old = tree.get("data", {})
     presentation = {"instruction", "system", "chat", "max_prompt_tokens", "on_bad_row"}
     if Path(data).suffix:
-        check_file(data)  # before the settings: which reward its problems need is asked once they are there
+        check_file(data)  # a missing file must be reported before a missing reward for its problems
         kept = presentation | {"prompt_field", "prompt_template", "answer_field", "answer_after"}
         tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
     else:
@@ -178,7 +183,7 @@ def _put_data(tree: dict[str, Any], data: str) -> None:
             tree["reward"] = {}  # a task has its own verifier
 
 
-def _eval_parts(
+def _eval_components(
     config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
 ) -> tuple[Sequence[Prompt], Engine, RewardPool]:
     from gspo.build import engine_for, reward_pool
@@ -202,57 +207,65 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
     try:
         seen = trained_on(config.model.path, tokenizer)
     except GspoError as error:
-        told = "the problems it was trained on cannot be read, so they are not kept out of this evaluation"
-        warnings.warn(f"{config.model.path}: {told}: {error}", stacklevel=2)
+        effect = "the problems it was trained on cannot be read, so they are not excluded from this evaluation"
+        warnings.warn(f"{config.model.path}: {effect}: {error}", stacklevel=2)
         seen = frozenset()
     if config.data.task and not held_out:
         return fresh_problems(config.data, tokenizer, config.seed, count=limit or FRESH, exclude=seen)
     problems = load_problems(config.data, tokenizer, config.seed)
     found = problems.held_out if held_out else problems.train
     if not found:
-        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); name them with --data")
+        raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); give problems with --data")
     unseen = [p for p in found if p.key not in seen]
     if not unseen:
         raise ConfigError(
             f"eval: {config.model.path} was trained on every one of these {len(found)} problems, or on others that ask "
-            "the same; name problems that it has not seen with --data"
+            "the same; give unseen problems with --data"
         )
     if len(unseen) < len(found):
-        less = len(found) - len(unseen)
+        excluded = len(found) - len(unseen)
         print(
-            f"left out {less} of {len(found)} problems: the model was trained on them, or on others that ask the same"
+            f"left out {excluded} of {len(found)} problems: the model was trained on them, or on others that ask "
+            "the same"
         )
     return unseen[:limit]
 
 
-def _print_numbers(config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
     print(
-        f"{config.model.path}: {len(done.prompts)} problems, {samples} replies each at temperature {config.rollout.temperature:g}"
+        f"{config.model.path}: {len(evaluation.prompts)} problems, {samples} completions each at temperature "
+        f"{config.rollout.temperature:g}"
     )
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")
     if samples > 1:
-        print(f"  avg@k: of the first k replies of a problem; pass@k: estimated from all {samples}")
-    if done.unscored:
-        why = next((f"; the first: {s.failure}" for scores in done.scores for s in scores if s.failure), "")
-        print(f"  {done.unscored} replies have no verdict (unscored) and are left out{why}")
+        print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
+    if evaluation.unscored:
+        why = next(
+            (f"; the first failure: {s.failure}" for scores in evaluation.scores for s in scores if s.failure), ""
+        )
+        print(f"  {evaluation.unscored} completions have no verdict (unscored) and are left out{why}")
 
 
-def _write_numbers(path: Path, config: Config, done: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
+def _write_numbers(
+    path: Path, config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int
+) -> None:
     values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
     record = {
         "model": config.model.path,
-        "problems": len(done.prompts),
+        "problems": len(evaluation.prompts),
         "samples": samples,
-        "unscored": done.unscored,
+        "unscored": evaluation.unscored,
         **values,
     }
     replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
-def _write_replies(path: Path, done: Evaluation) -> None:
-    with writing(path, "make room there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
-        for prompt, completions, scores in zip(done.prompts, done.completions, done.scores, strict=True):
+def _write_completions(path: Path, evaluation: Evaluation) -> None:
+    with writing(path, "free disk space there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
+        for prompt, completions, scores in zip(
+            evaluation.prompts, evaluation.completions, evaluation.scores, strict=True
+        ):
             for c, s in zip(completions, scores, strict=True):
                 record = {
                     "prompt_id": prompt.id,

@@ -1,8 +1,8 @@
-"""`gspo merge`: a LoRA adapter added to its model, as a model directory of its own.
+"""`gspo merge`: merge a LoRA adapter into its base model.
 
-In: a run, a checkpoint or any folder with an adapter. Out: a directory that transformers and vLLM load as it is. Invariant: the
-merged model computes what model and adapter computed together, but for one rounding of each weight to its precision. A
-checkpoint of a run with 4-bit weights is merged into just those, written out.
+In: a run, a checkpoint or any directory with an adapter. Out: a model directory that transformers and vLLM load.
+Invariant: the merged model computes what base model and adapter compute together, up to one rounding of each weight to
+its precision. For a run with 4-bit weights the base is the dequantized 4-bit weights, the ones it was trained with.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PRECISIONS = {"F32": "float32", "BF16": "bfloat16"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or the folder of an adapter"
+        "source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or an adapter directory"
     )
-    parser.add_argument("out", metavar="OUT", help="the directory to write")
+    parser.add_argument("out", metavar="OUT", help="directory to write")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -34,15 +34,17 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def merge(source: str, out: str) -> tuple[Path, Path]:
-    """Write the merged model to `out`, in the precision of the adapter; the adapter's folder, and `out`."""
+    """Write the merged model to `out`, in the precision of the adapter. Returns the adapter's directory and `out`."""
     from gspo.learner import checkpoint
     from gspo.model.load import load_policy, load_tokenizer
 
-    folder, target = _adapter_folder(Path(source)), Path(out)
+    directory = _adapter_dir(Path(source))
+    target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{out}: is there already; name a directory that is not")
-    model = ModelConfig(path=str(folder), dtype=_precision(folder), device="cpu")  # type: ignore[arg-type]
+        raise ConfigError(f"{out}: already exists; choose a new directory")
+    model = ModelConfig(path=str(directory), dtype=_precision(directory), device="cpu")  # type: ignore[arg-type]
     policy = load_policy(model, load_tokenizer(model), seed=0)
+    # A rename makes the directory appear complete or not at all.
     partial = target.with_name(f".tmp-{target.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -51,42 +53,45 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
         partial.replace(target)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ConfigError(f"{out}: cannot be written: {error}; make room, or name another directory") from error
-    return folder, target
+        raise ConfigError(f"{out}: cannot be written: {error}; free disk space, or choose another directory") from error
+    return directory, target
 
 
-def _adapter_folder(source: Path) -> Path:
+def _adapter_dir(source: Path) -> Path:
     from gspo.learner import checkpoint
     from gspo.model import adapter
 
     newest = checkpoint.newest_of(source)
-    folder = newest or source
-    if not folder.is_dir():
-        raise ConfigError(f"{source}: no such directory; name a run, a checkpoint or the folder of an adapter")
-    if adapter.base_of(str(folder)) is None:
-        whole = "it is a whole model already" if (folder / "config.json").is_file() else "it has no adapter_config.json"
-        raise ConfigError(f"{folder}: there is nothing to merge, {whole}")
-    if newest is None and (folder / "manifest.json").is_file() and (complaint := checkpoint.damage(folder)):
-        raise ConfigError(f"{folder}: is damaged: {complaint}; merge another checkpoint")
-    return folder
+    directory = newest or source
+    if not directory.is_dir():
+        raise ConfigError(f"{source}: no such directory; give a run, a checkpoint or an adapter directory")
+    if adapter.base_of(str(directory)) is None:
+        full = (directory / "config.json").is_file()
+        reason = "it is already a full model" if full else "it has no adapter_config.json"
+        raise ConfigError(f"{directory}: nothing to merge: {reason}")
+    if newest is None and (directory / "manifest.json").is_file() and (complaint := checkpoint.damage(directory)):
+        raise ConfigError(f"{directory}: is damaged: {complaint}; merge another checkpoint")
+    return directory
 
 
-def _precision(folder: Path) -> str:
+def _precision(directory: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     from gspo.model import adapter
 
     try:
-        with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
+        with safe_open(directory / adapter.WEIGHTS, framework="pt") as file:
             kind = file.get_slice(next(iter(file.keys()))).get_dtype()
     except (OSError, StopIteration, SafetensorError) as error:
-        raise ConfigError(f"{folder / adapter.WEIGHTS}: cannot be read ({error}); the adapter is not whole") from None
+        raise ConfigError(
+            f"{directory / adapter.WEIGHTS}: cannot be read ({error}); the adapter is incomplete"
+        ) from None
     return _PRECISIONS.get(kind, "float32")
 
 
 COMMAND = Command(
     name="merge",
-    help="Merge a LoRA adapter into its model: a directory that transformers and vLLM load.",
+    help="Merge a LoRA adapter into its base model, as a directory that transformers and vLLM load.",
     add_arguments=add_arguments,
     run=run,
     epilog="See docs/lora.md.",

@@ -1,4 +1,4 @@
-"""`gspo replay`: what every objective would have done with a step that a run has taken."""
+"""`gspo replay`: what every objective would have done with a recorded step of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo.commands.common import Command, add_trust_run, no_overrides, positive,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="the directory of the run")
-    add("--step", type=positive, help="which step (default: the last that can be replayed)")
+    add("--step", type=positive, help="step to replay (default: the last one possible)")
     add(
         "--objectives",
         default="all",
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mini-batch",
         type=positive,
         metavar="K",
-        help="use the weights before optimizer step K of the step, from 1 (default: the last)",
+        help="use the weights before the K-th optimizer step of the step, counted from 1 (default: the last)",
     )
     add("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
@@ -55,9 +55,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="replay",
-    help="Show what every objective would have done with a step that a run has taken.",
+    help="Show what every objective would have done with a recorded step of a run.",
     add_arguments=add_arguments,
     run=run,
-    epilog="The run directory is only read, even while the run continues; see docs/replay.md.",
+    epilog="Reads the run directory and never writes to it, even while the run continues. See docs/replay.md.",
     single_process=True,
 )

@@ -9,13 +9,14 @@ from gspo.commands.common import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="model directory or hub name; only its config is used: a run sends its own weights")
+    add("model", help="model directory or hub name; only its config is used, because a run sends its own weights")
     add(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1; another only in a private network: the connection is not encrypted)",
+        help="address to listen on (default: 127.0.0.1); the connection is not encrypted, "
+        "so use another address only in a private network",
     )
-    add("--port", type=int, default=0, help="(default: a free one)")
+    add("--port", type=int, default=0, help="port (default: a free one)")
     add(
         "--experts",
         action="store_true",
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--token-file",
         metavar="FILE",
-        help="where to write the token unless GSPO_SERVE_TOKEN has one (default: gspo-serve-PORT.token)",
+        help="file for the access token, unless GSPO_SERVE_TOKEN is set (default: gspo-serve-PORT.token)",
     )
 
 
@@ -46,5 +47,5 @@ COMMAND = Command(
     help="Start a vLLM server that training runs can sample from; see docs/engines.md.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Other options are handed to vLLM as they are, each as --name=value: --tensor-parallel-size=2",
+    epilog="Other options go to vLLM unchanged, each as --name=value, for example --tensor-parallel-size=2",
 )

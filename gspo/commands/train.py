@@ -1,4 +1,4 @@
-"""`gspo train`: train by a recipe, or resume a run."""
+"""`gspo train`: train a model with a recipe, or resume a run."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return _resume(options, overrides)
     if options.trust_run:
         raise ConfigError(
-            "--trust-run: has no effect without --resume: a recipe that you name is run as it is; leave it out"
+            "--trust-run: has no effect without --resume, because a recipe that you name is trusted; leave it out"
         )
     if not options.recipe:
-        raise ConfigError("train: name a recipe (a .toml file), or --resume RUN")
+        raise ConfigError("train: give a recipe (a .toml file), or --resume RUN")
     return train_recipe(options.recipe, options, overrides)
 
 
 def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
     """Start a run and report how it ended."""
+    # Before torch is imported, which takes seconds, so that a mistake in a setting is reported immediately.
     settings = config.load(recipe, given_settings(options) + overrides)
     quiet_libraries()
     from gspo.record.progress import make_display
@@ -55,7 +56,8 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.recipe or options.run_dir or options.model_path or options.seed is not None:
         raise ConfigError(
-            "train --resume: a run continues with its own model, seed and directory; leave out all but --steps and settings"
+            "train --resume: a run continues with its own model, seed and directory; "
+            "leave out all but --steps and settings"
         )
     quiet_libraries()
     from gspo.record.progress import make_display
@@ -74,15 +76,16 @@ def _report(outcome: Outcome) -> int:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
         print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
     else:
-        total = f" ({outcome.step} in all)" if outcome.began else ""
+        total = f" ({outcome.step} in total)" if outcome.began else ""
         print(f"Finished {taken} step{'s' * (taken != 1)}{total} in {outcome.seconds / 60:.1f} minutes.")
     _report_accuracy(outcome)
     if outcome.idle:
-        print(
-            f"{outcome.idle} of {taken} steps trained on nothing and left the policy as it was; events.jsonl says why."
-        )
+        print(f"{outcome.idle} of {taken} steps trained on nothing and left the policy unchanged; see events.jsonl.")
     if outcome.unscored:
-        print(f"{outcome.unscored} completions could not be scored and were left out; rollouts/ says why.")
+        print(
+            f"{outcome.unscored} completions could not be scored and were not trained on; "
+            "see rollouts/ for the reasons."
+        )
     if outcome.picture:
         print(f"Picture:        {outcome.picture}")
     print(f"Run directory:  {outcome.run}")
@@ -102,7 +105,7 @@ def _report_accuracy(outcome: Outcome) -> None:
 
 
 def _program() -> str:
-    """How this program can be called again: by name where it is on the path."""
+    """The command that started this process: `gspo` if it is on the PATH."""
     if sys.argv[0].endswith(".py"):
         return "python -m gspo.cli"
     return "gspo" if shutil.which("gspo") else os.path.relpath(sys.argv[0])
@@ -110,7 +113,7 @@ def _program() -> str:
 
 COMMAND = Command(
     name="train",
-    help="Train by a recipe, or resume a run.",
+    help="Train a model with a recipe, or resume a run.",
     add_arguments=add_arguments,
     run=run,
     epilog="settings, given as --section.key=value:\n" + settings_help(),

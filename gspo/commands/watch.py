@@ -1,4 +1,4 @@
-"""`gspo watch`: a local page, or a terminal view, of runs."""
+"""`gspo watch`: a live dashboard of runs, in the browser or in the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories, or directories of runs (default: runs)",
     )
-    parser.add_argument("--text", action="store_true", help="sparklines in this terminal instead of a page")
+    parser.add_argument("--text", action="store_true", help="show sparklines in the terminal instead of a web page")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
 
 
@@ -32,8 +32,8 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="watch",
-    help="Serve a page on this machine that shows runs while they train, down to the token.",
+    help="Serve a local dashboard that shows runs while they train, down to single tokens.",
     add_arguments=add_arguments,
     run=run,
-    epilog="docs/watch.md says what it shows.",
+    epilog="See docs/watch.md.",
 )

@@ -1,7 +1,7 @@
 """A rollout batch, ready to train on: plan, packed tokens with their log-probs and advantages, routing.
 
 In: the samples of a step. Out: a `TrainBatch`. Invariant: everything here is computed with the weights before the first
-optimizer step, and stays as it is while the batch is trained on.
+optimizer step, and does not change while the batch is trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """A rollout batch in training."""
+    """A rollout batch that is being trained on."""
 
     plan: Plan
     samples: tuple[TrainSample, ...]
@@ -41,29 +41,31 @@ class TrainBatch:
     tokens: Tokens
     """All completion tokens, packed. `logp_N` is the old policy's."""
     reward_B: Tensor
-    """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
+    """The rewards that the advantages are computed from: shaped, and minus the KL penalty with `kl_in = "reward"`."""
     old: OldLogprobs
     temperature: float
-    """The sampling temperature, which log-probs use too."""
+    """The sampling temperature. Log-probs use it too."""
     routing: NoRouting
-    """How a mixture of experts routes in training forwards."""
+    """How an MoE model routes in training forwards."""
     rounding_N: Tensor | None
-    """log pi_old - log mu where the engine sampled with the learner's own weights, so that only rounding makes them differ."""
+    """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
+    differ; None otherwise."""
     seed: str
-    """Seeds the choice of objectives that single out tokens at random."""
+    """Seed of objectives that select tokens at random."""
 
     @property
     def cached(self) -> CachedForward | None:
-        """The forward of the first micro-batch, if computing the old log-probs has run it."""
+        """The forward of the first micro-batch; None if computing the old log-probs has not run it."""
         return self.old.cached
 
 
 def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool) -> TrainBatch:
-    """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward` the first training
-    forward is also the old policy's."""
+    """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward`, the first
+    training forward also gives the old log-probs."""
     config = context.config
     plan = plan_batch(context, samples, step)
     routing = _routing(context, plan, samples)
+    # The reference first: the old forward may leave a graph in memory.
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
     old = _old_logprobs(context, plan, samples, routing, reuse_forward=reuse_forward)
     tokens = Tokens(
@@ -106,13 +108,14 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
 def token_weights(objective: Objective, plan: Plan, index: int) -> Tensor:
     """The weight of each packed token in optimizer step `index`; 0 for tokens of the others."""
     rows = [row for micro in plan.updates[index] for row in micro.rows]
+    # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
     weight_B = torch.zeros(len(plan.rows), dtype=torch.float64)
     weight_B[rows] = objective.aggregate(plan.lengths(rows))
     return weight_B[plan.sequence_N].float()
 
 
 def select_tokens(context: LearnContext, batch: TrainBatch, index: int) -> Tensor | None:
-    """The tokens that the objective singles out in optimizer step `index`; None if it does not.
+    """The tokens that the objective selects in optimizer step `index`; None if it uses all.
 
     The choice depends on statistics of the whole step, so it needs a forward over all of it first."""
     objective, policy = context.objective, context.policy
@@ -161,7 +164,7 @@ def _routing(context: LearnContext, plan: Plan, samples: Sequence[TrainSample]) 
 
 
 def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
-    """Under the reference. If that is the policy's own model, its adapters are disabled."""
+    """Log-probs under the reference. If that is the policy's own model, its adapters are disabled."""
     own = context.reference is context.policy.model
     with switched_off(context.reference) if own else nullcontext():
         return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
@@ -180,11 +183,11 @@ def _old_logprobs(
 
 
 def _rounding(context: LearnContext, samples: Sequence[TrainSample], old: OldLogprobs) -> Tensor | None:
-    """Known if the completions were sampled from the full distribution of the very weights that are about to be trained."""
+    """The rounding noise. Known if the completions were sampled from the full distribution of the current weights."""
     config, now = context.config, context.optimizer.updates
     rollout = config.rollout
     same_weights = rollout.engine == "local" and all(s.completion.version == now for s in samples)
     full_distribution = rollout.top_p == 1 and not rollout.top_k
-    # With the sampler's own log-probs as the old ones, the two are the same numbers.
+    # If the sampler's log-probs are the old ones, their difference is 0 and says nothing about rounding.
     computed = config.learner.old_logp == "recompute"
     return old.log_rho_M if same_weights and full_distribution and computed else None

@@ -1,16 +1,18 @@
-"""Checkpoints: a model directory that transformers loads as it is, plus the trainer's state, without pickle.
+"""Checkpoints: a model directory that transformers loads, plus the trainer's state, without pickle.
 
     000020/
-      config.json, model.safetensors, tokenizer files   Hugging Face layout (LoRA: adapter_config.json, adapter_model.safetensors)
-      trainer.tensors                                   optimiser moments (and float32 masters) by parameter name; in
-                                                        safetensors format, but not by name: vLLM would take it for weights
+      config.json, model.safetensors, tokenizer files   Hugging Face layout
+                                                        (LoRA: adapter_config.json, adapter_model.safetensors)
+      trainer.tensors                                   optimizer moments and float32 masters by parameter name;
+                                                        safetensors format, but without that suffix, because vLLM
+                                                        would load it as weights
       trainer.json                                      step, data cursor, counters, file offsets
       manifest.json                                     size and SHA-256 of every other file
 
-Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory without that
-prefix is whole; one that is replaced is exchanged, so that at every instant there is a whole one. Loading checks a checkpoint
-against its manifest, which names plain files beside it and nothing else; a damaged one is named and passed over, never loaded.
-Only what this program wrote is ever deleted.
+Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory
+without that prefix is complete. A checkpoint that is replaced is swapped with the new one, so a complete one exists at
+every instant. Loading verifies a checkpoint against its manifest, which names only plain files in the same directory.
+A damaged checkpoint is reported and skipped, never loaded. Only files that this program wrote are ever deleted.
 """
 
 from __future__ import annotations
@@ -40,51 +42,57 @@ from gspo.model import adapter
 from gspo.model.load import Policy
 
 TRAINER = "trainer.tensors"
-_NAME, _LEFT_OVER = re.compile("[0-9]{6,18}"), re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
-"""What the folders of checkpoints are called, and those of saves that did not finish."""
+_NAME = re.compile("[0-9]{6,18}")
+"""Directory names of checkpoints."""
+_LEFT_OVER = re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
+"""Directory names of unfinished saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where a run stands after a step; with weights and moments, all that a resume needs."""
+    """The state of a run after a step. With weights and moments, it is all that resuming needs."""
 
     step: int = 0
     cursor: int = 0
-    """Prompts drawn so far; the data order is a function of it."""
+    """Prompts taken so far. The data order is a function of it."""
     updates: int = 0
-    """Optimiser steps applied; the policy's version."""
+    """Optimizer steps applied, which is the version of the policy."""
     skipped_in_row: int = 0
     tokens: int = 0
-    """Reply tokens sampled so far."""
+    """Completion tokens sampled so far."""
     clip_scale: float = 1.0
-    """Factor on the objective's clip range, where that adapts."""
+    """Factor on the objective's clip range; 1 unless the range is adaptive."""
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Lengths of metrics and timings when this was saved."""
+    """Lengths of `metrics.jsonl` and `timings.jsonl` when this was saved."""
     problems: str = ""
-    """Fingerprint of the problems; a resume on other problems would not be the same run."""
+    """Fingerprint of the problems. Resuming with other problems would not be the same run."""
     model: str = ""
-    """Fingerprint of the given model, where a resume reads it again: for the same reason."""
+    """Fingerprint of the given model if resuming loads it again, for the same reason."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings by dotted key, for the same reason."""
     pending: Mapping[str, Any] | None = None
-    """Metrics of the step whose evaluation was interrupted, and which is not written down yet."""
+    """Metrics of a step whose evaluation was interrupted and whose record is not written yet; None if there is none."""
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
-    """Write `folder/STEP`, then delete all but the newest `keep` (0: none are deleted)."""
+    """Write `folder/STEP`, then delete all but the newest `keep` checkpoints. `0` keeps all."""
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
-        raise NumericalError(f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE")  # fmt: skip
-    target, partial = folder / f"{state.step:06d}", folder / f".tmp-{state.step:06d}"
-    if os.path.lexists(target) and not _ours(target):
-        raise FileExistsError(f"{target} is there, and is not a checkpoint; move it away")
-    _clear(partial)
+        raise NumericalError(
+            f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last "
+            "checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE"
+        )
+    target = folder / f"{state.step:06d}"
+    partial = folder / f".tmp-{state.step:06d}"
+    if os.path.lexists(target) and not _is_checkpoint(target):
+        raise FileExistsError(f"{target} exists and is not a checkpoint; move it away")
+    _delete_leftover(partial)
     try:
         _write(partial, policy, optimizer, state)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _put(partial, target)
+    _move_into_place(partial, target)
     _flush(folder)
     _retire(folder, keep, state.step)
     return target
@@ -99,13 +107,14 @@ def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerSt
         _read_back(partial, policy)
     files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
     _write_json(partial / "manifest.json", files)
+    # Before the rename: a file system may write the rename to disk earlier than the data.
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)
 
 
-def _clear(partial: Path) -> None:
-    """Delete what an earlier save has left. What stays would be written in place, and may have a second name elsewhere."""
+def _delete_leftover(partial: Path) -> None:
+    """Delete the leftovers of an earlier save. A file that stayed would be written in place, through any hard link."""
     shutil.rmtree(partial, ignore_errors=True)
     if os.path.lexists(partial):
         raise FileExistsError(f"{partial} is in the way and cannot be deleted; make it writable, or delete it yourself")
@@ -113,7 +122,7 @@ def _clear(partial: Path) -> None:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """What the libraries below say of a disk that fails, as the error that it is: tokenizers raises a bare Exception."""
+    """Turn the disk errors of libraries into `OSError`: tokenizers raises a bare `Exception`."""
     try:
         yield
     except Exception as error:
@@ -126,12 +135,12 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values, indent=2) + "\n"
     path.write_text(text)
     if path.read_text() != text:
-        raise OSError(f"{path.name} is not on disk as it was written")
+        raise OSError(f"{path.name} on disk differs from what was written")
 
 
 def _read_back(partial: Path, policy: Policy) -> None:
-    """A write that was lost or cut short without an error must not be hashed as if it were right. Tensors: the file is as
-    long as its header says. The tokenizer, whose files may be of any kind: it is written twice."""
+    """Detect a write that was lost or truncated without an error, before the file is hashed as if correct. A tensor
+    file must have the length that its header says. Tokenizer files can have any format, so they are written twice."""
     for path in (*partial.glob("*.safetensors"), partial / TRAINER):
         with safe_open(path, framework="pt"):
             pass
@@ -139,40 +148,41 @@ def _read_back(partial: Path, policy: Policy) -> None:
     policy.tokenizer.save_pretrained(again)
     for path in (*again.iterdir(), *partial.glob("*.json")):
         if path.read_bytes() != (partial / path.name).read_bytes() or not _is_json(path):
-            raise OSError(f"{path.name} is not on disk as it was written")
+            raise OSError(f"{path.name} on disk differs from what was written")
     shutil.rmtree(again)
 
 
 def _is_json(path: Path) -> bool:
-    """Whether a file that is called so is it."""
+    """Whether a file named `.json` parses. True for any other name."""
     try:
         return path.suffix != ".json" or json.loads(path.read_text(encoding="utf-8")) is not None
     except ValueError:
         return False
 
 
-def _put(partial: Path, target: Path) -> None:
-    """Rename into place. A checkpoint that is there already is exchanged with the new one before it is deleted."""
-    if target.exists() and not _exchange(partial, target):
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Rename into place. An existing checkpoint is swapped with the new one before it is deleted."""
+    if target.exists() and not _swap(partial, target):
         aside = partial.with_name(f".tmp-old-{target.name}")
-        _clear(aside)
+        _delete_leftover(aside)
         target.rename(aside)
     if not target.exists():
         partial.rename(target)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Whether the system could exchange two directories in one go (Linux, most file systems)."""
+def _swap(one: Path, other: Path) -> bool:
+    """Swap two directories atomically. False if the system cannot; Linux can on most file systems."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
-    here, exchange = -100, 2
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    at_fdcwd = -100
+    rename_exchange = 2
+    return bool(rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
 
 
 def save_model(policy: Policy, folder: Path) -> None:
-    """Weights, config and tokenizer in Hugging Face layout; of an adapted model the adapter alone, in peft's."""
+    """Weights, config and tokenizer in Hugging Face layout. With LoRA only the adapter, in the layout of peft."""
     with _disk_errors():
         if adapter.adapted(policy.model):
             adapter.save(policy.model, folder)
@@ -182,25 +192,27 @@ def save_model(policy: Policy, folder: Path) -> None:
 
 
 def size_of(model: Any) -> int:
-    """Bytes of a checkpoint, about: the trained weights, two float32 moments, and float32 masters where weights are in less."""
+    """Approximate bytes of a checkpoint: the trained weights, two float32 moments, and float32 masters of weights in
+    lower precision."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    n, low = sum(p.numel() for p in parameters), any(p.element_size() < 4 for p in parameters)
+    n = sum(p.numel() for p in parameters)
+    low = any(p.element_size() < 4 for p in parameters)
     return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, damaged ones too; other folders beside them are nobody's business."""
+    """The checkpoints of a run, oldest first, damaged ones included. Directories with other names are ignored."""
     return sorted((p for p in folder.glob("*") if _NAME.fullmatch(p.name) and p.is_dir()), key=lambda p: int(p.name))
 
 
-def _ours(path: Path) -> bool:
-    """Whether this program wrote a folder: damage may have taken one of the files that only a checkpoint has, not two."""
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this program wrote a directory. A damaged checkpoint may lack one of its own files, but not two."""
     own = ("manifest.json", "trainer.json", TRAINER)
     return not path.is_symlink() and sum((path / name).is_file() for name in own) >= 2
 
 
 def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda state: None) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole and not `unfit`, and a sentence for each newer one that was passed over."""
+    """The newest checkpoint that is intact and not `unfit`, and the reason for each newer one that was skipped."""
     complaints: list[str] = []
     for path in reversed(saved(folder)):
         complaint = damage(path) or trainer_state.fault_in(path)
@@ -208,17 +220,17 @@ def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda st
         if complaint is None:
             return path, complaints
         complaints.append(f"{path.name}: {complaint}")
-    found = "; ".join(complaints) or "the folder is empty"
-    raise CheckpointError(f"{folder}: no whole checkpoint to resume from: {found}; start a new run")
+    reasons = "; ".join(complaints) or "the directory is empty"
+    raise CheckpointError(f"{folder}: no intact checkpoint to resume from: {reasons}; start a new run")
 
 
 def newest_of(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run, with a warning for each newer one; None: the folder is no run."""
+    """The newest intact checkpoint of a run, with a warning for each newer one; None if the directory is not a run."""
     if not (run / "config.toml").is_file() or not (run / "checkpoints").is_dir():
         return None
     path, complaints = newest(run / "checkpoints")
     for complaint in complaints:
-        warnings.warn(f"passed over a damaged checkpoint: {complaint}; {path.name} is used", stacklevel=2)
+        warnings.warn(f"skipped a damaged checkpoint: {complaint}; using {path.name}", stacklevel=2)
     return path
 
 
@@ -226,7 +238,7 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((path / "manifest.json").read_text())
-        complaint = _strange(path, files)
+        complaint = _foreign_entry(path, files)
         for name, entry in () if complaint else files.items():
             if (path / name).stat().st_size != entry["size"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes instead of {entry['size']}"
@@ -239,24 +251,24 @@ def damage(path: Path) -> str | None:
         return f"{path}: unreadable manifest ({type(error).__name__})"
 
 
-def _strange(path: Path, names: Iterable[str]) -> str | None:
-    """What leads out of a checkpoint: a link, or a name that is more than a name."""
+def _foreign_entry(path: Path, names: Iterable[str]) -> str | None:
+    """What leads outside a checkpoint: a link, or a manifest entry that is a path; None if nothing does."""
     for file in (path, *sorted(path.iterdir())):
         if file.is_symlink() or (file != path and not file.is_file()):
-            return f"{file}: a link, or no plain file; a checkpoint holds files of its own"
+            return f"{file}: not a plain file; a checkpoint contains only plain files"
     strange = next((name for name in names if Path(name).name != name), None)
-    return None if strange is None else f"{path}: its manifest names {strange!r}, which is no file in it"
+    return None if strange is None else f"{path}: its manifest names {strange!r}, which is not a file in it"
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer's state of a whole checkpoint."""
+    """The trainer's state of an intact checkpoint."""
     if fault := trainer_state.fault_in(path):
         raise CheckpointError(f"{fault}; no run writes such a file")
     return TrainerState(**json.loads((path / "trainer.json").read_text()))
 
 
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
-    """Load the optimiser's moments of a whole checkpoint."""
+    """Load the optimizer's moments from an intact checkpoint."""
     try:
         optimizer.load(load_file(path / TRAINER), updates)
     except (SafetensorError, OSError) as error:
@@ -264,16 +276,15 @@ def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
 
 
 def _retire(folder: Path, keep: int, step: int) -> None:
-    """Delete what is too old, and what saves that did not come to their end have left.
-
-    A checkpoint of a later step was passed over when the run resumed, so it is not one of those that are kept instead."""
-    own = [path for path in saved(folder) if _ours(path) and int(path.name) <= step]
-    left = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
-    for path in left:
+    """Delete old checkpoints, and the leftovers of unfinished saves."""
+    # A checkpoint of a later step was skipped when the run resumed, so it must not count as one of the newest.
+    own = [path for path in saved(folder) if _is_checkpoint(path) and int(path.name) <= step]
+    leftovers = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    for path in leftovers:
         shutil.rmtree(path)
     for path in own[:-keep] if keep else ():
         aside = folder / f".tmp-old-{path.name}"
-        # What a kill leaves of it is then known as a leftover, and not taken for somebody else's folder.
+        # If the process is killed while it deletes, the rest has the name of a leftover and the next save deletes it.
         path.rename(aside)
         shutil.rmtree(aside)
 

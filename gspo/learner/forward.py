@@ -1,7 +1,7 @@
-"""Log-probabilities of reply tokens under a model, by the learner's forward.
+"""Log-probs of completion tokens under a model, by the learner's forward pass.
 
 In: a micro-batch. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the sampling temperature,
-because the policy is the distribution that was sampled from; the end token counts, padding and prompt do not.
+because the policy is the distribution that was sampled from. The EOS token counts, padding and prompt do not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class TrainForward:
 
 @contextmanager
 def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
-    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too: gradient
-    checkpointing repeats the forward there, and it must choose the same experts."""
+    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too."""
     reused = batch.cached.take(micro) if batch.cached is not None else None
     if reused is not None:
         yield TrainForward(logp_N=reused[0], entropy_N=reused[1])
         return
+    # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.
     with batch.routing.learning(micro) as trace:
         logp_N, entropy_N = completion_logprobs(
             context.policy.model,
@@ -60,7 +60,7 @@ def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch
 def completion_logprobs(
     model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(logp_N, entropy_N); the entropy carries gradient only if asked for."""
+    """(logp_N, entropy_N). The entropy carries a gradient only with `entropy_gradient`."""
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
@@ -77,8 +77,8 @@ def completion_logprobs(
 
 
 def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """The same for models whose logits are more than hidden states times a matrix."""
-    # Outputs before the first position that predicts a reply token are never read, so the head skips them.
+    """`completion_logprobs` for models whose logits are more than hidden states times a matrix."""
+    # Outputs before the first position that predicts a completion token are never read, so the LM head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if keeps_last(model) else 0
@@ -103,10 +103,10 @@ def plan_logprobs(
     update: int | None = None,
     routed: Callable[[MicroBatch], AbstractContextManager[Any]] = lambda micro: nullcontext(),
 ) -> tuple[Tensor, Tensor]:
-    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimiser steps (0 elsewhere), without gradient.
+    """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimizer steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
-    lm_head(model)  # its trial must not run inside `routed`
+    lm_head(model)  # its first call runs a trial forward, which must not be recorded by `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     updates = plan.updates if update is None else plan.updates[update : update + 1]
     waiting = [micro for micro_batches in reversed(updates) for micro in reversed(micro_batches)]

@@ -1,4 +1,4 @@
-"""Out of memory in an update: start it again with micro-batches half as large.
+"""Restart an optimizer step with micro-batches of half the size if it runs out of memory.
 
 In: a batch and one of its optimizer steps. Out: attempts, the last of which succeeded or raised. Invariant: the gradient is the
 same, because token weights belong to the optimizer step and not to the micro-batch.

@@ -1,12 +1,12 @@
-"""The old policy's log-probabilities: what ratios are measured against.
+"""The old policy's log-probs, the denominator of importance ratios.
 
-In: a planned batch and the engine's log-probabilities. Out: `OldLogprobs`. Two ways (`learner.old_logp`):
+In: a planned batch and the engine's log-probs. Out: `OldLogprobs`. `learner.old_logp` chooses the source:
 
-    recompute   the learner's own forward over all tokens: exact, whatever the engine computes
-    sampler     the engine's own numbers, which the GSPO paper suggests because sequence ratios bear more noise: one forward
-                less. The learner still computes the tokens of the first mini-batch, which tells how far the two are apart.
+    recompute   a learner forward over all tokens. Exact for every engine.
+    sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
+                tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch.
 
-Invariant: engine noise that would use up the clip range before any update is an error, never silently trained on.
+Invariant: engine noise that exceeds the clip range before any update is an error, never silently trained on.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gspo.objectives.sequences import Sequences, Tokens
 
 
 class CachedForward:
-    """The forward of one micro-batch with its graph. It can be taken once, so that the graph is freed by its backward."""
+    """The forward of one micro-batch with its graph. It can be taken once, so the backward pass frees the graph."""
 
     def __init__(self, micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
         self._rows = micro.rows
         self._outputs: tuple[Tensor, Tensor] | None = (logp_N, entropy_N)
 
     def take(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """(logp_N, entropy_N) if this is the micro-batch and nobody has taken it yet."""
+        """(logp_N, entropy_N), or None if this is another micro-batch or they have been taken already."""
         if self._outputs is None or micro.rows != self._rows:
             return None
         outputs = self._outputs
@@ -49,22 +49,29 @@ class CachedForward:
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogprobs:
-    """The old policy of a batch."""
+    """The old policy's log-probs of a batch."""
 
     logp_N: Tensor
     logp_sampler_N: Tensor
     entropy_M: Tensor
-    """Its entropy at the tokens that the learner has computed."""
+    """Entropy of the old policy at the tokens that the learner has computed."""
     log_rho_M: Tensor
-    """log pi_old - log mu at these tokens, pi_old by the learner's forward, mu the engine's."""
+    """log pi_old - log mu at these tokens, with pi_old from the learner's forward and mu from the engine."""
     cached: CachedForward | None = None
-    """The first training forward, if computing the old log-probs has run it."""
+    """The first training forward; None if computing the old log-probs has not run it."""
 
 
 def recomputed(
-    policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective, routing: NoRouting, *, reuse_forward: bool
-) -> OldLogprobs:  # fmt: skip
-    """By a learner forward, of which the first update may reuse a part."""
+    policy: Policy,
+    plan: Plan,
+    temperature: float,
+    sampler_N: Tensor,
+    objective: Objective,
+    routing: NoRouting,
+    *,
+    reuse_forward: bool,
+) -> OldLogprobs:
+    """Old log-probs from a learner forward. The first update may reuse a part of it."""
     logp_N, entropy_N, cached = _old_forward(policy, objective, plan, temperature, routing, reuse_forward=reuse_forward)
     return OldLogprobs(
         logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, cached=cached
@@ -74,16 +81,17 @@ def recomputed(
 def _old_forward(
     policy: Policy, objective: Objective, plan: Plan, temperature: float, routing: NoRouting, *, reuse_forward: bool
 ) -> tuple[Tensor, Tensor, CachedForward | None]:
-    """(logp_N, entropy_N) under the current weights. The first update has the same weights, so with `reuse_forward` its first
-    micro-batch is computed once for both. It comes last, so that no other forward runs while its graph is held."""
+    """(logp_N, entropy_N) under the current weights. The first update has the same weights, so with `reuse_forward` its
+    first micro-batch is computed once for both."""
     device = policy.device
     first = plan.updates[0][0]
-    # An objective that singles out tokens needs a forward over the whole update first, so it cannot reuse this one.
+    # An objective that selects tokens needs a forward over the whole update first, so it cannot reuse this one.
     reuse = reuse_forward and routing.repeats and not objective.selects_tokens
     rest = replace(plan, updates=(plan.updates[0][1:], *plan.updates[1:])) if reuse else plan
     logp_N, entropy_N = plan_logprobs(policy.model, rest, temperature, device, routed=routing.old)
     if not reuse:
         return logp_N, entropy_N, None
+    # The micro-batch with the graph comes last, so that no other forward runs while the graph occupies memory.
     micro = first.to(device)
     outputs = None
     try:
@@ -98,20 +106,24 @@ def _old_forward(
         alone = replace(plan, updates=((first,),))
         first_logp_N, first_entropy_N = plan_logprobs(policy.model, alone, temperature, device, routed=routing.old)
         return logp_N + first_logp_N, entropy_N + first_entropy_N, None
-    logp_N[micro.at_N], entropy_N[micro.at_N] = outputs[0].detach(), outputs[1].detach()
+    logp_N[micro.at_N] = outputs[0].detach()
+    entropy_N[micro.at_N] = outputs[1].detach()
     return logp_N, entropy_N, CachedForward(first, *outputs)
 
 
 def from_sampler(
     policy: Policy, plan: Plan, temperature: float, sampler_N: Tensor, objective: Objective
 ) -> OldLogprobs:
-    """The engine's numbers, after a look at how far they are from the learner's; `MismatchError` if too far."""
+    """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's."""
     logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
     at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
     tokens = Tokens(
-        logp_N=logp_N[at_M], logp_old_N=sampler_N[at_M], logp_sampler_N=sampler_N[at_M], advantage_N=torch.zeros_like(logp_N[at_M]),
+        logp_N=logp_N[at_M],
+        logp_old_N=sampler_N[at_M],
+        logp_sampler_N=sampler_N[at_M],
+        advantage_N=torch.zeros_like(logp_N[at_M]),
         sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.rows)),
-    )  # fmt: skip
+    )
     _check(objective, tokens)
     return OldLogprobs(
         logp_N=sampler_N,
@@ -122,19 +134,20 @@ def from_sampler(
 
 
 def _check(objective: Objective, tokens: Tokens) -> None:
-    """The root mean square of the log-ratio that the trust region would judge, with no update yet, against its range."""
+    """Compare the mismatch with the clip range: the root mean square of the objective's log-ratio before any update."""
     limit = clip_limit(objective)
     noise = float(objective.ratio(tokens).double().square().mean().sqrt())
-    if limit is not None and not noise <= limit:
+    if limit is not None and not noise <= limit:  # `not <=` also catches NaN
         raise MismatchError(
-            f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update (root mean '
-            f"square of the log-ratio between learner and engine), more than its clip range of {limit:.2g}: the engine's rounding "
-            'would be clipped as if the policy had moved; set learner.old_logp = "recompute"'
+            f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update '
+            f"(root mean square of the log-ratio between learner and engine), more than its clip range of {limit:.2g}: "
+            "the engine's rounding would be clipped as if the policy had changed; "
+            'set learner.old_logp = "recompute"'
         )
 
 
 def clip_limit(objective: Objective) -> float | None:
-    """The narrower side of the clip range, as a log-ratio; None: the row has no range."""
+    """The narrower side of the clip range, as a log-ratio; None if the objective has no clip range."""
     clip_range = objective.trust_region.clip_range
     if clip_range is None:
         return None

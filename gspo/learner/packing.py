@@ -1,8 +1,8 @@
-"""Which models can read packed rows, and the forward of a micro-batch, packed or padded.
+"""Which models support packed sequences, and the forward pass of a micro-batch, packed or padded.
 
-In: a transformers causal language model. Out: whether it reads packed rows (not so with sliding windows, recurrent layers,
-or attention code of the model's own). Invariant: that is found by a trial, once per model; a model that fails it reads
-padded rows, with a message, and is never computed wrongly.
+In: a transformers causal language model. Out: whether it supports packed sequences. Models with sliding windows,
+recurrent layers or their own attention code do not. Invariant: a trial against a padded forward decides, once per
+model. A model that fails it gets padded sequences, with a warning, and never wrong results.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from torch import Tensor
 from gspo.learner.plan import MicroBatch, TokenSequence, make_plan
 from gspo.model.attention import attention_kinds
 
-_found: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def reads_packed(model: Any) -> bool:
-    """Whether this model reads packed rows, its attention being replaced. Tried once per model."""
-    if model not in _found:
+    """Whether this model supports packed sequences. Replaces its attention if so. The trial runs once per model."""
+    if model not in _supported:
         obstacle = obstacle_to_packing(model)
         if obstacle is not None:
-            warnings.warn(f"learning pads its rows and computes a prompt once per reply: {obstacle}", RuntimeWarning, stacklevel=2)  # fmt: skip
-        _found[model] = obstacle is None
-    return _found[model]
+            warnings.warn(
+                f"training pads sequences and computes the prompt once per completion: {obstacle}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        _supported[model] = obstacle is None
+    return _supported[model]
 
 
 def read(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
@@ -37,12 +41,12 @@ def read(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
         return outputs
     if hasattr(model.config, "output_router_logits"):
         options["output_router_logits"] = False
-    # A prepared mask stops the model from making one; packed attention looks at the packing alone.
-    nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+    # With a 4D mask the model does not build a causal mask over the packed row. Packed attention ignores the mask.
+    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
     packed: Tensor = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        attention_mask=nothing,
+        attention_mask=no_mask,
         packing=batch.packing,
         use_cache=False,
         **options,
@@ -51,31 +55,35 @@ def read(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
 
 
 def obstacle_to_packing(model: Any) -> str | None:
-    """Why packed rows would be wrong for this model, or None; if None, its attention has been replaced."""
+    """Why packed sequences would be wrong for this model. If None, its attention has been replaced."""
     from gspo.model.kernels.packed_attention import NAME
 
-    name, kinds, own = type(model).__name__, attention_kinds(model.config), model.config._attn_implementation
+    name = type(model).__name__
+    kinds = attention_kinds(model.config)
+    own = model.config._attn_implementation
     if kinds is None or set(kinds.values()) != {None}:
         return f"{name} has layers other than full attention"
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be replaced"
     if own not in ("sdpa", NAME):
-        return f"attention {own!r} was asked for; 'sdpa' can be replaced"
+        return f"the model uses attention {own!r}; only 'sdpa' can be replaced"
     try:
         model.set_attn_implementation(NAME)
         error = _trial(model)
-    except Exception as problem:  # any failure inside foreign model code means the same: do not pack
+    except Exception as problem:  # whatever fails inside foreign model code, the model cannot be packed
         model.set_attn_implementation(own)
-        return f"{name} cannot read packed rows ({type(problem).__name__}: {problem})".splitlines()[0]
+        return f"{name} cannot process packed sequences ({type(problem).__name__}: {problem})".splitlines()[0]
+    # `not <=` also catches NaN. Lower precision rounds differently in another order of operations.
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):
         model.set_attn_implementation(own)
-        return f"{name} gives other logits for packed rows (off by {error:.2g} of their spread)"
+        return f"{name} gives other logits for packed sequences (off by {error:.2g} of their spread)"
     return None
 
 
 def _trial(model: Any) -> float:
-    """The difference between packed and padded rows, root-mean-square, of the spread of the logits: the third quartile over tokens,
-    since in a mixture of experts a near-tie in the router may send a single one elsewhere. Where there is something to learn, the gradient must exist."""
+    """The error of packed logits: their root-mean-square difference from padded ones, relative to the spread of the
+    logits, as the third quartile over tokens. With trainable parameters the gradient must be finite too."""
+    # Not the maximum: a near-tie in an MoE router may send a single token to another expert.
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths = ((5, 4), (5, 2), (5, 3), (3, 5))
     rows = [
@@ -86,7 +94,7 @@ def _trial(model: Any) -> float:
         for i, (p, r) in enumerate(lengths)
     ]
     norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
-    found = []
+    outputs = []
     for packed in (False, True):
         plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=packed)
         micro = plan.updates[0][0].to(model.device)
@@ -94,6 +102,6 @@ def _trial(model: Any) -> float:
             logits_NV = read(model, micro).flatten(0, 1)[micro.output_N].float()
             if norm is not None and not torch.autograd.grad(logits_NV.square().sum(), norm)[0].isfinite().all():
                 raise ArithmeticError("the gradient is not finite")
-        found.append(logits_NV.detach()[micro.at_N.argsort()])
-    padded_NV, packed_NV = found
+        outputs.append(logits_NV.detach()[micro.at_N.argsort()])
+    padded_NV, packed_NV = outputs
     return float(((packed_NV - padded_NV).square().mean(-1).sqrt() / padded_NV.std(-1)).quantile(0.75))

@@ -1,7 +1,7 @@
-"""What training on a batch found: per update while it runs, and for the whole batch at the end.
+"""Results of training on a batch: per optimizer step while it runs, and for the whole batch at the end.
 
-In: each micro-batch's log-probs and loss. Out: an `UpdateResult` per optimizer step and a `LearnResult` per batch, both frozen.
-Invariant: token i of every tensor here is token i of the batch's packed tokens.
+In: each micro-batch's log-probs and loss. Out: an `UpdateResult` per optimizer step and a `LearnResult` per batch, both
+frozen. Invariant: token i of every tensor here is token i of the batch's packed tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """What the forwards of one optimizer step found."""
+    """The forwards of one optimizer step."""
 
     loss: Loss
     """Sums over its micro-batches."""
     at_N: Tensor
-    """Its tokens, among those of the batch."""
+    """Indices of its tokens among those of the batch."""
     logp_N: Tensor
     ratio_N: Tensor
     clipped_N: Tensor
@@ -44,47 +44,48 @@ class UpdateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnResult:
-    """The learning half of a step: packed tokens of all optimizer steps, and what each of them did."""
+    """The learning half of a step: packed tokens of all optimizer steps, and the result of each."""
 
     samples: tuple[TrainSample, ...]
     """The completions that were trained on; sequence i of `tokens`."""
     reward_B: Tensor
-    """The rewards that entered the advantages: shaped, and less a KL penalty that belongs to the reward."""
+    """The rewards that the advantages are computed from: shaped, and minus the KL penalty with `kl_in = "reward"`."""
     advantage_B: Tensor
-    """Per completion; the mean where tokens differ."""
+    """Per completion; the mean over its tokens if they differ."""
     tokens: Tokens
     """`logp_N` is the policy's at the moment each token was trained on."""
     entropy_M: Tensor
     """Entropy of the old policy at the tokens that the learner computed before training: all, or one mini-batch."""
     log_rho_M: Tensor
-    """log pi_old - log mu at these tokens: how far the sampling engine is from the learner."""
+    """log pi_old - log mu at these tokens: the mismatch between sampling engine and learner."""
     ratio_N: Tensor
     clipped_N: Tensor
     losses: tuple[Loss, ...]
     updates: tuple[Update, ...]
     positions: Positions
-    """What one pass over the batch computes."""
+    """How many positions one pass over the batch computes."""
     routed: RoutingStats | None = None
-    """What the routers did; None for a dense model."""
+    """Routing statistics; None for a dense model."""
     halvings: int = 0
-    """How often micro-batches had to be halved to fit into memory, at most."""
+    """The most halvings that any optimizer step needed to fit into memory."""
     rounding_N: Tensor | None = None
-    """log pi_old - log mu where the engine sampled with the learner's own weights, so that only rounding makes them differ."""
+    """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
+    differ; None otherwise."""
 
 
 class UpdateStats:
     """Collects the micro-batches of one optimizer step."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Tensor, Tensor, Loss]] = []
+        self._micro_batches: list[tuple[Tensor, Tensor, Loss]] = []
 
     def add(self, micro: MicroBatch, logp_N: Tensor, loss: Loss) -> None:
         """Add a micro-batch after its backward pass."""
-        self._found.append((micro.at_N, logp_N.detach(), loss.detached()))
+        self._micro_batches.append((micro.at_N, logp_N.detach(), loss.detached()))
 
     def result(self) -> UpdateResult:
         """The whole optimizer step."""
-        at, logp, losses = zip(*self._found, strict=True)
+        at, logp, losses = zip(*self._micro_batches, strict=True)
         return UpdateResult(
             loss=_sum(losses),
             at_N=torch.cat(at),
@@ -98,7 +99,7 @@ class LearnStats:
     """Collects the optimizer steps of a batch."""
 
     def __init__(self, batch: TrainBatch) -> None:
-        self._positions = batch.plan.positions  # of the plan as made, before any halving
+        self._positions = batch.plan.positions  # of the original plan, before any halving
         self._results: list[UpdateResult] = []
         self._updates: list[Update] = []
         self._halvings = 0
@@ -116,7 +117,9 @@ class LearnStats:
         ratio_N = torch.ones_like(logp_N)
         clipped_N = torch.zeros_like(logp_N, dtype=torch.bool)
         for r in self._results:
-            logp_N[r.at_N], ratio_N[r.at_N], clipped_N[r.at_N] = r.logp_N, r.ratio_N, r.clipped_N
+            logp_N[r.at_N] = r.logp_N
+            ratio_N[r.at_N] = r.ratio_N
+            clipped_N[r.at_N] = r.clipped_N
         return LearnResult(
             samples=batch.samples,
             reward_B=batch.reward_B,
@@ -136,7 +139,8 @@ class LearnStats:
 
 
 def _sum(losses: tuple[Loss, ...]) -> Loss:
-    """The parts of a loss add up over micro-batches, because they share the weights of their optimizer step."""
+    """The terms of a loss add up over micro-batches, because token weights belong to the optimizer step."""
     names = ("total", "policy", "kl", "entropy")
     sums = {name: torch.stack([getattr(loss, name) for loss in losses]).sum() for name in names}
+    # Per-token surrogates do not add up. `UpdateResult` holds those of all micro-batches.
     return Loss(**sums, surrogate=losses[-1].surrogate)

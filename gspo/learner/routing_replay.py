@@ -1,13 +1,13 @@
-"""Routing of one rollout batch: what the old policy chose, what learning forwards use, and what changed.
+"""Routing replay of one rollout batch: the experts of the old policy, those of training forwards, and the flips.
 
-In: the routers, the plan and, from an engine that reports them, the experts of the sampler. Out: contexts to run the
-forwards in, and counts. Invariant: choices are stored by input token of the plan (one row of prompt and reply after the
-other), and a forward finds them through `MicroBatch.input_at`. So they follow a token through any cut, order, packing or
-sharing of prompts, and a padded position has none and is never counted.
+In: the routers, the plan and, if the engine reports them, the experts of the sampler. Out: contexts to run the forwards
+in, and statistics. Invariant: experts are stored by input token of the plan (prompts and completions, concatenated),
+and a forward finds them through `MicroBatch.input_at`. So they follow a token through any split, order, packing or
+sharing of prompts. Padding has no experts and is never counted.
 
-    replay = "off"       every forward routes by itself; flips are only counted
-    replay = "old"       R2: learning forwards repeat the choices of the forward that gave the old log-probabilities
-    replay = "sampler"   R3: that forward, and so the learning forwards too, repeats the choices of the sampling engine
+    replay = "off"       every forward selects its own experts; flips are only counted
+    replay = "old"       R2: training forwards replay the experts of the forward that gave the old log-probs
+    replay = "sampler"   R3: that forward, and with it the training forwards, replays the experts of the sampler
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from gspo.types import Routes
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStats:
-    """What the routers did in a step. Flips are choices that differ, per reply token: those of the position whose output
-    predicts it, summed over layers."""
+    """Routing statistics of a step. A flip is an expert that differs from that of an earlier forward. Flips are counted
+    per completion token, at the position that predicts it, summed over layers."""
 
     flipped_N: Tensor
-    """Experts used by the learning forward that the old one did not use; 0 everywhere under replay."""
+    """Experts used by the training forward that the old one did not use; 0 everywhere under replay."""
     native_N: Tensor
-    """The same for the experts that the routers would have chosen by themselves."""
+    """The same for the experts that the routers would have selected without replay."""
     sampler_N: Tensor
-    """Experts used by the old forward that the sampler did not use; -1 where the engine did not say."""
+    """Experts used by the old forward that the sampler did not use; -1 if the engine did not report them."""
     update_N: Tensor
-    """Updates between the old and the learning forward; -1: not measured."""
+    """Updates between the old and the training forward; -1 if not measured."""
     load_LE: Tensor
-    """How often the old forward used each expert, over prompt and reply tokens."""
+    """How often the old forward used each expert, over prompt and completion tokens."""
     choices: int
-    """Choices per token: layers x experts per token."""
+    """Experts per token over all layers: layers x top-k."""
     replayed: bool
     balance_losses: tuple[float, ...]
-    """The auxiliary loss of each optimiser step, coefficient included; empty: there is none."""
+    """The auxiliary loss of each optimizer step, coefficient included; empty without that loss."""
 
 
 class NoRouting:
-    """Routing of a dense model, and of one whose routing is left alone: there is nothing to do."""
+    """Routing of a dense model, or of an MoE model whose routing is not recorded: does nothing."""
 
     @property
     def repeats(self) -> bool:
-        """Whether a learning forward of unchanged weights is the old forward again, with nothing else to note."""
+        """Whether a training forward with unchanged weights is the old forward again, with nothing more to record."""
         return True
 
     def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """The context of the forward that gives the old log-probabilities."""
+        """The context of the forward that gives the old log-probs."""
         return nullcontext()
 
     def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
-        """The context of a forward of the learning policy and its backward."""
+        """The context of a training forward and its backward pass."""
         return nullcontext()
 
-    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
-        """This micro-batch's part of the auxiliary load-balancing loss."""
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+        """This micro-batch's share of the auxiliary load-balancing loss."""
         return 0.0
 
     def outcome(self, model: Any) -> RoutingStats | None:
-        """What came of it."""
+        """Routing statistics of the batch; None if nothing was recorded."""
         return None
 
 
@@ -85,14 +85,14 @@ def route(
     balance: float,
     device: torch.device,
 ) -> NoRouting:
-    """The routing of a batch; `sampled` are the experts that the engine reported for each row."""
+    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
     if routers is None:
         return NoRouting()
     return Routing(routers, plan, sampled, replay=replay, balance=balance, device=device)
 
 
 class Routing(NoRouting):
-    """Owns the choices of one batch while it is learned from."""
+    """Owns the experts of one batch while it is trained on."""
 
     def __init__(
         self,
@@ -104,45 +104,56 @@ class Routing(NoRouting):
         balance: float,
         device: torch.device,
     ) -> None:
-        self.routers, self.plan, self.replay, self.balance = routers, plan, replay, balance
+        self.routers = routers
+        self.plan = plan
+        self.replay = replay
+        self.balance = balance
         shape = (plan.input_tokens, routers.layers, routers.top_k)
         self.old_ILK = torch.zeros(shape, dtype=routers.compact, device=device)
         """The experts that the old policy's forward used."""
         self.native_ILK = torch.zeros_like(self.old_ILK) if balance else None
-        """The experts it would have used by itself."""
-        self.sampler_ILK, self.known_I = self._from_engine(sampled, device)
+        """The experts it would have used without replay."""
+        self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
         self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         self.flipped_N, self.changed_N, self.sampler_N = (
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
         )
         self._balance: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._shares_of: dict[int, tuple[Tensor, int]] = {}
+        self._shares_cache: dict[int, tuple[Tensor, int]] = {}
 
-    def _from_engine(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
+    def _sampler_experts(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
         chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
         known_I = torch.zeros(len(chosen_ILK), dtype=torch.bool)
         for start, row, routes in zip(self.plan.input_starts, self.plan.rows, sampled, strict=True):
             if routes is None:
                 if self.replay == "sampler":
                     raise ConfigError(
-                        'routing.replay = "sampler": the engine did not report the experts of its replies'
+                        'routing.replay = "sampler": the engine did not report the experts of its completions; '
+                        'use an engine that reports them, or set routing.replay = "old"'
                     )
                 continue
-            reported = self._checked(routes, row.length - 1)
+            reported = self._validate(routes, row.length - 1)
             chosen_ILK[start : start + len(reported)] = reported
             known_I[start : start + len(reported)] = True
         return chosen_ILK.to(device), known_I.to(device)
 
-    def _checked(self, routes: Routes, tokens: int) -> Tensor:
-        """What an engine reported for a row, if it can be this model's."""
-        reported, shape = self.routers.unpack(routes), (tokens, self.routers.layers, self.routers.top_k)
+    def _validate(self, routes: Routes, tokens: int) -> Tensor:
+        """The experts that an engine reported for a sequence, if they fit this model."""
+        reported = self.routers.unpack(routes)
+        shape = (tokens, self.routers.layers, self.routers.top_k)
         if tuple(reported.shape) != shape:
-            raise ConfigError(f"the engine reported experts of the shape {tuple(reported.shape)} (tokens, layers, experts per token), where {shape} was expected: it does not run this model")  # fmt: skip
+            raise ConfigError(
+                f"the engine reported experts of shape {tuple(reported.shape)} (tokens, layers, experts per token) "
+                f"instead of {shape}: it does not run this model; start the engine with the model of the run"
+            )
         if tokens and int(reported.max()) >= self.routers.experts:
-            raise ConfigError(f"the engine reported expert {int(reported.max())}, and the model has {self.routers.experts}: it does not run this model")  # fmt: skip
+            raise ConfigError(
+                f"the engine reported expert {int(reported.max())}, but the model has {self.routers.experts}: "
+                "it does not run this model; start the engine with the model of the run"
+            )
         return reported
 
-    # ---- the two kinds of forward
+    # ---- old and training forwards
 
     @property
     def repeats(self) -> bool:
@@ -150,13 +161,15 @@ class Routing(NoRouting):
 
     @contextmanager
     def old(self, micro: MicroBatch) -> Iterator[None]:
-        forced = self._forced(micro, self.sampler_ILK, self.known_I) if self.replay == "sampler" else None
-        with self.routers.watch(forced) as seen:
+        forced = self._forced_experts(micro, self.sampler_ILK, self.known_I) if self.replay == "sampler" else None
+        with self.routers.watch(forced) as trace:
             yield
-        used_ILK, at_I, real_I = seen.used_ILK, micro.input_at.flatten(), micro.input_at.flatten() >= 0
+        used_ILK = trace.used_ILK
+        at_I = micro.input_at.flatten()
+        real_I = at_I >= 0
         self.old_ILK[at_I[real_I]] = used_ILK[real_I]
         if self.native_ILK is not None:
-            self.native_ILK[at_I[real_I]] = seen.native_ILK[real_I]
+            self.native_ILK[at_I[real_I]] = trace.native_ILK[real_I]
         self._count_load(used_ILK, micro.times.flatten())
         at_N = self._input_of(micro)
         differ_N = changed(used_ILK[micro.output_N], self.sampler_ILK[at_N])
@@ -164,31 +177,32 @@ class Routing(NoRouting):
 
     @contextmanager
     def learning(self, micro: MicroBatch) -> Iterator[RouterTrace]:
-        forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
-        with self.routers.watch(forced, logits=bool(self.balance)) as seen:
-            yield seen
-        self._count_flips(micro, seen)
+        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
+        with self.routers.watch(forced, logits=bool(self.balance)) as trace:
+            yield trace
+        self._count_flips(micro, trace)
 
-    def _count_flips(self, micro: MicroBatch, seen: RouterTrace) -> None:
-        old_NLK, output_N = self.old_ILK[self._input_of(micro)], micro.output_N
-        self.flipped_N[micro.at_N] = changed(seen.used_ILK[output_N], old_NLK).to(torch.int16)
-        self.changed_N[micro.at_N] = changed(seen.native_ILK[output_N], old_NLK).to(torch.int16)
+    def _count_flips(self, micro: MicroBatch, trace: RouterTrace) -> None:
+        old_NLK = self.old_ILK[self._input_of(micro)]
+        output_N = micro.output_N
+        self.flipped_N[micro.at_N] = changed(trace.used_ILK[output_N], old_NLK).to(torch.int16)
+        self.changed_N[micro.at_N] = changed(trace.native_ILK[output_N], old_NLK).to(torch.int16)
 
-    def _forced(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
+    def _forced_experts(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
         at_I = micro.input_at.flatten()
         real_I, at_I = at_I >= 0, at_I.clamp(min=0)
         return ForcedExperts(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
 
     def _input_of(self, micro: MicroBatch) -> Tensor:
-        """Where the positions that predict reply tokens stand among the input tokens of the plan."""
+        """Input tokens of the plan at the positions that predict completion tokens."""
         return micro.input_at.flatten()[micro.output_N]
 
     def _count_load(self, used_ILK: Tensor, times_I: Tensor) -> None:
-        """A token of a shared prompt counts once for every row that it stands in."""
+        """Count the experts. A token of a shared prompt counts once for every sequence that contains it."""
         for layer, load_E in enumerate(self.load_LE):
-            load_E += _counted(used_ILK[:, layer], times_I, self.routers.experts).long()
+            load_E += _expert_counts(used_ILK[:, layer], times_I, self.routers.experts).long()
 
-    # ---- what came of it
+    # ---- statistics
 
     def outcome(self, model: Any) -> RoutingStats:
         updates_N = self._updates_between(model)
@@ -208,23 +222,23 @@ class Routing(NoRouting):
         return tuple(sum(loss for (at, _), loss in self._balance.items() if at == step) for step in steps)
 
     def _updates_between(self, model: Any) -> Tensor:
-        """How many updates each token's learning forward came after. With a single optimiser step that is none, so one
-        more forward over one of its micro-batches looks at the routing after the update."""
+        """How many updates came before each token's training forward."""
         updates_N = torch.full_like(self.flipped_N, -1)
         for index, micro_batches in enumerate(self.plan.updates):
             for micro in micro_batches:
                 updates_N[micro.at_N.to(updates_N.device)] = index
         if len(self.plan.updates) == 1:
+            # No training forward came after an update, so one more forward measures the flips that the update caused.
             self._probe(model, self.plan.updates[0][len(self.plan.updates[0]) // 2], updates_N)
         return updates_N
 
     def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
-        """Count the flips of a forward that nothing is learned from."""
+        """Count the flips of a forward without training, over a micro-batch or, if memory runs out, half of it."""
         micro = cpu_batch.to(updates_N.device)
         options = {"logits_to_keep": 1} if keeps_last(model) else {}
-        forced = None if self.replay == "off" else self._forced(micro, self.old_ILK, None)
+        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
         try:
-            with self.routers.watch(forced) as seen, torch.no_grad():
+            with self.routers.watch(forced) as trace, torch.no_grad():
                 read(model, micro, **options)
         except Exception as error:
             if not out_of_memory(error):
@@ -232,49 +246,53 @@ class Routing(NoRouting):
             if len(micro.rows) > 1:
                 self._probe(model, self.plan.halves(cpu_batch)[0], updates_N)
             return
-        self._count_flips(micro, seen)
+        self._count_flips(micro, trace)
         updates_N[micro.at_N] = 1
 
     # ---- auxiliary load-balancing loss
 
-    def balance_loss(self, micro: MicroBatch, seen: RouterTrace | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
         """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
 
-        Native routing on both sides: `f`, the share of choices that fall on an expert, is the old policy's own choice over
-        the whole optimiser step, fixed before it is cut; `P`, the mean router probability, is the learning policy's. So the
-        loss is a sum over tokens and micro-batches cannot change it."""
-        if not self.balance or seen is None:
+        Both factors use native routing, without replay. `f`, the share of selections that fall on an expert, comes
+        from the old policy over the whole optimizer step, computed before it is split. `P`, the mean router
+        probability, comes from the policy in training. So the loss is a sum over tokens, and micro-batching does not
+        change it."""
+        if not self.balance or trace is None:
             return 0.0
         share_LE, tokens = self._shares(step)
         times_I = micro.times.flatten().float()
         terms = [
             (share_LE[layer] * (times_I @ torch.softmax(logits_IE.float(), dim=-1))).sum()
-            for layer, logits_IE in sorted(seen.logits.items())
+            for layer, logits_IE in sorted(trace.logits.items())
         ]
         loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
-        again = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.rows)]
-        for key in again:  # a step begun anew with smaller micro-batches
+        # After an out-of-memory error the update restarts with smaller micro-batches, whose losses replace these.
+        outdated = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.rows)]
+        for key in outdated:
             del self._balance[key]
         self._balance[step, micro.rows] = float(loss.detach())
         return loss
 
     def _shares(self, step: int) -> tuple[Tensor, int]:
-        """Shares of the choices by layer and expert, and tokens, of an optimiser step."""
-        if step not in self._shares_of:
-            self._shares_of[step] = self._counted_shares(step)
-        return self._shares_of[step]
+        """Share of each expert by layer, and the number of tokens, in an optimizer step."""
+        if step not in self._shares_cache:
+            self._shares_cache[step] = self._compute_shares(step)
+        return self._shares_cache[step]
 
-    def _counted_shares(self, step: int) -> tuple[Tensor, int]:
+    def _compute_shares(self, step: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
-        micro_batches, device = self.plan.updates[step], self.native_ILK.device
+        micro_batches = self.plan.updates[step]
+        device = self.native_ILK.device
         at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
         times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)
-        native_ILK, tokens = self.native_ILK[at_I.clamp(min=0)], int(times_I.sum())
-        counts = [_counted(native_ILK[:, i], times_I, self.routers.experts) for i in range(self.routers.layers)]
+        native_ILK = self.native_ILK[at_I.clamp(min=0)]
+        tokens = int(times_I.sum())
+        counts = [_expert_counts(native_ILK[:, i], times_I, self.routers.experts) for i in range(self.routers.layers)]
         return torch.stack(counts).float() / (tokens * self.routers.top_k), tokens
 
 
-def _counted(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen, each token counted so many times."""
+def _expert_counts(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:
+    """How often each expert was selected, with each token counted `times_I` times."""
     weights = times_I.double().unsqueeze(-1).expand(chosen_IK.shape).flatten()
     return torch.bincount(chosen_IK.flatten().long(), weights=weights, minlength=experts)

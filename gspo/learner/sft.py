@@ -1,8 +1,8 @@
-"""A short supervised start on a task's own demonstrations, so that sampling finds something to reward.
+"""The cold start: supervised fine-tuning on demonstrations, so that some sampled completions earn a reward.
 
-In: a policy and an endless stream of (prompt ids, reply ids). Out: the same policy, able to solve some problems.
-Invariant: it stops on *sampled accuracy on fresh problems*, not after a fixed number of steps: accuracy moves fast here,
-and a start that is too weak or too strong leaves nothing to learn or nothing to show.
+In: a policy and an endless stream of demonstrations. Out: the same policy, able to solve some problems.
+Invariant: it stops at a sampled accuracy on fresh problems, not after a fixed number of steps. Accuracy rises fast
+here: after a weak cold start no completion earns a reward, and after a strong one RL has nothing left to improve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo.model.load import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class ColdStart:
-    """How the start ended."""
+    """How the cold start ended."""
 
     steps: int
     accuracy: float
@@ -52,8 +52,10 @@ def cold_start(
     return ColdStart(steps=step, accuracy=reached)
 
 
-def _step(policy: Policy, optimizer: Optimizer, rows: list[TokenSequence]) -> float:
-    plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed="")
+def _step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSequence]) -> float:
+    plan = make_plan(
+        sequences, range(len(sequences)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed=""
+    )
     total = 0.0
     for micro in plan.updates[0]:
         logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)

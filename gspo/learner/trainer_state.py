@@ -1,7 +1,7 @@
-"""What `trainer.json` may hold. A manifest shows that a file is whole, not that a run wrote it.
+"""Validation of `trainer.json`. A manifest shows that a file is intact, not that a run wrote it.
 
-In: a checkpoint. Out: what is wrong with its `trainer.json`, or None. Invariant: every field has the type and the range that
-a run writes, and the step is the one the checkpoint is named after.
+In: a checkpoint. Out: what is wrong with its `trainer.json`, or None. Invariant: every field has the type and the range
+that a run writes, and the step is the one the checkpoint is named after.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 from gspo.objectives.adaptive_clip import LIMITS
 
 LARGEST = 16 << 20
-"""Bytes; a real one has a few thousand."""
+"""Bytes that are read at most. A real file has a few thousand."""
 MOST = 2**62
-"""No counter of a run comes near it."""
+"""Upper bound of every counter, beyond what any run reaches."""
 
 
 def _count(value: Any) -> bool:
+    # Not isinstance: JSON's `true` is a bool, which is a subclass of int.
     return type(value) is int and 0 <= value <= MOST
 
 
@@ -29,7 +30,8 @@ def _scale(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value) <= {"metrics.jsonl", "timings.jsonl"} and all(map(_count, value.values()))  # fmt: skip
+    files = {"metrics.jsonl", "timings.jsonl"}
+    return isinstance(value, Mapping) and set(value) <= files and all(map(_count, value.values()))
 
 
 def _settings(value: Any) -> bool:
@@ -52,7 +54,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def fault_in(path: Path) -> str | None:
-    """Why the `trainer.json` of a checkpoint cannot be believed, or None."""
+    """Why the `trainer.json` of a checkpoint is not valid, or None."""
     file = path / "trainer.json"
     try:
         if file.stat().st_size > LARGEST:
@@ -61,7 +63,7 @@ def fault_in(path: Path) -> str | None:
     except (OSError, ValueError, RecursionError) as error:
         return f"{file}: cannot be read ({type(error).__name__})"
     if not isinstance(values, dict) or set(values) != set(FIELDS):
-        return f"{file}: does not hold just {', '.join(FIELDS)}"
+        return f"{file}: must contain exactly {', '.join(FIELDS)}"
     for name, (right, what) in FIELDS.items():
         if not right(values[name]):
             return f"{file}: {name} is not {what}"
@@ -69,13 +71,13 @@ def fault_in(path: Path) -> str | None:
 
 
 def _contradiction(file: Path, values: Mapping[str, Any]) -> str | None:
-    """What the fields say against each other and against the name of the checkpoint."""
+    """How the fields contradict each other or the name of the checkpoint, or None."""
     step, pending = values["step"], values["pending"]
     if step != int(file.parent.name):
-        return f"{file}: step is {step}, but the checkpoint is called {file.parent.name}"
+        return f"{file}: step is {step}, but the checkpoint is named {file.parent.name}"
     most = step * values["settings"]["learner.mini_batches"]
     if values["updates"] > most:
-        return f"{file}: {values['updates']} updates are more than the {most} of {step} steps"
+        return f"{file}: {values['updates']} updates are more than the {most} that {step} steps allow"
     if pending is not None and pending.get("step") != step:
-        return f"{file}: step is {step}, but the step that waits for its evaluation is {pending.get('step')}"
+        return f"{file}: step is {step}, but the step whose evaluation is pending is {pending.get('step')}"
     return None

@@ -208,7 +208,7 @@ def test_m3_a_checkpoint_that_leads_elsewhere_is_passed_over(
     assert newest.name == "000000"
     assert len(complaints) == 1
     newest.rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         checkpoint.newest(saved.parent)
 
 

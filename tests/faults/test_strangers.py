@@ -351,7 +351,7 @@ def test_a_later_checkpoint_that_was_passed_over_does_not_push_out_the_new_one(o
 def test_a_folder_in_the_way_of_a_checkpoint_is_not_replaced(own: Path, display: Any) -> None:
     (own / "checkpoints/000003").mkdir()
     (own / "checkpoints/000003/data").write_text("mine")
-    with pytest.raises(CheckpointError, match="000003 is there, and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="000003 exists and is not a checkpoint"):
         resume(own, display, steps=3)
     assert (own / "checkpoints/000003/data").read_text() == "mine"
 
@@ -410,7 +410,7 @@ def test_a_forged_state_is_passed_over(how: str, own: Path, display: Any) -> Non
     change(newest, FORGED[how])
     assert checkpoint.damage(newest) is None
     before = (own / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: 000002: .*(trainer|metrics)\.json"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint to resume from: 000002: .*(trainer|metrics)\.json"):
         resume(own, display, steps=3)
     assert (own / "metrics.jsonl").read_bytes() == before
 

@@ -165,7 +165,7 @@ def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.Monk
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.model), "forward", deaf)
-    assert "gives other logits for packed rows" in str(obstacle_to_packing(model))
+    assert "gives other logits for packed sequences" in str(obstacle_to_packing(model))
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -64,7 +64,7 @@ def test_overrides_apply_to_every_arm_and_an_arms_own_options_win() -> None:
         ("grpo+rollout.engine=magic", "no engine 'magic'"),
         ("grpo+reward.functions=nope", "no built-in reward 'nope'"),
         ("grpo+learner.mini_batches=0", "learner.mini_batches"),
-        ("ppo_clip", "needs advantages from outside"),
+        ("ppo_clip", "needs external advantages"),
         ("gspo,gspo+clip_low=0.003", "'gspo' and 'gspo+clip_low=0.003' have the same settings"),
         ("rloo,rloo+kl=0", "have the same settings"),
     ],
