@@ -166,7 +166,7 @@ def test_an_arm_that_fails_joins_and_is_reported(whole: Path, capsys: pytest.Cap
     assert code == 1
     assert "rloo, seed 0: finished" in said
     assert f"FAILED  {broken}, seed 0: ended with exit code 1" in said
-    assert "replies could not be scored" in said
+    assert "completions could not be scored" in said
     page = check_self_contained((whole / "report.html").read_text())
     assert "Incomplete" in page.text
     assert "it failed: RewardError" in page.text
