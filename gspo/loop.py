@@ -190,6 +190,7 @@ class Loop:
         """Whether the run is finished in this state."""
         if not self.config.tokens:
             return state.step >= self.config.steps
+        # Completions may become so short that the token budget is never reached, hence the bound on steps.
         return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
 
     def planned_steps(self, state: TrainerState) -> int:
@@ -206,6 +207,7 @@ class Loop:
         return state
 
     def _start(self, state: TrainerState) -> TrainerState:
+        # An earlier attempt may have stopped before its first checkpoint and left files behind.
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
         self._preflight(done=0)
@@ -239,6 +241,7 @@ class Loop:
                 f"model.path: the weights in {self.config.model.path} are not those the run began with; "
                 "restore them, or start a new run"
             )
+        # Nothing in the run directory changes before all checks have passed and the checkpoint has been read.
         changed = self._check_settings(state.settings)
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
@@ -248,6 +251,7 @@ class Loop:
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
         self._recent.extend(rows)
+        # Alarms that were already active are not reported again, and do not stop the resumed run at once.
         self._active_alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
         for row in rows:
             self.display.evaluated(row)
@@ -322,6 +326,7 @@ class Loop:
             pending=pending,
         )
         self._keep_micro_batch_size(step, learned)
+        # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted.
         return self._finish(self._set_state(learned_state), clock)
 
     def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
@@ -333,6 +338,7 @@ class Loop:
         metrics = {**state.pending, **evaluation}
         timings = {"step": state.step, **{f"time/{name}_s": round(s, 6) for name, s in clock.seconds.items()}}
         self.run.metrics(metrics)
+        # Step 0 is the evaluation before training. It has metrics, but no training step to time.
         if state.step:
             self.run.timings(timings)
             self.sinks.log(state.step, metrics | timings)
@@ -373,7 +379,7 @@ class Loop:
         return next_scale
 
     def _keep_micro_batch_size(self, step: int, learned: LearnResult | None) -> None:
-        """Keep the smaller micro-batches of a step that ran out of memory for the rest of the run."""
+        """Keep the smaller micro-batches of a step that ran out of memory for the rest of this process."""
         if learned is None or not learned.halvings:
             return
         smaller = max(1, self.parts.config.learner.micro_batch_tokens >> learned.halvings)
@@ -382,7 +388,7 @@ class Loop:
         self.run.event("out of memory", step=step, micro_batch_tokens=smaller)
         self.display.message(
             f"step {step}: out of memory; the same gradient was computed with micro-batches of {smaller} tokens, "
-            "and the rest of the run uses that size"
+            "and later steps use that size"
         )
 
     # ---- failures and alarms
@@ -399,14 +405,12 @@ class Loop:
             if alarm.name not in self._active_alarms:
                 self.run.event("alarm", step=state.step, name=alarm.name, what=alarm.what)
                 self.display.message(f"ALARM at step {state.step}, {alarm.name}: {alarm.what}")
-        new = [
-            alarm for alarm in now if alarm.name not in self._active_alarms and alarm.name in self.config.alarms.stop
-        ]
+        fatal = [a for a in now if a.name not in self._active_alarms and a.name in self.config.alarms.stop]
         self._active_alarms = {alarm.name for alarm in now}
-        if new:
+        if fatal:
             self._save(state)
             raise AlarmError(
-                f"step {state.step}: {new[0].name} (alarms.stop): {new[0].what}. "
+                f"step {state.step}: {fatal[0].name} (alarms.stop): {fatal[0].what}. "
                 f"The run is saved: gspo train --resume {self.run.path}"
             )
 
@@ -421,6 +425,7 @@ class Loop:
             )
         self.unscored += len(failed)
         if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
+            # The state before this step is saved: a resume repeats the step. Its completions show what failed.
             self._save(state)
             self._write_rollouts(self.parts, state.step + 1, collected, None)
             self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])

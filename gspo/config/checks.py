@@ -65,10 +65,10 @@ def _check_model(config: Config) -> None:
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.quantize and not config.model.lora.rank:
-        raise ConfigError('model.quantize: weights in 4 bits cannot be trained; set model.lora.rank, or quantize = ""')
+        raise ConfigError('model.quantize: 4-bit weights cannot be trained; set model.lora.rank, or quantize = ""')
     if config.model.quantize and config.rollout.engine == "vllm":
         raise ConfigError(
-            'model.quantize: weights in 4 bits cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""'
+            'model.quantize: 4-bit weights cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""'
         )
     if config.model.lora.rank and config.model.build:
         raise ConfigError(

@@ -94,8 +94,8 @@ class ModelConfig:
     device: str = "auto"
     """Device of the model. `auto` uses the GPU if there is one."""
     threads: Annotated[int, Range(low=0, high=1024)] = 0
-    """CPU threads. `0` chooses: one for tiny models, which run many times faster that way, otherwise `OMP_NUM_THREADS`
-    or all cores."""
+    """CPU threads. `0` uses one thread for tiny models, which run many times faster that way, and otherwise
+    `OMP_NUM_THREADS` or all cores."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     trust_remote_code: bool = False
@@ -265,8 +265,8 @@ class LearnerConfig:
     """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
     that pass for all but one mini-batch; the run stops if the two differ by more than the clip range."""
     spike: NonNegativeFloat = 8.0
-    """Skip an optimizer step whose gradient norm is this many standard deviations above the mean, in log space over the
-    last 128 steps. `0` disables it."""
+    """Skip an optimizer step whose gradient norm is this many standard deviations above the mean, in log space over
+    the last 128 norms. `0` disables it."""
     max_skipped: Count = 5
     """Stop after this many skipped optimizer steps in a row. A step is skipped for a non-finite loss or gradient, or a
     gradient spike."""
@@ -297,7 +297,9 @@ class AlarmsConfig:
     """An alarm is raised after its condition holds for this many steps in a row. Two differ: "held-out falls" needs two
     evaluations, and "engine apart" needs a single step once this many have passed."""
     stop: tuple[AlarmName, ...] = ()
-    """Alarms that save a checkpoint and stop the run. The others only write an event and a message."""
+    """Alarms that save a checkpoint and stop the run: "nothing trained", "uniform rewards", "entropy collapse",
+    "length pinned", "repetition", "reward jump", "held-out falls", "tricks in programs", "engine apart" or
+    "rounding noise". The others only write an event and a message."""
 
 
 @dataclass(frozen=True, kw_only=True)

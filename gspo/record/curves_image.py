@@ -34,9 +34,9 @@ PANELS: dict[str, list[Curve]] = {
 
 def draw_curves(run: Path) -> Path:
     """Plot reward and held-out accuracy, clip fractions, the spread of the importance ratio, length and entropy."""
-    import matplotlib
+    import matplotlib  # Imported here, because it is slow to import and most commands draw nothing.
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # Needs no display.
     import matplotlib.pyplot as plt
 
     rows = read_jsonl(run / "metrics.jsonl")
@@ -58,6 +58,7 @@ def draw_curves(run: Path) -> Path:
     try:
         figure.savefig(path, dpi=110)
     except OSError:
+        # A full disk leaves a truncated image, which no viewer can open.
         path.unlink(missing_ok=True)
         raise
     finally:
@@ -69,7 +70,7 @@ def _panel(axis: Any, rows: list[dict[str, Any]], title: str, curves: list[Curve
     for key, label, color in curves:
         points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
         if points:
-            few = len(points) < 40
+            few = len(points) < 40  # A curve with a single point is invisible without a marker.
             axis.plot(
                 *zip(*points, strict=True),
                 label=label,

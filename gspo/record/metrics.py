@@ -199,7 +199,7 @@ def _noise(objective: Objective, learned: LearnResult) -> dict[str, float]:
 
 def _routing(routed: RoutingStats) -> dict[str, Any]:
     """Share of the expert choices that changed, and how evenly the experts are used."""
-    # The first update of a batch (index 0) is on-policy: its experts are the old ones by definition.
+    # Update 0 uses the weights of the old policy, so its routers choose the old experts: there is nothing to measure.
     after_N = routed.update_N > 0
     sampler = routed.sampler_N[routed.sampler_N >= 0]
     first = routed.native_N[routed.update_N == 1]

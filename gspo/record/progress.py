@@ -65,6 +65,7 @@ class _Recent:
 
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         if self._started is None:
+            # The first step is already over when it arrives here, so the clock starts before it.
             self._started = time.monotonic() - timings.get("time/step_s", 0.0)
             self._first_step = step - 1
         evaluation = {k: v for k, v in self.values.items() if k.startswith("eval/")}
@@ -166,6 +167,7 @@ class LiveDisplay:
             self._live.stop()
 
     def _show(self, name: str, step: int, steps: int, left: str, cells: list[tuple[str, str]]) -> None:
+        # The cold start and training each have a bar of their own, and only one is shown at a time.
         if self._task is None or self._bar.tasks[-1].description != name:
             for task in list(self._bar.task_ids):
                 self._bar.remove_task(task)
