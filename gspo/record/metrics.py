@@ -64,26 +64,26 @@ def _completions(
 
 def _sampling_metrics(collected: CollectResult) -> dict[str, Any]:
     groups = collected.gathered.sampled
-    scored = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
-    rewards = [s.reward for _, s in scored if s.reward is not None]
-    lengths = [len(c.token_ids) for c, _ in scored]
-    correct = [s.correct for _, s in scored if s.correct is not None]
+    pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
+    rewards = [s.reward for _, s in pairs if s.reward is not None]
+    lengths = [len(c.token_ids) for c, _ in pairs]
+    correct = [s.correct for _, s in pairs if s.correct is not None]
     return {
         "reward/mean": _mean(rewards),
         "reward/std": st.pstdev(rewards) if rewards else NAN,
         "reward/correct_fraction": _mean(correct),
-        **_parts(scored),
+        **_parts(pairs),
         "groups/sampled": len(groups),
         "groups/uniform_fraction": _mean([g.uniform for g in groups]),
         "groups/discarded": len(collected.gathered.discarded),
-        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in scored),
-        **_failures([s for _, s in scored]),
-        **_notes([s for _, s in scored]),
+        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in pairs),
+        **_failures([s for _, s in pairs]),
+        **_notes([s for _, s in pairs]),
         "length/mean": _mean(lengths),
         **_quantiles(lengths),
         "length/max": max(lengths, default=0),
-        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in scored]),
-        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in scored]),
+        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in pairs]),
+        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in pairs]),
         "tokens/generated": collected.tokens,
         **_decoding(collected),
     }
@@ -112,11 +112,11 @@ def _repetitive(completion: Completion) -> bool:
     return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 
 
-def _parts(scored: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
-    names = sorted({name for _, s in scored for name in s.parts})
+def _parts(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
+    names = sorted({name for _, s in pairs for name in s.parts})
     if len(names) < 2:
         return {}
-    values = {name: [v for _, s in scored if (v := s.parts.get(name)) is not None] for name in names}
+    values = {name: [v for _, s in pairs if (v := s.parts.get(name)) is not None] for name in names}
     return {f"reward/part/{name}": _mean(v) for name, v in values.items()}
 
 

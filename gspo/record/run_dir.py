@@ -380,7 +380,7 @@ def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str]
 
 
 def check_folder(path: Path) -> None:
-    """Reject an existing path that is a symlink or anything else than a directory."""
+    """Reject an existing path that is a symlink or anything other than a directory."""
     if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
         raise ConfigError(_leads_out(path))
 
