@@ -87,7 +87,7 @@ def _check_rewards(config: Config) -> None:
     if weights and len(weights) != len(functions):
         raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions; give one for each")
     if weights and not any(weights):
-        raise ConfigError("reward.weights: all are 0, so every completion would score 0; set one above 0")
+        raise ConfigError("reward.weights: all are 0, so every completion would score 0; set at least one to another value")
     for key in config.reward.options:
         if key not in functions:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
@@ -154,7 +154,7 @@ def _check_range(key: str, value: float, allowed: Range) -> None:
     if not allowed.low <= value <= allowed.high:
         bounds = f"at least {allowed.low:g}"
         if math.isfinite(allowed.high):
-            # As a float, 2**63 - 1 would print as 9.223372e+18, which is above the bound.
+            # Seven digits are enough for every other bound, but would round this one.
             high = "2^63 - 1" if allowed.high == 2**63 - 1 else f"{allowed.high:.7g}"
             bounds = f"between {allowed.low:g} and {high}"
         raise ConfigError(f"{key}: must be {bounds}, not {value}")
