@@ -87,7 +87,9 @@ def _check_rewards(config: Config) -> None:
     if weights and len(weights) != len(functions):
         raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions; give one for each")
     if weights and not any(weights):
-        raise ConfigError("reward.weights: all are 0, so every completion would score 0; set at least one to another value")
+        raise ConfigError(
+            "reward.weights: all are 0, so every completion would score 0; set at least one to another value"
+        )
     for key in config.reward.options:
         if key not in functions:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
