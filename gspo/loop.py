@@ -1,9 +1,9 @@
-"""The steps of a run: collect, learn, evaluate, write, save; begin, go on, stop.
+"""The training loop: start or resume, then collect, learn, evaluate, record and save until the last step or a stop.
 
-In: the parts of a run and its directory. Out: a `TrainerState` after every step. Invariant: what is saved is always the
-state of a finished step, or of one whose evaluation is still to come, with that step's weights. A signal is obeyed at once
-while replies are sampled, scored or evaluated; a batch that is being learned from is learned from to its end, because half
-of its updates are no state that anything could go on from.
+In: the components of a run and its directory. Out: a `TrainerState` after every step. Invariant: a checkpoint holds the
+state and the weights of a finished step, or of one whose evaluation is still pending. A signal interrupts sampling,
+scoring and evaluation immediately. The optimizer steps of a batch finish first, because a run cannot resume from the
+middle of a batch.
 """
 
 from __future__ import annotations
@@ -55,94 +55,118 @@ from gspo.step import collect, learn
 from gspo.types import Status
 
 MAY_CHANGE = (
-    "name", "run_dir", "steps", "tokens", "log.", "checkpoint.", "alarms.", "model.device", "model.threads", "reward.workers",
-    "reward.timeout_s", "reward.memory_mb", "reward.max_unscored_fraction", "learner.micro_batch_tokens", "learner.max_skipped",
-    "learner.old_logp", *(f"learner.{name}" for name in TUNABLE),
-)  # fmt: skip
-"""Settings (or sections) that a resume may find changed. Most do not change what is learned. The others are the remedies for
-a run that could not continue otherwise: `learner.old_logp` for an engine that has drifted too far, the optimizer's step for
-updates that diverge. The objective, the batch and the data stay: with others it would be another run."""
+    "name",
+    "run_dir",
+    "steps",
+    "tokens",
+    "log.",
+    "checkpoint.",
+    "alarms.",
+    "model.device",
+    "model.threads",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.max_unscored_fraction",
+    "learner.micro_batch_tokens",
+    "learner.max_skipped",
+    "learner.old_logp",
+    *(f"learner.{name}" for name in TUNABLE),
+)
+"""Settings and sections that may change on resume. Most do not affect the training result. The others fix a run that
+could not continue otherwise: `learner.old_logp` for an engine that drifts from the learner, the optimizer settings for
+updates that diverge. The objective, the batch and the data are fixed: changing them would make it a different run."""
 
 LEFT_OUT = {
     "unscored": "could not be scored",
-    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter leaves them out)",
+    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
     "empty": "were empty",
-    "alone": "had no other left in their group to be compared with",
-    "not mixed": "were in groups whose replies all have the same reward (objective.keep = mixed)",
+    "alone": "had no other usable completion in their group to compare with",
+    "not mixed": "were in groups whose completions all have the same reward (objective.keep = mixed)",
 }
-"""What became of replies that were not learned from, in words."""
+"""Drop reason -> how a message states it, with the dropped completions as the subject."""
 
 
 class Loop:
-    """The steps of one run."""
+    """The training loop of one run."""
 
     def __init__(self, *, run: RunDir, parts: RunContext, display: Display, sinks: Sinks, stop: StopRequest) -> None:
-        self.run, self.parts, self.display, self.sinks, self.stop = run, parts, display, sinks, stop
+        self.run = run
+        self.parts = parts
+        self.display = display
+        self.sinks = sinks
+        self.stop = stop
         self.config = parts.config
         self.unscored = 0
+        """Unscored completions in this process."""
         self.idle = 0
-        """Steps of this process that trained on nothing."""
+        """Steps of this process without any completion to train on."""
         self.began = 0
-        """The step that this process went on from."""
-        self._few = False
-        """Whether a step was told of that had fewer updates than mini-batches."""
+        """The step from which this process started or resumed."""
+        self._few_updates_shown = False
+        """Whether the message about fewer updates than mini-batches was shown."""
         self._fault_file: Path | None = None
-        self._saved: int | None = None
-        self._fingerprint = fingerprint(parts.problems)
-        read_again = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
-        self._given = weights_fingerprint(self.config.model) if read_again else ""
+        self._saved_step: int | None = None
+        self._problems_fingerprint = fingerprint(parts.problems)
+        # A resume reads the original weights again if they are the base of adapters or the reference of a KL penalty.
+        # Their fingerprint proves that they are still the same. Other runs need only their own checkpoints.
+        needs_base_weights = adapted(parts.policy.model) or (parts.objective.kl and not self.config.cold_start.steps)
+        self._model_fingerprint = weights_fingerprint(self.config.model) if needs_base_weights else ""
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
-        self._alarms: set[str] = set()
-        self._last: TrainerState | None = None
-        """The state that the weights are now in; None until the cold start has ended."""
+        self._active_alarms: set[str] = set()
+        self._latest: TrainerState | None = None
+        """The state that matches the current weights; `None` until the cold start has finished."""
 
-    # ---- begin, go on
+    # ---- start, resume
 
     def run_from(self, begin: Path | None) -> TrainerState:
-        """Start, or go on from a checkpoint, until the last step or a request to stop. Step 0: it did not get anywhere."""
-        fresh = TrainerState(problems=self._fingerprint, model=self._given, settings=flat(self.config))
-        with suppress(Interrupted), self._saved_without_engine(), self._saved_without_room():
-            state = self._begin_from(begin, fresh) if begin else self._begin_fresh(fresh)
+        """Start, or resume from the checkpoint `begin`, and train until the last step or a request to stop.
+
+        The result has step 0 if no step was finished."""
+        fresh = TrainerState(
+            problems=self._problems_fingerprint, model=self._model_fingerprint, settings=flat(self.config)
+        )
+        with suppress(Interrupted), self._checkpoint_on_engine_error(), self._checkpoint_on_full_disk():
+            state = self._resume(begin, fresh) if begin else self._start(fresh)
             while not self.over(state) and not self.stop:
                 state = self._step(state)
                 if state.step % self.config.checkpoint.every == 0:
                     self._save(state, must=False)
-        if self._last is None:
+        if self._latest is None:
             return fresh
-        self._save(self._last)
-        return self._last
+        self._save(self._latest)
+        return self._latest
 
     @contextmanager
-    def _saved_without_engine(self) -> Iterator[None]:
-        """A sampling engine that fails for good, or is too far from the learner, ends the run, not what it has learned."""
+    def _checkpoint_on_engine_error(self) -> Iterator[None]:
+        """Save a checkpoint before re-raising an unrecoverable engine error."""
         try:
             yield
         except (EngineError, MismatchError) as error:
-            if self._last is None:
+            if self._latest is None:
                 raise
-            self._save(self._last)
+            self._save(self._latest)
             raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run.path}") from error
 
     @contextmanager
-    def _saved_without_room(self) -> Iterator[None]:
-        """A step whose numbers cannot be written is saved with them, where there is room for that; a resume writes them."""
+    def _checkpoint_on_full_disk(self) -> Iterator[None]:
+        """If a step's metrics cannot be written, save them in a checkpoint if that still fits. A resume writes them."""
         try:
             yield
         except DiskError as error:
-            if self._last is not None:
+            if self._latest is not None:
                 with suppress(CheckpointError, DiskError):
-                    self._save(self._last)
-            raise DiskError(f"{error} ({self._says_saved()})") from error
+                    self._save(self._latest)
+            raise DiskError(f"{error} ({self._resume_point()})") from error
 
-    def _says_saved(self) -> str:
-        if self._saved is None or self._last is None:
+    def _resume_point(self) -> str:
+        if self._saved_step is None or self._latest is None:
             return "no step was finished before that"
-        lost = f", because there was no room for a checkpoint of step {self._last.step}"
-        return f"it goes on from step {self._saved}{lost if self._saved != self._last.step else ''}"
+        lost = f", because there was no room for a checkpoint of step {self._latest.step}"
+        return f"a resume continues from step {self._saved_step}{lost if self._saved_step != self._latest.step else ''}"
 
     def _preflight(self, *, done: int) -> None:
-        """Before anything is spent: which sandbox rewards use, how an adapter reaches the engine, and whether the checkpoints
-        will fit on the disk."""
+        """Report the sandbox of the rewards and the adapter path of the engine. Warn if checkpoints will not fit."""
         for name, text in self.parts.rewards.about.items():
             self.run.event("reward", name=name, what=text)
             self.display.message(f"{name}: {text}")
@@ -151,31 +175,39 @@ class Loop:
             self.display.message(f"{self.config.rollout.engine}: {about}")
         keep = self.config.checkpoint.keep
         saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
-        there = len(checkpoint.saved(self.run.checkpoints))
-        count = saves if not keep else max(1, min(saves, keep + 1 - there))
-        need, free = count * checkpoint.size_of(self.parts.policy.model), shutil.disk_usage(self.run.path).free
+        existing = len(checkpoint.saved(self.run.checkpoints))
+        # The oldest checkpoint is deleted only after the newest is complete, so one more than `keep` must fit.
+        count = saves if not keep else max(1, min(saves, keep + 1 - existing))
+        need = count * checkpoint.size_of(self.parts.policy.model)
+        free = shutil.disk_usage(self.run.path).free
         if need > free:
-            self._warn(f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {self.run.path}: make room, lower checkpoint.keep, or raise checkpoint.every")  # fmt: skip
+            self._warn(
+                f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {self.run.path}: "
+                "make room, lower checkpoint.keep, or raise checkpoint.every"
+            )
 
     def over(self, state: TrainerState) -> bool:
-        """Whether a run that has come this far is finished."""
+        """Whether the run is finished in this state."""
         if not self.config.tokens:
             return state.step >= self.config.steps
+        # Completions may become so short that the token budget is never reached, hence the bound on steps.
         return state.tokens >= self.config.tokens or state.step >= 2 * self.config.steps
 
     def planned_steps(self, state: TrainerState) -> int:
-        """After how many steps the run will end; where sampled tokens decide, at the pace so far."""
-        steps, tokens = self.config.steps, self.config.tokens
+        """Number of steps after which the run will end, extrapolated if `tokens` decides."""
+        steps = self.config.steps
+        tokens = self.config.tokens
         if not tokens:
             return steps
         expected = math.ceil(state.step * tokens / state.tokens) if state.tokens else steps
         return state.step if self.over(state) else min(max(expected, state.step + 1), 2 * steps)
 
     def _set_state(self, state: TrainerState) -> TrainerState:
-        self._last = state
+        self._latest = state
         return state
 
-    def _begin_fresh(self, state: TrainerState) -> TrainerState:
+    def _start(self, state: TrainerState) -> TrainerState:
+        # An earlier attempt may have stopped before its first checkpoint and left files behind.
         self.run.rewind(-1, {})
         self.run.event("start", steps=self.config.steps)
         self._preflight(done=0)
@@ -187,7 +219,7 @@ class Loop:
                 with self.stop.interruptible():
                     done = supervised_start(self.parts, self.display)
             except Interrupted:
-                self.display.message("cold start interrupted: a resume begins it anew, with the same outcome")
+                self.display.message("cold start interrupted: a resume repeats it, with the same result")
                 raise
             self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
         if self.parts.objective.kl:
@@ -196,13 +228,20 @@ class Loop:
         self._save(state)
         return state
 
-    def _begin_from(self, path: Path, fresh: TrainerState) -> TrainerState:
-        """Restore a checkpoint and forget everything after it."""
+    def _resume(self, path: Path, fresh: TrainerState) -> TrainerState:
+        """Restore a checkpoint and discard everything after it."""
         state = checkpoint.read_state(path)
-        if state.problems != self._fingerprint:
-            raise ConfigError("data: the problems are not those the run began with (rows, order, template, tokenizer or the version of gspo changed); put them back, or start a new run")  # fmt: skip
-        if state.model != self._given and state.model:
-            raise ConfigError(f"model.path: the weights in {self.config.model.path} are not those the run began with; put them back, or start a new run")  # fmt: skip
+        if state.problems != self._problems_fingerprint:
+            raise ConfigError(
+                "data: the problems are not those the run began with (rows, order, template, tokenizer or the version "
+                "of gspo changed); restore them, or start a new run"
+            )
+        if state.model != self._model_fingerprint and state.model:
+            raise ConfigError(
+                f"model.path: the weights in {self.config.model.path} are not those the run began with; "
+                "restore them, or start a new run"
+            )
+        # Nothing in the run directory changes before all checks have passed and the checkpoint has been read.
         changed = self._check_settings(state.settings)
         checkpoint.restore(path, self.parts.optimizer, state.updates)
         self.run.rewind(state.step, state.offsets)
@@ -212,38 +251,45 @@ class Loop:
         self.display.message(f"resumed {self.run.path} at step {state.step}")
         rows = read_jsonl(self.run.path / "metrics.jsonl")
         self._recent.extend(rows)
-        self._alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
+        # Alarms that were already active are not reported again, and do not stop the resumed run at once.
+        self._active_alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
         for row in rows:
             self.display.evaluated(row)
-        self._saved = self.began = state.step
+        self._saved_step = self.began = state.step
         state = self._set_state(replace(state, settings=fresh.settings))
         return self._finish(state) if state.pending is not None else state
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
-        """Write new settings into the run directory, now that nothing can refuse them any more."""
-        before, steps = state.settings.get("steps"), self.config.steps
+        """Write changed settings into the run directory, once every check has accepted them."""
+        before = state.settings.get("steps")
+        steps = self.config.steps
         if steps != before:
             self.run.event("new end", steps=steps, before=before)
         if steps != before or changed:
             self.run.describe(self.config)
 
     def _check_settings(self, saved: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Say which settings differ from those of the checkpoint, then and now; refuse what would make it another run."""
+        """Report settings that differ from the checkpoint's, as [old, new]. Reject those not in `MAY_CHANGE`."""
         now = flat(self.config)
         changed = {k: [saved.get(k), now.get(k)] for k in differing([saved, now]) if k not in ("steps", "run_dir")}
-        said = [f"{key}: {before!r} then, {after!r} now" for key, (before, after) in changed.items()]
-        if said:
-            self.display.message("settings changed since the checkpoint: " + "; ".join(said))
-        refused = [text for key, text in zip(changed, said, strict=True) if not key.startswith(MAY_CHANGE)]
+        changes = [f"{key}: {before!r} then, {after!r} now" for key, (before, after) in changed.items()]
+        if changes:
+            self.display.message("settings changed since the checkpoint: " + "; ".join(changes))
+        refused = [text for key, text in zip(changed, changes, strict=True) if not key.startswith(MAY_CHANGE)]
         if refused:
-            raise ConfigError(f"{self.run.path}/config.toml: a resume cannot change {'; '.join(refused)}; put it back, or start a new run")  # fmt: skip
+            raise ConfigError(
+                f"{self.run.path}/config.toml: a resume cannot change {'; '.join(refused)}; "
+                "restore it, or start a new run"
+            )
         return changed
 
     def _keep_reference(self) -> None:
-        """The reference is the policy as it stands now. Kept on disk for resumes unless the given model is just that. With
-        adapters it needs no copy: they have done nothing yet, so it is the policy with its adapters switched off."""
+        """Make the current policy the frozen reference of the KL penalty.
+
+        It is saved for a resume, unless `model.path` already holds the same weights."""
         parts = self.parts
         if adapted(parts.policy.model):
+            # Fresh adapters change nothing: the policy with its adapters disabled is the reference, without a copy.
             self.parts = replace(parts, reference=parts.policy.model)
             return
         if self.config.model.build or self.config.cold_start.steps:
@@ -255,8 +301,9 @@ class Loop:
     # ---- one step
 
     def _step(self, state: TrainerState) -> TrainerState:
-        step, clock = state.step + 1, Clock()
-        parts = self._with_range(state.clip_scale)
+        step = state.step + 1
+        clock = Clock()
+        parts = self._with_clip_range(state.clip_scale)
         with clock.measure("step"):
             with self.stop.interruptible():
                 collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
@@ -269,14 +316,21 @@ class Loop:
         pending = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned)}
         self._write_rollouts(parts, step, collected, learned)
         learned_state = replace(
-            state, step=step, cursor=collected.cursor, updates=parts.optimizer.updates, skipped_in_row=skipped, tokens=tokens,
-            clip_scale=self._next_range(step, state.clip_scale, learned), pending=pending,
-        )  # fmt: skip
-        self._remember_memory(step, learned)
+            state,
+            step=step,
+            cursor=collected.cursor,
+            updates=parts.optimizer.updates,
+            skipped_in_row=skipped,
+            tokens=tokens,
+            clip_scale=self._next_clip_scale(step, state.clip_scale, learned),
+            pending=pending,
+        )
+        self._keep_micro_batch_size(step, learned)
+        # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted.
         return self._finish(self._set_state(learned_state), clock)
 
     def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
-        """Evaluate, if it is time, and write the step down. A stop during it leaves the step pending."""
+        """Evaluate, if due, and record the step. A stop during the evaluation leaves the step pending."""
         assert state.pending is not None
         clock = clock or Clock()
         with clock.measure("step"), clock.measure("eval"), self.stop.interruptible():
@@ -284,6 +338,7 @@ class Loop:
         metrics = {**state.pending, **evaluation}
         timings = {"step": state.step, **{f"time/{name}_s": round(s, 6) for name, s in clock.seconds.items()}}
         self.run.metrics(metrics)
+        # Step 0 is the evaluation before training. It has metrics, but no training step to time.
         if state.step:
             self.run.timings(timings)
             self.sinks.log(state.step, metrics | timings)
@@ -297,34 +352,34 @@ class Loop:
     def _write_rollouts(
         self, parts: RunContext, step: int, collected: CollectResult, learned: LearnResult | None
     ) -> None:
-        """Replies are for looking at: training goes on without them."""
+        """Write the completions of a step. Nothing trains on this file, so a failure is only a warning."""
         if not self.config.log.rollouts:
             return
         try:
             routes = self.config.routing.replay == "sampler"
             self.run.rollouts(step, rollout_records(parts.objective, collected, learned, routes=routes))
         except OSError as error:
-            self.display.message(f"warning: step {step}: the replies could not be written ({error})")
+            self.display.message(f"warning: step {step}: the completions could not be written ({error})")
 
-    def _with_range(self, scale: float) -> RunContext:
-        """The parts with the clip range that this step uses."""
+    def _with_clip_range(self, scale: float) -> RunContext:
+        """The run context with the clip range of this step."""
         if self.parts.adaptive_clip is None:
             return self.parts
         return replace(self.parts, objective=self.parts.adaptive_clip.scaled(self.parts.objective, scale))
 
-    def _next_range(self, step: int, scale: float, learned: LearnResult | None) -> float:
-        """The scale of the next step's clip range; says so when it can adapt no further."""
+    def _next_clip_scale(self, step: int, scale: float, learned: LearnResult | None) -> float:
+        """The scale of the next step's clip range. Reports when it reaches its limit."""
         if self.parts.adaptive_clip is None or learned is None:
             return scale
-        wanted = self.parts.adaptive_clip.next_scale(self.parts.objective, scale, learned.tokens)
-        why = at_limit(wanted)
-        if why and not at_limit(scale):
-            self.run.event("clip range at its limit", step=step, what=why)
-            self.display.message(f"step {step}: the clip range stops adapting: {why}")
-        return wanted
+        next_scale = self.parts.adaptive_clip.next_scale(self.parts.objective, scale, learned.tokens)
+        limit = at_limit(next_scale)
+        if limit and not at_limit(scale):
+            self.run.event("clip range at its limit", step=step, what=limit)
+            self.display.message(f"step {step}: the clip range stops adapting: {limit}")
+        return next_scale
 
-    def _remember_memory(self, step: int, learned: LearnResult | None) -> None:
-        """Micro-batches that did not fit once are not tried at that size again."""
+    def _keep_micro_batch_size(self, step: int, learned: LearnResult | None) -> None:
+        """Keep the smaller micro-batches of a step that ran out of memory for the rest of this process."""
         if learned is None or not learned.halvings:
             return
         smaller = max(1, self.parts.config.learner.micro_batch_tokens >> learned.halvings)
@@ -332,115 +387,129 @@ class Loop:
         self.parts = replace(self.parts, config=config)
         self.run.event("out of memory", step=step, micro_batch_tokens=smaller)
         self.display.message(
-            f"step {step}: out of memory; the same gradient was computed with micro-batches of {smaller} tokens, which are used from now on"
+            f"step {step}: out of memory; the same gradient was computed with micro-batches of {smaller} tokens, "
+            "and later steps use that size"
         )
 
-    # ---- what may be wrong
+    # ---- failures and alarms
 
     def _warn(self, text: str) -> None:
         self.run.event("warning", what=text)
         self.display.message(f"warning: {text}")
 
     def _raise_alarms(self, metrics: Mapping[str, Any], state: TrainerState) -> None:
-        """Say when an alarm begins to hold; stop at those that the config says are fatal."""
+        """Report alarms that are newly raised. Stop the run if one of them is in `alarms.stop`."""
         self._recent.append(metrics)
         now = holding(list(self._recent), self.config.alarms.steps)
         for alarm in now:
-            if alarm.name not in self._alarms:
+            if alarm.name not in self._active_alarms:
                 self.run.event("alarm", step=state.step, name=alarm.name, what=alarm.what)
                 self.display.message(f"ALARM at step {state.step}, {alarm.name}: {alarm.what}")
-        new = [alarm for alarm in now if alarm.name not in self._alarms and alarm.name in self.config.alarms.stop]
-        self._alarms = {alarm.name for alarm in now}
-        if new:
+        fatal = [a for a in now if a.name not in self._active_alarms and a.name in self.config.alarms.stop]
+        self._active_alarms = {alarm.name for alarm in now}
+        if fatal:
             self._save(state)
-            raise AlarmError(f"step {state.step}: {new[0].name} (alarms.stop): {new[0].what}. The run is saved: gspo train --resume {self.run.path}")  # fmt: skip
+            raise AlarmError(
+                f"step {state.step}: {fatal[0].name} (alarms.stop): {fatal[0].what}. "
+                f"The run is saved: gspo train --resume {self.run.path}"
+            )
 
     def _check_scores(self, collected: CollectResult, state: TrainerState) -> None:
-        """Too many unscored replies: the reward is broken, and going on would train on what is left of it."""
+        """Stop if too many completions are unscored: the reward is broken, and the scored rest is a biased sample."""
         scores = [s for g in collected.gathered.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
         if failed and not self.unscored:
             self.display.message(
-                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored; they are left out. The first: {failed[0]}"
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} completions could not be scored and are not "
+                f"trained on. The first: {failed[0]}"
             )
         self.unscored += len(failed)
         if len(failed) > self.config.reward.max_unscored_fraction * len(scores):
+            # The state before this step is saved: a resume repeats the step. Its completions show what failed.
             self._save(state)
             self._write_rollouts(self.parts, state.step + 1, collected, None)
             self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
             raise RewardError(
-                f"step {state.step + 1}: {len(failed)} of {len(scores)} replies could not be scored (reward.max_unscored_fraction = "
-                f"{self.config.reward.max_unscored_fraction:g}); the first: {failed[0]}.{self._evidence()} Fix the reward, then: "
-                f"{self._resume_fixed()}"
+                f"step {state.step + 1}: {len(failed)} of {len(scores)} completions could not be scored "
+                f"(reward.max_unscored_fraction = {self.config.reward.max_unscored_fraction:g}); "
+                f"the first: {failed[0]}.{self._fault_details()} Fix the reward, then: {self._resume_command()}"
             )
 
     def _report_faults(self, step: int) -> None:
-        """Write down, and say, each new way in which a reward function fails. The run may go on without the file."""
+        """Record and report each new failure of a reward function. The run continues if the file cannot be written."""
         for fault in self.parts.rewards.new_faults():
             try:
                 self._fault_file = self.run.reward_error(f"step {step}: {fault}")
                 where = f"; details: {self._fault_file}"
             except OSError as error:
-                where = f" (and that could not be written down: {error})"
+                where = f" (the details could not be written: {error})"
             self.run.event("reward failed", step=step, function=fault.function, what=fault.failure)
             self.display.message(f"step {step}: {fault.failure}{where}")
 
-    def _evidence(self) -> str:
+    def _fault_details(self) -> str:
         return f" Details: {self._fault_file}." if self._fault_file else ""
 
-    def _resume_fixed(self) -> str:
-        """The command that continues the run after its reward was edited: a changed file is asked for again."""
+    def _resume_command(self) -> str:
+        """The command that resumes after a fix of the reward. A changed reward file needs `--trust-run`."""
         flag = " --trust-run" if trust.reward_code(self.config) else ""
         return f"gspo train --resume {self.run.path}{flag}"
 
     def _check_first_evaluation(self, done: Evaluation) -> None:
-        """A reward that can score nothing is better known before the first step than after it."""
+        """Stop before the first step if the reward cannot score a single completion."""
         failed = [s.failure for scores in done.scores for s in scores if s.status is Status.UNSCORED]
         if failed and len(failed) == sum(map(len, done.scores)):
             raise RewardError(
                 f"the first evaluation: none of {len(failed)} completions could be scored; the first: {failed[0]}."
-                f"{self._evidence()} Fix the reward or the answers of the held-out problems, then: {self._resume_fixed()}"
+                f"{self._fault_details()} Fix the reward or the answers of the held-out problems, "
+                f"then: {self._resume_command()}"
             )
 
     def _check_updates(self, step: int, collected: CollectResult, learned: LearnResult | None, in_row: int) -> int:
-        """Say when an update was skipped, or when there was nothing to learn from; stop when it keeps happening."""
+        """Report skipped updates and steps without data to train on. Stop after too many skipped updates in a row."""
         if learned is None:
             reasons = reasons_left_out(self.parts.objective, collected, None)
-            told = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+            counts = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
             self.idle += 1
             self.run.event("nothing to learn", step=step, reasons=reasons)
             self.display.message(
-                f"step {step}: no group to learn from (of its replies {told}); the policy stays as it is"
+                f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
             )
             return in_row
         if len(learned.updates) < self.config.learner.mini_batches:
-            self._warn_of_few(step, len(learned.updates))
+            self._report_few_updates(step, len(learned.updates))
         for index, update in enumerate(learned.updates):
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:
                 loss = float(learned.losses[index].total)
-                self.run.event("skipped update", step=step, mini_batch=index, loss=loss, grad_norm=update.grad_norm, why=update.skipped)  # fmt: skip
-                self.display.message(f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {update.grad_norm:g}: {update.skipped}")  # fmt: skip
+                norm = update.grad_norm
+                self.run.event(
+                    "skipped update", step=step, mini_batch=index, loss=loss, grad_norm=norm, why=update.skipped
+                )
+                self.display.message(
+                    f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {norm:g}: {update.skipped}"
+                )
             if in_row >= self.config.learner.max_skipped:
+                lower = self.config.learner.learning_rate / 3
                 raise NumericalError(
-                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} (learner.max_skipped); resume "
-                    f"from the last checkpoint with a lower rate: gspo train --resume {self.run.path} --learner.learning_rate={self.config.learner.learning_rate / 3:.1g}"
+                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
+                    "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
+                    f"gspo train --resume {self.run.path} --learner.learning_rate={lower:.1g}"
                 )
         return in_row
 
-    def _warn_of_few(self, step: int, updates: int) -> None:
-        """Fewer replies than mini-batches are left to train on. An event at every such step, a message at the first."""
+    def _report_few_updates(self, step: int, updates: int) -> None:
+        """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
         self.run.event("fewer updates", step=step, updates=updates)
-        if not self._few:
-            self._few = True
+        if not self._few_updates_shown:
+            self._few_updates_shown = True
             self.display.message(
-                f"warning: step {step}: only {updates} replies were left to train on, so there were {updates} optimizer steps "
-                f"instead of {self.config.learner.mini_batches} (learner.mini_batches)"
+                f"warning: step {step}: only {updates} completions could be trained on, so there were {updates} "
+                f"optimizer steps instead of {self.config.learner.mini_batches} (learner.mini_batches)"
             )
 
     def _save(self, state: TrainerState, *, must: bool = True) -> None:
-        """Write a checkpoint. One that cannot be written (a full disk) leaves the last one; training goes on unless it must."""
-        if self._saved == state.step:
+        """Write a checkpoint. If that fails (a full disk), raise if it `must` be saved, otherwise warn and continue."""
+        if self._saved_step == state.step:
             return
         try:
             self.run.check_held()
@@ -448,15 +517,15 @@ class Loop:
                 self.run.checkpoints, self.parts.policy, self.parts.optimizer, state, keep=self.config.checkpoint.keep
             )
         except OSError as error:
-            text = f"the checkpoint of step {state.step} could not be written ({error}); the one before it is untouched"
+            text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
             with suppress(OSError):
                 self.run.event("checkpoint failed", step=state.step, what=str(error))
             if must:
                 raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run.path}") from error
-            self.display.message(f"warning: {text}; the next one is tried in {self.config.checkpoint.every} steps")
+            self.display.message(f"warning: {text}; the next attempt is in {self.config.checkpoint.every} steps")
             return
-        self._saved = state.step
-        # Model code that this process has run and saved with its weights is not a stranger's when the run resumes.
+        self._saved_step = state.step
+        # This process has run the model code that it saves with the weights, so a resume may trust it.
         trust.remember(self.run.path, trust.model_code(self.config.model, [saved]))
         self.run.event("checkpoint", step=state.step)
 
@@ -466,12 +535,12 @@ class Loop:
         settings = self.config.eval
         if not settings.every or (state.step % settings.every and not self.over(state)):
             return {}
-        done = self._held_out()
+        done = self._evaluate_held_out()
         self._report_faults(state.step)
         if state.step == 0:
             self._check_first_evaluation(done)
         sampled = done.accuracy
-        values = {
+        metrics = {
             "eval/unscored": done.unscored,
             "eval/accuracy": sampled.value,
             "eval/accuracy_low": sampled.low,
@@ -479,11 +548,12 @@ class Loop:
             "eval/length_mean": done.mean_length,
         }
         if done.greedy is not None:
-            values["eval/accuracy_greedy"] = done.greedy.value
-        return values
+            metrics["eval/accuracy_greedy"] = done.greedy.value
+        return metrics
 
-    def _held_out(self) -> Evaluation:
-        parts, settings = self.parts, self.config.eval
+    def _evaluate_held_out(self) -> Evaluation:
+        parts = self.parts
+        settings = self.config.eval
         return evaluate(
             parts.engine,
             parts.rewards,
@@ -498,7 +568,7 @@ class Loop:
 
 
 def fingerprint(problems: Problems) -> str:
-    """A digest of every prompt, its place and its columns."""
+    """A digest of every problem: its prompt, position and columns."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in (*problems.train, *problems.held_out):
         digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())

@@ -378,7 +378,7 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
         (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the LM head, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
         (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than the rank of any layer .64."),
-        (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank"),
+        (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: 4-bit weights cannot be trained; set model.lora.rank"),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
         (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
     ],

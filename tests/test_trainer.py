@@ -412,7 +412,7 @@ def test_a_broken_reward_stops_the_run_with_a_checkpoint(
             if step == 2:
                 flag.write_text("")
 
-    with pytest.raises(RewardError, match=r"step 3: 16 of 16 replies could not be scored.*ouch.*--resume"):
+    with pytest.raises(RewardError, match=r"step 3: 16 of 16 completions could not be scored.*ouch.*--resume"):
         train(config, BreakAfterTwo())
     flag.unlink()
     resume(run_of(config), display)
@@ -497,7 +497,7 @@ def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config],
     )
     config = tiny("objective.name=dapo", f"reward.functions={tmp_path}/same.py:same", "steps=3", "alarms.steps=2")
     outcome = train(config, display)
-    assert any("no group to learn from" in m and "all have the same reward" in m for m in display.messages)
+    assert any("no group to train on" in m and "all have the same reward" in m for m in display.messages)
     assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
     assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
@@ -591,7 +591,7 @@ def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: An
         replies = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
         assert event["reasons"] == Counter(r["left_out"] for r in replies)
         assert {"overlong", "unscored"} <= event["reasons"].keys()
-    said = [m for m in display.messages if "no group to learn from" in m]
+    said = [m for m in display.messages if "no group to train on" in m]
     assert len(said) == len(found) == 2
     assert all(
         "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in said

@@ -1,4 +1,8 @@
-"""The settings of a run: `schema.py` lists them, `load.py` reads recipes and overrides, `checks.py` refuses what cannot work."""
+"""The settings of a run.
+
+`schema.py` defines them, `load.py` reads recipes and overrides, `checks.py` rejects combinations that cannot work, and
+`toml.py` writes a config back as TOML.
+"""
 
 from gspo.config.checks import check, check_single_process
 from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir

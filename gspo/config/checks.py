@@ -1,4 +1,4 @@
-"""Values and combinations of settings that cannot work, refused before anything is loaded.
+"""Reject values and combinations of settings that cannot work, before anything is loaded.
 
 In: a `Config`. Out: nothing, or a `ConfigError` that names the key and the fix.
 """
@@ -16,88 +16,125 @@ from gspo.redact import holds_secret
 
 
 def check(config: Config) -> None:
-    """Refuse values that cannot work, before anything is loaded."""
+    """Raise a `ConfigError` for settings that cannot work."""
+    # Secrets come first: a later message may quote the value of a setting.
     _check_secrets(config)
     _check_ranges(config)
-    sources = [n for n in ("path", "hub", "task") if getattr(config.data, n)]
+    _check_data(config)
+    _check_effects(config)
+    _check_updates(config)
+    _check_model(config)
+    _check_rewards(config)
+
+
+def _check_data(config: Config) -> None:
+    sources = [name for name in ("path", "hub", "task") if getattr(config.data, name)]
     if len(sources) != 1:
         raise ConfigError(
             f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
         )
-    _check_effects(config)
+
+
+def _check_updates(config: Config) -> None:
+    """Check the settings that depend on how many optimizer steps a rollout batch gets."""
     routing = config.routing
-    if routing.replay == "old" and config.learner.mini_batches == 1:
-        raise ConfigError('routing.replay: "old" has no effect with learner.mini_batches = 1, where the learning forward is the old one; set more, or "off"')  # fmt: skip
+    mini_batches = config.learner.mini_batches
+    if routing.replay == "old" and mini_batches == 1:
+        raise ConfigError(
+            'routing.replay: "old" has no effect with learner.mini_batches = 1, where the policy forward pass is also '
+            'the old one; set more mini-batches, or "off"'
+        )
     if (routing.replay != "off" or routing.balance_loss) and not routing.record:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
-    if config.learner.old_logp == "sampler" and config.learner.mini_batches == 1:
-        raise ConfigError('learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always compared; set more, or "recompute"')  # fmt: skip
-    completions = config.rollout.prompts * config.rollout.replies
-    if config.learner.mini_batches > completions:
+    if config.learner.old_logp == "sampler" and mini_batches == 1:
         raise ConfigError(
-            f"learner.mini_batches: {config.learner.mini_batches} optimizer steps cannot share the {completions} completions of a "
+            'learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always '
+            'recomputed for comparison; set more mini-batches, or "recompute"'
+        )
+    completions = config.rollout.prompts * config.rollout.replies
+    if mini_batches > completions:
+        raise ConfigError(
+            f"learner.mini_batches: {mini_batches} optimizer steps cannot share the {completions} completions of a "
             f"step (rollout.prompts x rollout.replies); set it to {completions} or less"
         )
     if config.tokens and not config.steps:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")
+
+
+def _check_model(config: Config) -> None:
     if bool(config.model.path) == bool(config.model.build):
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.quantize and not config.model.lora.rank:
-        raise ConfigError('model.quantize: weights in 4 bits cannot be trained; set model.lora.rank, or quantize = ""')
+        raise ConfigError('model.quantize: 4-bit weights cannot be trained; set model.lora.rank, or quantize = ""')
     if config.model.quantize and config.rollout.engine == "vllm":
-        raise ConfigError('model.quantize: weights in 4 bits cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""')  # fmt: skip
+        raise ConfigError(
+            'model.quantize: 4-bit weights cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""'
+        )
     if config.model.lora.rank and config.model.build:
-        raise ConfigError("model.lora.rank: a model built from scratch has nothing worth keeping beside adapters; give model.path, or set it to 0")  # fmt: skip
+        raise ConfigError(
+            "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "
+            "untrained; set model.path, or set the rank to 0"
+        )
     if config.cold_start.steps and not config.data.task:
         raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
-    if not config.reward.functions and not config.data.task:
+
+
+def _check_rewards(config: Config) -> None:
+    weights = config.reward.weights
+    functions = config.reward.functions
+    if not functions and not config.data.task:
         raise ConfigError('reward.functions: name at least one, for example ["math_answer"] or ["my.py:score"]')
-    weights, functions = config.reward.weights, config.reward.functions
     if weights and len(weights) != len(functions):
         raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions; give one for each")
     if weights and not any(weights):
-        raise ConfigError("reward.weights: all are 0, so every reply would score 0; give one a weight")
+        raise ConfigError(
+            "reward.weights: all are 0, so every completion would score 0; set at least one to another value"
+        )
     for key in config.reward.options:
         if key not in functions:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
 
 
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Where torchrun and accelerate, Open MPI, MPICH and Slurm's `srun` tell a process how many there are."""
+"""The world size, as set by torchrun and accelerate, Open MPI, MPICH and Slurm's `srun`."""
 
 
 def check_single_process() -> None:
-    """Refuse to be one of several processes: each would train the whole run by itself, and all alike."""
+    """Raise if a launcher started several processes: each of them would train the same run on its own."""
     for name in _LAUNCHERS:
         world = os.environ.get(name, "1")
         if world.isdecimal() and int(world) > 1:
             raise ConfigError(
-                f"{name} = {world}: started as one of {world} processes (torchrun, accelerate, mpirun or srun), but training "
-                f"across processes is not supported yet, and each would do the same; start gspo by itself, or unset {name}"
+                f"{name} = {world}: started as one of {world} processes (torchrun, accelerate, mpirun or srun), but "
+                "training across processes is not supported yet, and each would do the same; "
+                f"start a single gspo process, or unset {name}"
             )
 
 
 def _check_secrets(config: Config) -> None:
-    """Settings are written into run directories and reports as they are, because a resume needs them."""
+    # A resume needs every setting unredacted, so run directories and reports contain them verbatim.
     for key, value in flat(config).items():
         if holds_secret(str(value)):
-            raise ConfigError(f"{key}: holds what looks like a key, a token or a password, and settings are written into the run directory; put it into an environment variable and read it from there")  # fmt: skip
+            raise ConfigError(
+                f"{key}: holds what looks like a key, a token or a password, and settings are written into the run "
+                "directory; put it into an environment variable and read it from there"
+            )
 
 
 def _check_effects(config: Config) -> None:
-    """Refuse settings that were changed but do not act, given the others."""
+    """Reject settings that were changed but have no effect, given the other settings."""
     for key, marker in markers():
         if isinstance(marker, OnlyWith) and not get(config, marker.key):
-            why = f"without {marker.key}"
-        elif isinstance(marker, NotWith) and _holds(config, marker):
-            why = f"with {marker.key}" + (f' = "{marker.value}"' if marker.value else "")
+            condition = f"without {marker.key}"
+        elif isinstance(marker, NotWith) and _applies(config, marker):
+            condition = f"with {marker.key}" + (f' = "{marker.value}"' if marker.value else "")
         else:
             continue
         if get(config, key) != get(Config(), key):
-            raise ConfigError(f"{key}: has no effect {why}; leave it out")
+            raise ConfigError(f"{key}: has no effect {condition}; leave it out")
 
 
-def _holds(config: Config, marker: NotWith) -> bool:
+def _applies(config: Config, marker: NotWith) -> bool:
     value = get(config, marker.key)
     return bool(value) if marker.value is None else value == marker.value
 
@@ -119,5 +156,7 @@ def _check_range(key: str, value: float, allowed: Range) -> None:
     if not allowed.low <= value <= allowed.high:
         bounds = f"at least {allowed.low:g}"
         if math.isfinite(allowed.high):
-            bounds = f"between {allowed.low:g} and {'2^63 - 1' if allowed.high == 2**63 - 1 else f'{allowed.high:.7g}'}"
+            # Seven digits are enough for every other bound, but would round this one.
+            high = "2^63 - 1" if allowed.high == 2**63 - 1 else f"{allowed.high:.7g}"
+            bounds = f"between {allowed.low:g} and {high}"
         raise ConfigError(f"{key}: must be {bounds}, not {value}")

@@ -1,7 +1,7 @@
-"""From a TOML recipe and `--section.key=value` overrides to a `Config`, and back.
+"""Build a `Config` from a TOML recipe and `--section.key=value` overrides.
 
-In: a recipe path and override strings. Out: a `Config`, or a `ConfigError` of one line that names the key and the fix.
-Invariant: files and overrides go through the same conversion and checks, and an unknown key is an error.
+In: a recipe path and override strings. Out: a `Config`, or a one-line `ConfigError` that names the key and the fix.
+Invariant: files and overrides go through the same conversion and checks. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; a byte-order mark is allowed."""
+    """Parse a TOML file. A byte-order mark is allowed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also a number of too many digits, or tables within tables without end
+    except (ValueError, RecursionError) as error:
+        # Beyond TOMLDecodeError, an integer with too many digits is a ValueError, and deep nesting a RecursionError.
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
-    """A `Config` from tables with overrides put in; an error says which of the two it came from."""
+    """Build a `Config` from tables and overrides. An error says which of the two caused it."""
     config = from_tree(tree, where=where)
     if not overrides:
         return config
     pairs = [_split_override(text) for text in overrides]
     if dict(pairs).get("objective.name", config.objective.name) != config.objective.name:
-        tree["objective"] = {}  # another row has other settings: those of the recipe's row do not carry over
+        # Objectives have different settings: those of the recipe's objective do not carry over to another one.
+        tree["objective"] = {}
     for key, value in pairs:
         _set(tree, key, value)
     return from_tree(tree, where="command line")
 
 
 def find_recipe(path: str | Path) -> Path:
-    """A recipe by path, or by the bare name of one that is shipped (`demo`)."""
+    """Find a recipe by its path, or by the bare name of a shipped one (`demo`)."""
     given = Path(path)
     shipped = recipe_dir() / (given.name if given.suffix == ".toml" else f"{given.name}.toml")
     if given.is_file():
@@ -68,7 +67,7 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def recipe_dir() -> Path:
-    """Shipped recipes: inside the installed package, or beside it in a checkout."""
+    """Directory of the shipped recipes: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parent.parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
@@ -82,13 +81,14 @@ def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
 def anchored(config: Config) -> Config:
     """The same settings with absolute paths, so that a run can be resumed and evaluated from another directory.
 
-    Files that must be there are taken to be relative to the current directory. `model.path` and options of rewards and of the
-    engine may be something else than a path (a hub name, a URL): they are, unless there is such a file or directory."""
-    data, reward = config.data, config.reward
+    Paths of required files are relative to the current directory. `model.path` and the options of rewards and engines
+    may also hold a hub name or a URL, so they are treated as paths only if such a file or directory exists."""
+    data = config.data
+    reward = config.reward
     specs = {spec: _anchored_function(spec) for spec in reward.functions}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=_absolute_if_there(config.model.path)),
+        model=dataclasses.replace(config.model, path=_absolute_if_exists(config.model.path)),
         data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
         reward=dataclasses.replace(
@@ -109,13 +109,13 @@ def _anchored_function(spec: str) -> str:
 
 def _anchored_options(options: Mapping[str, Any]) -> dict[str, Any]:
     paths = {k: v for k, v in options.items() if isinstance(v, str) and os.sep in v}
-    return {**options, **{k: _absolute_if_there(v) for k, v in paths.items()}}
+    return {**options, **{k: _absolute_if_exists(v) for k, v in paths.items()}}
 
 
-def _absolute_if_there(path: str) -> str:
+def _absolute_if_exists(path: str) -> str:
     try:
         return _absolute(path) if path and Path(path).expanduser().exists() else path
-    except (OSError, RuntimeError):  # too long for a name, no such user
+    except (OSError, RuntimeError):  # A name that is too long for a path, or `~user` without such a user.
         return path
 
 
@@ -124,7 +124,7 @@ def _absolute(path: str) -> str:
 
 
 def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
-    """A `Config` from settings by dotted key, as `flat` gives them; those that are missing have their defaults."""
+    """Build a `Config` from settings by dotted key, as `flat` returns them. Missing ones get their defaults."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         _set(tree, key, value)
@@ -137,15 +137,15 @@ def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> An
     values: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for key, value in tree.items():
+        # Each objective has settings of its own, so [objective] accepts any key. The objective table checks them later.
         if cls is ObjectiveConfig and key != "name":
             settings.update(value if key == "settings" and isinstance(value, Mapping) else {key: value})
         elif key not in names:
             raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
         elif dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {_example(hints[key], prefix + key)}"
-                )
+                example = _example(hints[key], prefix + key)
+                raise ConfigError(f"{where}: {prefix}{key} is a section; set one of its keys, e.g. {example}")
             values[key] = _build(hints[key], value, where=where, prefix=f"{prefix}{key}.")
         else:
             values[key] = _convert(value, hints[key], where=where, key=prefix + key)
@@ -200,13 +200,14 @@ def _parse(raw: str, key: str) -> Any:
     hint = _hint_of(key)
     if hint is str or typing.get_origin(hint) is Literal:
         return raw
-    a_list = typing.get_origin(hint) is tuple
-    for text in (raw, f"[{raw}]") if a_list else (raw,):
+    is_list = typing.get_origin(hint) is tuple
+    # A list may be written without brackets (`1,2`), and its strings without quotes (`a.py:f,b.py:g`).
+    for text in (raw, f"[{raw}]") if is_list else (raw,):
         try:
             return tomllib.loads(f"x = {text}")["x"]
         except tomllib.TOMLDecodeError:
             continue
-    return [part.strip() for part in raw.split(",")] if a_list else raw
+    return [part.strip() for part in raw.split(",")] if is_list else raw
 
 
 def _hint_of(key: str) -> Any:

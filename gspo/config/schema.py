@@ -1,6 +1,7 @@
 """Every setting of a run, as nested frozen dataclasses.
 
-Invariant: the string under a field is its help text, so `gspo train --help` and `docs/settings.md` cannot drift from the code.
+Out: `Config` and its sections, with the type, default, allowed range and help text of every key.
+Invariant: the string under a field is its help text, so `gspo train --help` and `docs/settings.md` match the code.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from gspo.types import Sampling
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have."""
+    """Allowed range of a number."""
 
     low: float
     high: float = math.inf
     exclusive: bool = False
-    """Whether `low` itself is not allowed."""
+    """Whether `low` itself is excluded."""
 
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """The setting acts only if another one is set."""
+    """The setting has an effect only if another one is set."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class NotWith:
-    """The setting does not act if another one is set, or has this value."""
+    """The setting has no effect if another one is set, or has this value."""
 
     key: str
     value: str | None = None
@@ -48,6 +49,7 @@ NonNegative = Annotated[int, Range(low=0)]
 NonNegativeFloat = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(low=0, exclusive=True)]
 Fraction = Annotated[float, Range(low=0, high=1)]
+# AdamW's bias correction divides by 1 - beta**step, so a decay must stay below 1, also in float32.
 Decay = Annotated[float, Range(low=0, high=0.9999999)]
 Seed = Annotated[int, Range(low=0, high=2**63 - 1)]
 AlarmName = Literal[
@@ -68,46 +70,54 @@ Sink = Literal["tensorboard", "wandb", "trackio"]
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     rank: NonNegative = 0
-    """Train low-rank adapters of this rank beside the linear layers, and leave the model's own weights as they are; 0: train those."""
+    """Rank of the LoRA adapters to train on the linear layers; the base weights stay frozen. `0` trains the full
+    model."""
     alpha: Annotated[NonNegative, OnlyWith("model.lora.rank")] = 0
-    """The adapters' output is scaled by `alpha / rank`; 0: twice the rank."""
+    """LoRA alpha: the adapter output is scaled by `alpha / rank`. `0` uses twice the rank."""
     targets: Annotated[tuple[str, ...], OnlyWith("model.lora.rank")] = ()
-    """Layers that get adapters, by the last part of their names (`q_proj`, `down_proj`); empty: every linear layer but the output layer."""
+    """Layers that get adapters, by the last part of their names (`q_proj`, `down_proj`). An empty list targets every
+    linear layer except the LM head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = ""
-    """Directory, hub name or `.gguf` file of the model to train; or the directory of a saved LoRA adapter, which names its model."""
+    """Model to train: a directory, a hub name or a `.gguf` file, or the directory of a saved LoRA adapter, which names
+    its base model."""
     build: Literal["", "tiny_moe", "tiny_dense"] = ""
-    """Build a small model from scratch instead of loading one: for the demo, for tests, for trying a task."""
+    """Build a small model from scratch instead of loading one. Meant for the demo, for tests and for trying out a
+    task."""
     build_options: Annotated[Mapping[str, Any], OnlyWith("model.build")] = field(default_factory=dict)
-    """Other sizes for a built model, by the names of its Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
+    """Overrides for the built model's Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights. Log-probabilities are float32 either way."""
+    """Precision of the weights. Log-probs are float32 in either case."""
     device: str = "auto"
-    """`auto` takes the GPU if there is one."""
+    """Device of the model. `auto` uses the GPU if there is one."""
     threads: Annotated[int, Range(low=0, high=1024)] = 0
-    """CPU threads; 0 chooses: one for tiny models, which run many times faster that way, else `OMP_NUM_THREADS` or all cores."""
+    """CPU threads. `0` uses one thread for tiny models, which run many times faster that way, and otherwise
+    `OMP_NUM_THREADS` or all cores."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models you trust like your own code."""
+    """Run the Python code that comes with the model. Enable it only for models that you trust like your own code."""
     quantize: Literal["", "nf4"] = ""
-    """`nf4`: keep the linear layers' own weights in 4 bits while adapters are trained beside them (QLoRA). Needs `model.lora.rank`."""
+    """`nf4` stores the base weights of the linear layers in 4 bits while LoRA adapters are trained (QLoRA). Requires
+    `model.lora.rank`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColdStartConfig:
     steps: NonNegative = 0
-    """At most this many supervised steps on the task's own demonstrations before RL; 0: none."""
+    """Maximum number of supervised fine-tuning steps on the task's demonstrations before RL. `0` disables the cold
+    start."""
     batch: Count = 64
     """Demonstrations per step."""
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate of AdamW."""
     stop_accuracy: Fraction = 0.3
-    """Stop as soon as sampled accuracy on fresh problems reaches this: enough to learn from, room to climb."""
+    """Stop as soon as sampled accuracy on fresh problems reaches this value. RL then has correct completions to
+    reinforce and room to improve."""
     check_every: Count = 10
     """Steps between accuracy checks."""
 
@@ -115,41 +125,45 @@ class ColdStartConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     path: str = ""
-    """Training problems: a .jsonl, .json, .csv or .parquet file (also .gz of the first three)."""
+    """Training problems: a .jsonl, .json, .csv or .parquet file. The first three may be gzipped (.gz)."""
     hub: str = ""
-    """Or a data set by hub name, through `datasets`."""
+    """Training problems from a Hugging Face dataset, by its hub name."""
     hub_config: Annotated[str, OnlyWith("data.hub")] = ""
-    """Configuration of the hub data set, for example `main`."""
+    """Configuration of the hub dataset, for example `main`."""
     split: Annotated[str, OnlyWith("data.hub")] = "train"
-    """Split of the hub data set."""
+    """Split of the hub dataset."""
     task: str = ""
-    """Or a generated task: `addition`, `sorting`, `countdown`, `word_problems`, or `reasoning_gym:NAME`."""
+    """Training problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems` or
+    `reasoning_gym:NAME`."""
     task_options: Annotated[Mapping[str, Any], OnlyWith("data.task")] = field(default_factory=dict)
     """Options of the generated task, for example `digits = 3`."""
     task_size: Annotated[Count, OnlyWith("data.task")] = 20000
-    """How many training problems to generate."""
+    """Number of training problems to generate."""
     prompt_field: Annotated[str, NotWith("data.task")] = "prompt"
     """Field with the problem: text or chat messages."""
     prompt_template: Annotated[str, NotWith("data.task")] = ""
-    """Or the problem as text made of several fields, each by its name in braces: `{Body} {Question}`."""
+    """Template that builds the prompt from several fields, each by its name in braces: `{Body} {Question}`. Replaces
+    `prompt_field`."""
     answer_field: Annotated[str, NotWith("data.task")] = "answer"
-    """Field with the expected answer; rewards receive it as `answer`. Empty: the data has none."""
+    """Field with the expected answer. Reward functions receive it as `answer`. Leave it empty if the data has no
+    answers."""
     answer_after: str = ""
-    """Keep only what follows the last occurrence of this mark in the answer field (`####` for GSM8K)."""
+    """Keep only the text after the last occurrence of this marker in the answer field (`####` for GSM8K)."""
     instruction: str = ""
-    """Text put after each problem, for example how to state the answer."""
+    """Text appended to each problem, for example how to state the answer."""
     system: str = ""
-    """System message put before each problem (needs a chat template)."""
+    """System message that precedes each problem. Requires a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
-    """Wrap text prompts as a user message in the tokenizer's chat template; auto: if it has one."""
+    """Wrap text prompts as a user message in the tokenizer's chat template. `auto` does so if the tokenizer has one."""
     held_out: NonNegative = 256
-    """Problems set aside for evaluation: taken from the training data by seed, unless `held_out_path` is given."""
+    """Number of held-out problems for evaluation. They are split off the training data by seed, unless `held_out_path`
+    is set."""
     held_out_path: str = ""
-    """A file of held-out problems, with the same fields."""
+    """File with the held-out problems, with the same fields as the training data."""
     max_prompt_tokens: Count = 1024
-    """A longer prompt is a bad row."""
+    """Maximum prompt length in tokens. A problem with a longer prompt is a bad row."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a bad row does: stop before anything expensive starts, or be left out and counted."""
+    """What to do with a bad row. `error` stops before anything expensive starts. `skip` drops the row and counts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,25 +171,25 @@ class RolloutConfig:
     engine: str = "local"
     """Sampling engine: the name of a file in `gspo/rollout/engines`."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine; see its file."""
+    """Options of the engine. Its file lists them."""
     prompts: Count = 32
     """Prompts per step."""
     replies: Count = 8
-    """Replies per prompt (G)."""
+    """Completions per prompt: the group size G."""
     max_tokens: Count = 256
-    """Token limit of a reply."""
+    """Maximum number of tokens in a completion."""
     temperature: Positive = 1.0
-    """Sampling temperature; the learner's log-probabilities use it too."""
+    """Sampling temperature. The learner computes its log-probs at the same temperature."""
     top_p: Annotated[float, Range(low=0, high=1, exclusive=True)] = 1.0
-    """Nucleus sampling. Below 1 the sampler's distribution is not the learner's: expect a mismatch."""
+    """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which shows as a mismatch."""
     top_k: NonNegative = 0
-    """Sample among the k likeliest tokens; 0: all. The same caution."""
+    """Sample from the k most likely tokens, with the same mismatch as `top_p`. `0` disables it."""
     refill_budget: Count = 3
-    """With `keep = "mixed"`: sample at most this many batches of prompts per step to replace uniform groups."""
+    """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups."""
 
     @property
     def sampling(self) -> Sampling:
-        """How replies are drawn, in training and in evaluation."""
+        """Sampling parameters, for training and evaluation alike."""
         return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -184,53 +198,61 @@ class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions: names of files in `gspo/reward/rewards`, or `file.py:function`."""
     weights: tuple[float, ...] = ()
-    """One weight per function; empty: all 1."""
+    """One weight per reward function. An empty list gives every function weight 1."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword options per function: `options.exact_answer = {marker = "####"}`."""
     correct_above: float = 0.5
-    """A reply counts as correct when the first function gives more than this."""
+    """A completion counts as correct if the first reward function returns more than this."""
     timeout_s: Positive = 10.0
-    """Deadline of one call; the worker is killed when it passes. Replies of a call that has used half of it are also tried alone, so keep it at several times what a call takes."""
+    """Timeout of one reward call, in seconds. A worker that exceeds it is killed. If a call uses half of it, its
+    completions are also scored one by one, so set it to several times what a call takes."""
     memory_mb: NonNegative = 2048
-    """Megabytes that a worker process and what it starts may hold beyond what loading the functions took; it is killed when it holds more. 0: no limit."""
+    """Memory limit of a worker process and its children, in MB, on top of what loading the functions took. A worker
+    that exceeds it is killed. `0` disables the limit."""
     workers: Count = 2
-    """Worker processes; a few more are lent while calls hang."""
+    """Worker processes. A few more are started while calls hang."""
     max_unscored_fraction: Fraction = 0.5
-    """Stop the run, with a checkpoint, when more than this share of a step's replies cannot be scored."""
+    """Save a checkpoint and stop the run if more than this fraction of a step's completions cannot be scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     name: str = "gspo"
-    """A row of `gspo objectives`. Overriding it on the command line drops the settings the recipe gave its own row."""
+    """Name of the objective, as listed by `gspo objectives`. Overriding it on the command line drops the objective
+    settings of the recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The row's settings, written beside the name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists them)."""
+    """Settings of the objective, given next to its name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists
+    them)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     replay: Literal["off", "old", "sampler"] = "off"
-    """Which experts a mixture-of-experts model uses in learning: its own choice; what it chose for the old log-probabilities (R2); what the sampling engine chose, for the old log-probabilities too (R3)."""
+    """Routing replay for MoE models: which experts the policy update uses. `off` routes anew in every forward pass.
+    `old` replays the experts chosen when the old log-probs were computed (R2). `sampler` replays the sampling engine's
+    experts, also for the old log-probs (R3)."""
     record: bool = True
-    """Count, for the `routing/` metrics, the experts that change. Costs one or two bytes per token, layer and expert chosen."""
+    """Record expert choices for the `routing/` metrics. Costs one or two bytes per token, layer and chosen expert."""
     balance_loss: NonNegativeFloat = 0.0
-    """Coefficient of the auxiliary load-balancing loss (Switch), on the routers' own choice; 0: none."""
+    """Coefficient of the auxiliary load-balancing loss (Switch Transformer), computed on the routers' own choices. `0`
+    disables it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     mini_batches: Count = 4
-    """Optimiser steps per rollout batch."""
+    """Optimizer steps per rollout batch."""
     micro_batch_tokens: Count = 16384
-    """Tokens per forward and backward: replies, and the prompt of each group once; for models that cannot read packed rows, with padding. Changes memory and speed, never the gradient."""
+    """Tokens per forward and backward pass: the completions, and each group's prompt once. Padding counts too for
+    models that do not support sequence packing. Affects memory and speed, never the gradient."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_updates: NonNegative = 0
-    """Optimiser steps of linear warm-up."""
+    """Optimizer steps of linear warmup."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after warm-up, over all steps of the run."""
+    """Learning-rate decay after warmup, over all steps of the run."""
     final_fraction: Annotated[Fraction, NotWith("learner.schedule", "constant")] = 0.1
-    """Share of the peak rate at the end of a linear or cosine schedule."""
+    """Learning rate at the end of a linear or cosine schedule, as a fraction of the peak."""
     beta1: Decay = 0.9
     """AdamW's first-moment decay."""
     beta2: Decay = 0.95
@@ -238,61 +260,69 @@ class LearnerConfig:
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
     max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradient clipping: a larger gradient norm is scaled down to this value."""
     old_logp: Literal["recompute", "sampler"] = "recompute"
-    """Where ratios start from: log-probabilities that the learner computes, or those that the sampling engine reported, which saves a forward (all but one in `mini_batches`) and is refused when they differ by more than the clip range."""
+    """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
+    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range."""
     spike: NonNegativeFloat = 8.0
-    """Skip an optimiser step whose gradient norm is this many standard deviations (in log space, over the last 128) above the mean; 0: never."""
+    """Skip an optimizer step whose gradient norm is this many standard deviations above the mean, in log space over
+    the last 128 norms. `0` disables it."""
     max_skipped: Count = 5
-    """Stop after this many optimiser steps in a row that were skipped: non-finite loss or gradient, or a spike."""
+    """Stop after this many skipped optimizer steps in a row. A step is skipped for a non-finite loss or gradient, or a
+    gradient spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: NonNegative = 10
-    """Steps between evaluations on held-out problems (also before the first and after the last step); 0: never."""
+    """Steps between evaluations on the held-out set, which is also evaluated before the first and after the last step.
+    `0` disables evaluation."""
     samples: Count = 1
-    """Sampled replies per held-out problem."""
+    """Sampled completions per held-out problem."""
     greedy: bool = True
-    """Also measure greedy accuracy."""
+    """Also measure accuracy with greedy decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: Count = 20
-    """Steps between checkpoints; the last step and a stop always write one."""
+    """Steps between checkpoints. The last step and a stop always save one."""
     keep: NonNegative = 2
-    """How many of the newest to keep; 0: all."""
+    """Number of most recent checkpoints to keep. `0` keeps all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: Count = 5
-    """An alarm (nothing trained, uniform rewards, entropy collapse, length pinned, repetition, reward jump, tricks in programs, rounding noise) needs its sign in this many steps in a row; the alarm "held-out falls" needs it in two evaluations, "engine apart" in one step after this many."""
+    """An alarm is raised after its condition holds for this many steps in a row. Two differ: "held-out falls" needs two
+    evaluations, and "engine apart" needs a single step once this many have passed."""
     stop: tuple[AlarmName, ...] = ()
-    """Alarms that stop the run, with a checkpoint; the others are only events and messages."""
+    """Alarms that save a checkpoint and stop the run: "nothing trained", "uniform rewards", "entropy collapse",
+    "length pinned", "repetition", "reward jump", "held-out falls", "tricks in programs", "engine apart" or
+    "rounding noise". The others only write an event and a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     rollouts: bool = True
-    """Write every reply with its tokens and log-probabilities to `rollouts/`."""
+    """Write every completion with its tokens and log-probs to `rollouts/`."""
     sinks: tuple[Sink, ...] = ()
-    """Also send metrics to: `tensorboard`, `wandb`, `trackio`."""
+    """Also log metrics to `tensorboard`, `wandb` or `trackio`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     name: str = "run"
-    """Name of the run; part of its directory's name."""
+    """Name of the run. It becomes part of the directory name."""
     run_dir: str = ""
-    """Directory of the run; empty: `runs/NAME-DATE-TIME`."""
+    """Directory of the run. If empty, `runs/NAME-DATE-TIME`."""
     seed: Seed = 0
-    """Seed of everything random: data order, sampling, a built model's weights."""
+    """Random seed for data order, sampling and the weights of a built model."""
     steps: NonNegative = 100
-    """Training steps (rollout batches); 0: only the cold start and an evaluation."""
+    """Training steps (rollout batches). `0` runs only the cold start and one evaluation."""
     tokens: NonNegative = 0
-    """End after the step in which this many reply tokens have been sampled in all, not after `steps`, which still sets the learning-rate schedule (twice `steps` is the most); 0: off."""
+    """Stop after the step that reaches this many sampled completion tokens in total, instead of after `steps`. `steps`
+    still sets the learning-rate schedule, and the run never exceeds twice `steps`. `0` disables it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -308,7 +338,7 @@ class Config:
 
 
 def markers() -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, marker) of the settings that have one: `Range`, `OnlyWith`, `NotWith`."""
+    """Every (dotted key, marker) pair. A marker is a `Range`, `OnlyWith` or `NotWith`."""
     yield from _markers(Config, "")
 
 
@@ -318,7 +348,8 @@ def help_texts() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints = typing.get_type_hints(cls)
+    docs = field_docs(cls)
     for f in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _help(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
@@ -328,7 +359,8 @@ def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _markers(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    plain, annotated = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+    plain = typing.get_type_hints(cls)
+    annotated = typing.get_type_hints(cls, include_extras=True)
     for name, hint in annotated.items():
         if dataclasses.is_dataclass(plain[name]):
             yield from _markers(typing.cast(type, plain[name]), f"{prefix}{name}.")
@@ -346,11 +378,12 @@ def _type_name(hint: Any) -> str:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the string under it, for any dataclass whose source is at hand."""
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Field name -> the string under it as one line, for a dataclass whose source is available."""
+    # Python keeps no docstrings of fields at run time, so they are read from the source.
+    definition = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}
-    for node, doc in zip(body.body, body.body[1:], strict=False):
+    for node, doc in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(doc, ast.Expr):
-            docs[node.target.id] = inspect.cleandoc(ast.literal_eval(doc.value))
+            docs[node.target.id] = " ".join(ast.literal_eval(doc.value).split())
     return docs

@@ -1,5 +1,6 @@
-"""A `Config` as TOML and as a flat mapping of dotted keys.
+"""Write a `Config` as TOML and as a flat mapping of dotted keys.
 
+In: a `Config`. Out: TOML text, or a value for each dotted key.
 Invariant: `load.from_tree` reads what `to_toml` wrote back to an equal `Config`.
 """
 
@@ -31,12 +32,12 @@ def get(config: Config, key: str) -> Any:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every setting by dotted key, as TOML would give it back."""
+    """Every setting by dotted key, with the value that TOML reads back."""
     return flatten(tomllib.loads(to_toml(config)))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one."""
+    """Flatten nested tables into one table of dotted keys."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -44,7 +45,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys that are not the same in all of them; a missing key is not the same as any value."""
+    """The keys whose values differ. A missing key differs from any value."""
     keys = sorted({key for values in settings for key in values})
     return [k for k in keys if any(k not in s or s[k] != settings[0].get(k) for s in settings)]
 
@@ -69,6 +70,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        # A JSON string is also a TOML basic string, except that TOML does not allow a raw DEL character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"

@@ -1,8 +1,9 @@
-"""Signs that a run has gone wrong, each with a sentence on what to try.
+"""Alarms: signs that a run has gone wrong, each with a sentence on what to try.
 
-In: the metrics of the last steps. Out: the alarms that hold. Invariant: a function of `metrics.jsonl` alone, so it can be
-asked of any run at any time; each rule wants its sign in every one of the last steps (or evaluations), so that a healthy
-run's bad moment is not an alarm. The exception is an engine that parts from the learner, which no chance brings about.
+In: the metrics of recent steps. Out: the alarms that are active. Invariant: alarms depend on `metrics.jsonl` alone, so
+they can be computed for any run at any time. A sign must be present in each of the last steps (or evaluations), so a
+single bad step of a healthy run raises no alarm. The exception is an engine that drifts from the learner, which never
+happens by chance.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from typing import Any
 
 Row = Mapping[str, Any]
 HISTORY = 500
-"""Rows that alarms look at."""
+"""Number of recent rows of metrics that alarms use."""
 BEFORE = 20
-"""Steps that a jump of the reward is measured against."""
+"""Number of earlier steps that a reward jump is compared with."""
 JUMP = 4.0
-"""Their standard deviations."""
+"""A reward jump is this many of their standard deviations."""
 APART = 10.0
-"""Times the median of the steps before: engine and learner have parted."""
+"""The engine has drifted from the learner if the mismatch is this many times its median."""
 ROUNDING = 1e-4
-"""A mean difference of log-probabilities that is harmless, however many times smaller it was before."""
+"""A mean difference of log-probs that is harmless, however small it was before."""
 NOISY = 0.32
-"""Of the ratios beyond the clip range by rounding alone: a standard deviation of the noise is then as wide as the range."""
+"""Share of the ratios that rounding alone moves outside the clip range. At this share, one standard deviation of the
+noise is as wide as the range (a normal variable exceeds one standard deviation with probability 0.32)."""
 FLAT = 1e-6
-"""A spread of advantages, or of rewards, that is none."""
+"""A standard deviation of advantages or rewards below this counts as zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A sign, and what to do about it."""
+    """A sign of trouble, and what to try."""
 
     name: str
     holds: Callable[[Sequence[Row], int], bool]
-    """Of the rows so far, and the steps for which a sign must last."""
+    """Takes the rows so far and the number of steps for which a sign must last."""
     what: str
 
 
 def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]:
-    """A sign of single steps that is in each of the last; step 0 has no signs."""
+    """True if each of the last steps has the sign. Step 0 is only an evaluation and is skipped."""
 
     def holds(rows: Sequence[Row], steps: int) -> bool:
         recent = [row for row in rows if row.get("step")][-steps:]
@@ -50,20 +52,23 @@ def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]
 
 
 def jumped(rows: Sequence[Row], steps: int) -> bool:
-    """Whether every one of the last steps has a mean reward far above the steps before them."""
+    """Whether the mean reward of each of the last steps is far above that of the steps before them."""
     scored = [row for row in rows if row.get("reward/mean") is not None]
-    before, recent = scored[-steps - BEFORE : -steps], scored[-steps:]
+    before = scored[-steps - BEFORE : -steps]
+    recent = scored[-steps:]
     if len(before) < BEFORE:
         return False
     values = [float(row["reward/mean"]) for row in before]
-    within = statistics.fmean(_at(row, "reward/std") for row in recent)
-    spread = max(statistics.pstdev(values), 0.1 * within)  # a reward that was always 0 has no spread of its own
+    within = statistics.fmean(_metric(row, "reward/std") for row in recent)
+    # A reward that was always 0 has no spread of its own: without this floor, the first success would be a jump.
+    spread = max(statistics.pstdev(values), 0.1 * within)
     return min(float(row["reward/mean"]) for row in recent) > statistics.fmean(values) + JUMP * spread
 
 
 def drifted(rows: Sequence[Row], steps: int) -> bool:
-    """Whether the last step has engine and learner far further apart than the steps before it. One step is enough: what an
-    engine draws with other weights than the learner's is wrong from its first token."""
+    """Whether the mismatch between engine and learner is far larger in the last step than before.
+
+    One step is enough: an engine that samples with other weights than the learner's is wrong from the first token."""
     values = [float(row["mismatch/abs_mean"]) for row in rows if row.get("mismatch/abs_mean") is not None]
     if len(values) <= steps or rows[-1].get("mismatch/abs_mean") is None:
         return False
@@ -71,22 +76,26 @@ def drifted(rows: Sequence[Row], steps: int) -> bool:
 
 
 def parted(rows: Sequence[Row], steps: int) -> bool:
-    """Whether held-out accuracy is surely below an earlier one at two evaluations in a row, and more training replies are right."""
-    tested = [i for i, row in enumerate(rows) if row.get("eval/accuracy_low") is not None]
-    if len(tested) < 3:
+    """Whether held-out accuracy has fallen while more training completions are correct.
+
+    It has fallen if the confidence intervals of two evaluations in a row lie below that of an earlier one."""
+    evaluated = [i for i, row in enumerate(rows) if row.get("eval/accuracy_low") is not None]
+    if len(evaluated) < 3:
         return False
-    best = max(tested[:-2], key=lambda i: float(rows[i]["eval/accuracy_low"]))
-    fallen = all(float(rows[i]["eval/accuracy_high"]) < float(rows[best]["eval/accuracy_low"]) for i in tested[-2:])
-    before, after = _right(rows[max(0, best - steps) : best + 1]), _right(rows[tested[-2] :][-steps:])
+    best = max(evaluated[:-2], key=lambda i: float(rows[i]["eval/accuracy_low"]))
+    best_low = float(rows[best]["eval/accuracy_low"])
+    fallen = all(float(rows[i]["eval/accuracy_high"]) < best_low for i in evaluated[-2:])
+    before = _correct_fraction(rows[max(0, best - steps) : best + 1])
+    after = _correct_fraction(rows[evaluated[-2] :][-steps:])
     return fallen and before is not None and after is not None and after > before
 
 
-def _right(rows: Sequence[Row]) -> float | None:
+def _correct_fraction(rows: Sequence[Row]) -> float | None:
     values = [float(row["reward/correct_fraction"]) for row in rows if row.get("reward/correct_fraction") is not None]
     return statistics.fmean(values) if values else None
 
 
-def _tricks(row: Row) -> float:
+def _trick_fraction(row: Row) -> float:
     return sum(float(v or 0) for key, v in row.items() if key.startswith("reward/note/") and key.endswith("/trick"))
 
 
@@ -94,64 +103,98 @@ ALARMS = (
     Alarm(
         name="nothing trained",
         holds=lasting(lambda row: row.get("samples/trained") == 0),
-        what="no reply of these steps was trained on, so the policy has not changed; samples/left_out says why: groups of equal rewards need problems that are sometimes solved, a reward with partial credit or more replies per prompt; cut replies a higher rollout.max_tokens; unscored ones another reward",
+        what=(
+            "no completion of these steps was trained on, so the policy has not changed; samples/left_out says why: "
+            "uniform groups need problems that are sometimes solved, a reward with partial credit or more completions "
+            "per prompt; truncated completions need a higher rollout.max_tokens; unscored ones need a working reward"
+        ),
     ),
     Alarm(
         name="uniform rewards",
-        holds=lasting(lambda row: _at(row, "groups/uniform_fraction") >= 1 and _at(row, "advantage/std") < FLAT),
-        what="every group's replies have the same reward, so nothing can be learned; use problems that are sometimes solved, more replies per prompt, or look at the reward",
+        holds=lasting(
+            lambda row: _metric(row, "groups/uniform_fraction") >= 1 and _metric(row, "advantage/std") < FLAT
+        ),
+        what=(
+            "the completions of every group have the same reward, so there is no gradient; use problems that are "
+            "sometimes solved or more completions per prompt, or check the reward"
+        ),
     ),
     Alarm(
         name="entropy collapse",
         holds=lasting(
-            lambda row: _at(row, "entropy/mean", 1.0) < 1e-3 and _at(row, "reward/correct_fraction", 1.0) < 0.9
+            lambda row: _metric(row, "entropy/mean", 1.0) < 1e-3 and _metric(row, "reward/correct_fraction", 1.0) < 0.9
         ),
-        what="the policy has become certain of every token without solving the problems; go back to an earlier checkpoint with a lower learning rate, or a higher objective.clip_high",
+        what=(
+            "the policy is almost deterministic without solving the problems; resume from an earlier checkpoint with "
+            "a lower learning rate or a higher objective.clip_high"
+        ),
     ),
     Alarm(
         name="length pinned",
-        holds=lasting(lambda row: _at(row, "length/truncated_fraction") >= 0.9),
-        what="nearly all replies are cut at rollout.max_tokens, so their answers are missing; raise it, check that the chat template's end token is among the stop tokens, or ask for shorter replies (data.instruction)",
+        holds=lasting(lambda row: _metric(row, "length/truncated_fraction") >= 0.9),
+        what=(
+            "nearly all completions are cut at rollout.max_tokens, so their answers are missing; raise it, check that "
+            "the chat template's end token is among the stop tokens, or ask for shorter completions (data.instruction)"
+        ),
     ),
     Alarm(
         name="repetition",
-        holds=lasting(lambda row: _at(row, "length/repetitive_fraction") >= 0.5),
-        what="half of the replies or more repeat one token; go back to an earlier checkpoint with a lower learning rate",
+        holds=lasting(lambda row: _metric(row, "length/repetitive_fraction") >= 0.5),
+        what=(
+            "at least half of the completions repeat one token; "
+            "resume from an earlier checkpoint with a lower learning rate"
+        ),
     ),
     Alarm(
         name="reward jump",
         holds=jumped,
-        what="the reward has leapt, as it does when the policy finds a way around the problem; read replies of this step in rollouts/ before you believe it",
+        what=(
+            "the reward has jumped, which can mean reward hacking; "
+            "read completions of this step in rollouts/ before you trust it"
+        ),
     ),
     Alarm(
         name="held-out falls",
         holds=parted,
-        what="more training replies count as right while held-out accuracy has fallen: the policy learns the reward or the training problems, not the task; read replies, and go back to an earlier checkpoint",
+        what=(
+            "more training completions count as correct while held-out accuracy has fallen: the policy exploits the "
+            "reward or overfits the training problems; read completions, and resume from an earlier checkpoint"
+        ),
     ),
     Alarm(
         name="tricks in programs",
-        holds=lasting(lambda row: _tricks(row) >= 0.5),
-        what="half of the programs or more use what programs use that want a reward without solving the problem (exit, __eq__, sys.modules, settrace, ...); read some in rollouts/",
+        holds=lasting(lambda row: _trick_fraction(row) >= 0.5),
+        what=(
+            "at least half of the programs use constructs that are typical of reward hacking (exit, __eq__, "
+            "sys.modules, settrace, ...); read some in rollouts/"
+        ),
     ),
     Alarm(
         name="engine apart",
         holds=drifted,
-        what='the log-probabilities of the sampling engine are ten times further from the learner\'s than in the steps before, as when weights did not arrive or a kernel goes on with old ones; stop and resume (the engine is built anew and gets all weights), and if it comes back sample with rollout.engine = "local"',
+        what=(
+            "the engine's log-probs are ten times further from the learner's than in earlier steps, as if a weight "
+            "sync had failed or a kernel still used old weights; stop and resume (the engine is rebuilt and gets all "
+            'weights), and if the alarm returns, sample with rollout.engine = "local"'
+        ),
     ),
     Alarm(
         name="rounding noise",
-        holds=lasting(lambda row: _at(row, "noise/beyond_clip") >= NOISY),
-        what="rounding alone takes a third of the ratios or more out of the clip range, so what is clipped is chance; train in float32 (model.dtype), widen objective.clip_low and clip_high, or use learner.mini_batches = 1",
+        holds=lasting(lambda row: _metric(row, "noise/beyond_clip") >= NOISY),
+        what=(
+            "rounding alone moves at least a third of the ratios outside the clip range, so clipping is mostly noise; "
+            "train in float32 (model.dtype), widen objective.clip_low and clip_high, or use learner.mini_batches = 1"
+        ),
     ),
 )
 NAMES = tuple(alarm.name for alarm in ALARMS)
 
 
 def holding(rows: Sequence[Row], steps: int) -> list[Alarm]:
-    """The alarms that hold after these rows; a sign must last for `steps`."""
+    """The alarms that are active after these rows. A sign must last for `steps` steps."""
     return [alarm for alarm in ALARMS if alarm.holds(rows[-HISTORY:], steps)]
 
 
-def _at(row: Row, key: str, missing: float = 0.0) -> float:
+def _metric(row: Row, key: str, missing: float = 0.0) -> float:
     value = row.get(key)
     return missing if value is None else float(value)

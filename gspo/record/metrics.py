@@ -1,7 +1,7 @@
-"""The numbers of a step. Every name is defined in `docs/metrics.md`.
+"""The metrics and rollout records of a step. `record/registry.py` defines every metric.
 
-In: what a step collected and learned. Out: flat dictionaries ready to be written. Invariant: nothing here depends on the
-clock, and unscored replies are counted but are in no mean.
+In: the results of collecting and learning. Out: flat dictionaries that are ready to be written. Invariant: nothing here
+depends on the clock. Unscored completions are counted, but excluded from every mean.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ from gspo.types import Completion, Group, Score, Status, StopReason
 
 NAN = float("nan")
 EXTREME = math.log(2)
-"""A token that engine and learner give probabilities that differ by more than this factor's logarithm."""
+"""Log-ratio from which the mismatch of a token is extreme: the probabilities differ by more than a factor of 2."""
 LONG = 16
-"""Tokens from which on a reply can be called repetitive."""
+"""Completions shorter than this are never called repetitive."""
 
 
 def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Any]:
-    """Everything about a step but its times and evaluation."""
-    learning = _learned(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
+    """All metrics of a step, except its timings and its evaluation."""
+    learning = _training_metrics(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
     reasons = reasons_left_out(objective, collected, learned)
     kinds = {f"samples/left_out/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
-    return _sampled(collected) | kinds | learning
+    return _sampling_metrics(collected) | kinds | learning
 
 
 def reasons_left_out(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
-    """How many replies are not learned from, for each kind of reason; the most frequent one first."""
-    return dict(Counter(why for *_, why in _replies(objective, collected, learned) if why).most_common())
+    """Number of completions that were not trained on, by reason, most frequent first."""
+    return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
 
 
-def _replies(
+def _completions(
     objective: Objective, collected: CollectResult, learned: LearnResult | None
 ) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
-    """Every reply, where it stands among those that were learned from (None: it was not), and why it was not."""
-    found = {(c.group, c.sample): i for i, c in enumerate(learned.samples)} if learned else {}
+    """Every completion with its index among the trained ones (`None` if it is not among them) and its drop reason."""
+    trained = {(c.group, c.sample): i for i, c in enumerate(learned.samples)} if learned else {}
     kept = len(collected.gathered.groups)
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
-            at = found.get((number, sample))
-            why = drop_reason(c, s, objective) or ("alone" if number < kept else "not mixed")
-            yield group, c, s, at, why if at is None else ""
+            index = trained.get((number, sample))
+            reason = drop_reason(c, s, objective) or ("alone" if number < kept else "not mixed")
+            yield group, c, s, index, reason if index is None else ""
 
 
-def _sampled(collected: CollectResult) -> dict[str, Any]:
+def _sampling_metrics(collected: CollectResult) -> dict[str, Any]:
     groups = collected.gathered.sampled
-    replies = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
-    rewards = [s.reward for _, s in replies if s.reward is not None]
-    lengths = [len(c.token_ids) for c, _ in replies]
-    correct = [s.correct for _, s in replies if s.correct is not None]
+    pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
+    rewards = [s.reward for _, s in pairs if s.reward is not None]
+    lengths = [len(c.token_ids) for c, _ in pairs]
+    correct = [s.correct for _, s in pairs if s.correct is not None]
     return {
         "reward/mean": _mean(rewards),
         "reward/std": st.pstdev(rewards) if rewards else NAN,
         "reward/correct_fraction": _mean(correct),
-        **_parts(replies),
+        **_parts(pairs),
         "groups/sampled": len(groups),
         "groups/uniform_fraction": _mean([g.uniform for g in groups]),
         "groups/discarded": len(collected.gathered.discarded),
-        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in replies),
-        **_failures([s for _, s in replies]),
-        **_notes([s for _, s in replies]),
+        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in pairs),
+        **_failures([s for _, s in pairs]),
+        **_notes([s for _, s in pairs]),
         "length/mean": _mean(lengths),
         **_quantiles(lengths),
         "length/max": max(lengths, default=0),
-        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in replies]),
-        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in replies]),
+        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in pairs]),
+        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in pairs]),
         "tokens/generated": collected.tokens,
         **_decoding(collected),
     }
@@ -95,7 +95,7 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def _decoding(collected: CollectResult) -> dict[str, Any]:
-    """How full the batches were that the replies were drawn in."""
+    """How full the decoding batches of the engine were."""
     decoded = collected.decoded
     if decoded is None or not decoded.steps:
         return {}
@@ -107,32 +107,32 @@ def _decoding(collected: CollectResult) -> dict[str, Any]:
 
 
 def _repetitive(completion: Completion) -> bool:
-    """Whether a reply of some length is little but one token."""
+    """Whether one token makes up most of a completion."""
     most = max(Counter(completion.token_ids).values(), default=0)
     return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 
 
-def _parts(replies: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
-    names = sorted({name for _, s in replies for name in s.parts})
+def _parts(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
+    names = sorted({name for _, s in pairs for name in s.parts})
     if len(names) < 2:
         return {}
-    values = {name: [v for _, s in replies if (v := s.parts.get(name)) is not None] for name in names}
+    values = {name: [v for _, s in pairs if (v := s.parts.get(name)) is not None] for name in names}
     return {f"reward/part/{name}": _mean(v) for name, v in values.items()}
 
 
 def _failures(scores: Sequence[Score]) -> dict[str, int]:
-    """How many replies are unscored for each kind of reason."""
+    """Number of unscored completions, by kind of failure."""
     kinds = Counter(s.failure.partition(":")[0] for s in scores if s.failure)
     return {f"samples/unscored/{kind}": kinds[kind] for kind in sorted(kinds)}
 
 
 def _notes(scores: Sequence[Score]) -> dict[str, float]:
-    """The share of replies to which a reward function has put a word."""
+    """Share of the completions that a reward function has tagged with each note."""
     counts = Counter((name, word) for s in scores for name, words in s.notes.items() for word in set(words))
     return {f"reward/note/{name}/{word}": n / len(scores) for (name, word), n in sorted(counts.items())}
 
 
-def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
+def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Any]:
     stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
     applied = [u for u in learned.updates if u.applied]
     metrics = {
@@ -166,13 +166,14 @@ def _learned(objective: Objective, learned: LearnResult) -> dict[str, Any]:
 
 
 def _shaping(learned: LearnResult) -> dict[str, float]:
-    """What the punishment of long replies takes off."""
-    taken = [float(r.score.reward or 0) - r.reward for r in learned.samples]
-    return {"reward/length_penalty": _mean(taken), "length/punished_fraction": _mean([t > 0 for t in taken])}
+    """The penalty on long completions."""
+    penalties = [float(r.score.reward or 0) - r.reward for r in learned.samples]
+    return {"reward/length_penalty": _mean(penalties), "length/punished_fraction": _mean([p > 0 for p in penalties])}
 
 
 def mismatch(log_rho_M: Tensor) -> dict[str, float]:
     """How far the engine's probabilities mu are from the learner's pi_old, over the tokens that both computed."""
+    # In float64: k3 and chi2 are differences of nearly equal numbers, which float32 would round away.
     log_rho_M = log_rho_M.double()
     rho_M = log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
@@ -187,7 +188,9 @@ def mismatch(log_rho_M: Tensor) -> dict[str, float]:
 
 
 def _noise(objective: Objective, learned: LearnResult) -> dict[str, float]:
-    """Where a clip range can act at all: one update per batch has ratio 1 to the bit, however coarse the rounding."""
+    """Rounding noise of the importance ratio, if a clip range can act on it.
+
+    With one update per batch the ratio is exactly 1, however coarse the rounding."""
     if learned.rounding_N is None or len(learned.updates) < 2:
         return {}
     noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
@@ -195,19 +198,20 @@ def _noise(objective: Objective, learned: LearnResult) -> dict[str, float]:
 
 
 def _routing(routed: RoutingStats) -> dict[str, Any]:
-    """How many of the chosen experts changed, and how evenly the experts are used."""
+    """Share of the expert choices that changed, and how evenly the experts are used."""
+    # Update 0 uses the weights of the old policy, so its routers choose the old experts: there is nothing to measure.
     after_N = routed.update_N > 0
-    flipped, native = routed.flipped_N[after_N], routed.native_N[after_N]
     sampler = routed.sampler_N[routed.sampler_N >= 0]
-    by_update = routed.native_N[routed.update_N == 1], routed.native_N[routed.update_N == routed.update_N.max()]
+    first = routed.native_N[routed.update_N == 1]
+    last = routed.native_N[routed.update_N == routed.update_N.max()]
     metrics = {
-        "routing/flip_fraction": _share(flipped, routed.choices),
-        "routing/flip_fraction_first": _share(by_update[0], routed.choices),
-        "routing/flip_fraction_last": _share(by_update[1], routed.choices),
+        "routing/flip_fraction": _share(routed.flipped_N[after_N], routed.choices),
+        "routing/flip_fraction_first": _share(first, routed.choices),
+        "routing/flip_fraction_last": _share(last, routed.choices),
         "routing/flip_fraction_sampler": _share(sampler, routed.choices),
     }
     if routed.replayed:
-        metrics["routing/flip_fraction_native"] = _share(native, routed.choices)
+        metrics["routing/flip_fraction_native"] = _share(routed.native_N[after_N], routed.choices)
     share_LE = routed.load_LE.double() / routed.load_LE.sum(-1, keepdim=True)
     entropy_L = torch.special.entr(share_LE).sum(-1) / math.log(share_LE.shape[1])
     busiest_L = share_LE.amax(-1) * share_LE.shape[1]
@@ -224,19 +228,21 @@ def _share(counts: Tensor, of: int) -> float:
 def rollout_records(
     objective: Objective, collected: CollectResult, learned: LearnResult | None, *, routes: bool
 ) -> Iterator[dict[str, Any]]:
-    """One record per reply, with why it was or was not learned from, and its log-probabilities under three policies;
-    `routes`: and the sampler's experts, where learning used them."""
-    numbers = _by_sequence(learned) if learned else []
-    for group, c, s, at, why in _replies(objective, collected, learned):
-        record = _reply(group, c, s) | (_sampler_experts(c) if routes else {})
-        if at is None or learned is None:
-            yield record | {"trained": False, "left_out": why}
+    """One record per completion: whether it was trained on, and its log-probs under sampler, old and new policy.
+
+    With `routes`, a record also holds the sampler's experts, which routing replay trained with."""
+    by_sequence = _by_sequence(learned) if learned else []
+    for group, c, s, index, reason in _completions(objective, collected, learned):
+        record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
+        if index is None or learned is None:
+            yield record | {"trained": False, "left_out": reason}
         else:
-            reward, advantage = float(learned.reward_B[at]), float(learned.advantage_B[at])
-            yield record | {"trained": True, **_learning(reward, advantage, numbers[at])}
+            reward = float(learned.reward_B[index])
+            advantage = float(learned.advantage_B[index])
+            yield record | {"trained": True, "shaped_reward": reward, "advantage": advantage, **by_sequence[index]}
 
 
-def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]:
+def _completion_record(group: Group, completion: Completion, score: Score) -> dict[str, Any]:
     return {
         "prompt_id": completion.prompt_id,
         "sample": completion.sample,
@@ -257,7 +263,7 @@ def _reply(group: Group, completion: Completion, score: Score) -> dict[str, Any]
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:
-    """As compact as JSON allows: they are many."""
+    """The expert ids, compressed: there are several per token and layer."""
     routes = completion.routes
     if routes is None:
         return {}
@@ -265,18 +271,17 @@ def _sampler_experts(completion: Completion) -> dict[str, Any]:
     return {"routes": {"experts": packed, "layers": routes.layers, "top_k": routes.top_k, "width": routes.width}}
 
 
-def _learning(reward: float, advantage: float, numbers: dict[str, Any]) -> dict[str, Any]:
-    return {"shaped_reward": reward, "advantage": advantage, **numbers}
-
-
 def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
-    """Old and new log-probabilities, sequence ratio and clipping, for each sequence."""
+    """Old and new log-probs, sequence ratio and clipping of each sequence."""
     tokens = learned.tokens
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
     ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
     flipped = learned.routed.flipped_N.tolist() if learned.routed else None
-    old, new, clipped = tokens.logp_old_N.tolist(), tokens.logp_N.tolist(), learned.clipped_N.tolist()
-    records, start = [], 0
+    old = tokens.logp_old_N.tolist()
+    new = tokens.logp_N.tolist()
+    clipped = learned.clipped_N.tolist()
+    records = []
+    start = 0
     for ratio, length in zip(ratio_B, tokens.sequences.length_B.long().tolist(), strict=True):
         end = start + length
         flags = [int(c) for c in clipped[start:end]]
@@ -296,12 +301,12 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
 
 
 def _exact(values: Sequence[float]) -> list[float]:
-    """The shortest decimals that give the same float32 again: what learning saw, to the bit."""
+    """The shortest decimals that read back as the same float32, so a replay trains on bitwise identical log-probs."""
     return [float(str(v)) for v in np.asarray(values, dtype=np.float32)]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """Seven digits: what float32 holds."""
+    """Seven decimals, about the precision of float32."""
     return [round(v, 7) for v in values]
 
 

@@ -1,6 +1,6 @@
-"""What a run shows on the terminal while it works.
+"""Progress of a run on the terminal.
 
-In: a step's metrics and times. Out: a live panel on a terminal, plain lines anywhere else.
+In: the metrics and timings of a step. Out: a live panel on a terminal, plain lines anywhere else.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from gspo.safe_output import printed, terminal
 
 
 class Display(Protocol):
-    """Where a run reports to."""
+    """Shows the progress of a run."""
 
     def message(self, text: str) -> None:
-        """A sentence that stays."""
+        """Show a message that stays visible."""
         ...
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:
-        """Progress of the supervised start."""
+        """Show the progress of the cold start."""
         ...
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """Held-out numbers from before the first step of this process."""
+        """Take held-out metrics from before the first step of this process."""
         ...
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
-        """A finished training step."""
+        """Show a finished training step."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         ...
 
 
 def make_display() -> Display:
-    """A live panel on a terminal, lines elsewhere."""
+    """A live panel on a terminal, plain lines elsewhere."""
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
 class _Recent:
-    """What the display remembers between steps: the last evaluation and the pace. All else is of the last step alone."""
+    """The values to show: those of the last step, plus the last evaluation and the pace of the run."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.first: float | None = None
         """The first held-out accuracy."""
         self._started: float | None = None
-        self._first = 0
+        self._first_step = 0
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
         found = {k: v for k, v in metrics.items() if k.startswith("eval/") and v is not None}
@@ -65,20 +65,22 @@ class _Recent:
 
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         if self._started is None:
-            self._started, self._first = time.monotonic() - timings.get("time/step_s", 0.0), step - 1
-        kept = {k: v for k, v in self.values.items() if k.startswith("eval/")}
-        self.values = kept | {k: v for k, v in metrics.items() if v is not None}
+            # The first step is already over when it arrives here, so the clock starts before it.
+            self._started = time.monotonic() - timings.get("time/step_s", 0.0)
+            self._first_step = step - 1
+        evaluation = {k: v for k, v in self.values.items() if k.startswith("eval/")}
+        self.values = evaluation | {k: v for k, v in metrics.items() if v is not None}
         self.evaluated(metrics)
         self.values["tokens/s"] = metrics.get("tokens/generated", 0) / max(1e-9, timings.get("time/rollout_s", 0.0))
 
     def left(self, step: int, steps: int) -> float:
-        """Seconds left at the pace so far."""
-        if self._started is None or step <= self._first:
+        """Remaining seconds at the average pace so far."""
+        if self._started is None or step <= self._first_step:
             return 0.0
-        return (time.monotonic() - self._started) / (step - self._first) * max(0, steps - step)
+        return (time.monotonic() - self._started) / (step - self._first_step) * max(0, steps - step)
 
     def cells(self) -> list[tuple[str, str]]:
-        """Name and text of what is shown."""
+        """Title and text of each value."""
         v = self.values
         held_out = _share(v.get("eval/accuracy"))
         if self.first is not None and self.first != v.get("eval/accuracy"):
@@ -124,15 +126,20 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A progress bar over a row of numbers."""
+    """A progress bar above a table of metrics."""
 
     def __init__(self) -> None:
         self._console = Console(file=terminal())
         self._recent = _Recent()
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"), console=self._console, expand=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
         self._task: Any = None
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
 
@@ -160,6 +167,7 @@ class LiveDisplay:
             self._live.stop()
 
     def _show(self, name: str, step: int, steps: int, left: str, cells: list[tuple[str, str]]) -> None:
+        # The cold start and training each have a bar of their own, and only one is shown at a time.
         if self._task is None or self._bar.tasks[-1].description != name:
             for task in list(self._bar.task_ids):
                 self._bar.remove_task(task)

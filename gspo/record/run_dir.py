@@ -1,18 +1,19 @@
-"""The run directory: the one place where a run writes, and all that anything else reads of it.
+"""The run directory: everything that a run writes, and everything that other commands read of it.
 
     config.toml            resolved, complete
     environment.json       versions, device, commit
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
     timings.jsonl          one object per step; everything that depends on the clock
-    rollouts/000012.jsonl  every reply of the step
+    rollouts/000012.jsonl  every completion of the step
     reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
-    tokenizer/             what the replies' token ids mean
+    tokenizer/             the tokenizer, to decode the completions' token ids
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see learner/checkpoint.py
 
-Invariant: lines are whole or absent to a reader, also after a write that failed; a resume cuts metrics and timings back to the
-checkpoint's offsets. Events and errors hold no secrets; settings that would are refused before they are written. Nothing outside
-the directory is written or deleted, whatever links a stranger has put into it; one trainer at a time works in it.
+In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
+write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
+setting that holds one is rejected before it is written. Nothing outside the directory is written or deleted, whatever
+links someone has placed in it. Only one trainer at a time works in it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ STEP_FILES = ("metrics.jsonl", "timings.jsonl")
 FILES = (".lock", "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
 FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
 RENAMED = ("rollouts", "checkpoints")
-"""Folders whose files are never written in place, so that a second name of a file is left alone."""
+"""Folders whose files are never written in place, so a hard link to one of them is harmless."""
 LONGEST_ROW = 1 << 20
+"""Upper bound on the bytes of one line of metrics."""
 _STEP = re.compile("[0-9]{6,18}")
 
 
@@ -61,10 +63,13 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """A new directory; one that already holds a run is refused, so that nothing is overwritten."""
+        """Create a directory. One that already holds a run is rejected, so nothing is overwritten."""
         path = Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
         if (path / "config.toml").exists():
-            raise ConfigError(f"{path}: already holds a run; continue it with 'gspo train --resume {path}', or choose another --run-dir")  # fmt: skip
+            raise ConfigError(
+                f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
+                "or choose another --run-dir"
+            )
         if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
             raise ConfigError(
                 f"{path}: is not empty and holds no run; choose another --run-dir, so that nothing in it is lost"
@@ -73,23 +78,24 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot make the run directory: {error.strerror}; choose another --run-dir"
+                f"{path}: cannot create the run directory: {error.strerror}; choose another --run-dir"
             ) from None
         return cls(path)
 
     def describe(self, config: Config) -> None:
-        """Write the config and the environment; from now on the directory holds a run."""
+        """Write the config and the environment. From then on the directory holds a run."""
         environment = redacted_values({"seed": config.seed, **_environment()}, known_secrets())
         with self.writing("environment.json"):
             (self.path / "rollouts").mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             replace_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        # config.toml comes last: it is what makes the directory a run (see `started`).
         with self.writing("config.toml"):
             replace_text(self.path / "config.toml", to_toml(config))
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:
-        """An existing run and its config."""
+        """Open an existing run and read its config."""
         file = Path(path) / "config.toml"
         if not file.is_file():
             raise ConfigError(
@@ -98,7 +104,7 @@ class RunDir:
         return cls(Path(path)), from_tree(read_toml(file), where=str(file))
 
     def check_held(self) -> None:
-        """Refuse to write where this run no longer is: its directory was moved, replaced, or taken by another trainer."""
+        """Raise if the directory was moved, replaced, or taken over by another trainer."""
         self._lock.check()
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -110,12 +116,13 @@ class RunDir:
         self._append("timings.jsonl", values)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Append something that happened."""
-        said = redacted_values(values, known_secrets())
-        self._append("events.jsonl", {"time": datetime.now().isoformat(timespec="seconds"), "event": kind, **said})
+        """Append an event. Secrets in its values are redacted."""
+        redacted_event = redacted_values(values, known_secrets())
+        now = datetime.now().isoformat(timespec="seconds")
+        self._append("events.jsonl", {"time": now, "event": kind, **redacted_event})
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write every reply of a step."""
+        """Write every completion of a step."""
         file = self.path / "rollouts" / f"{step:06d}.jsonl"
         partial = file.with_suffix(".tmp")
         partial.unlink(missing_ok=True)
@@ -128,7 +135,7 @@ class RunDir:
         partial.rename(file)
 
     def reward_error(self, text: str) -> Path:
-        """Write down how a reward function failed; what it printed and raised may hold the keys that it works with."""
+        """Write how a reward function failed. Its output and traceback may contain API keys, so they are redacted."""
         folder = self.path / "reward_errors"
         folder.mkdir(exist_ok=True)
         file = folder / f"{1 + len(list(folder.iterdir())):02d}.txt"
@@ -136,15 +143,15 @@ class RunDir:
         return file
 
     def offsets(self) -> dict[str, int]:
-        """How long the step files are now, on disk; part of a checkpoint."""
+        """Sizes of the step files once they are synced to disk; part of a checkpoint."""
         for name in STEP_FILES:
             if (self.path / name).exists():
                 with self.writing(name), (self.path / name).open("rb") as file:
                     os.fsync(file.fileno())
-        return {name: (self.path / name).stat().st_size for name in STEP_FILES if (self.path / name).exists()}  # fmt: skip
+        return {name: (self.path / name).stat().st_size for name in STEP_FILES if (self.path / name).exists()}
 
     def lacks(self, offsets: Mapping[str, int]) -> str | None:
-        """What is missing of the step files that a checkpoint stands on, or None."""
+        """What the step files are missing compared with a checkpoint's offsets; `None` if nothing."""
         for name, length in offsets.items():
             size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
             if size < length:
@@ -152,7 +159,7 @@ class RunDir:
         return None
 
     def last_row(self, length: int) -> dict[str, Any] | None:
-        """The last object in the first `length` bytes of the metrics; None: there is none, or no whole one."""
+        """The last object in the first `length` bytes of the metrics; `None` if there is no complete one."""
         if not length:
             return None
         with (self.path / "metrics.jsonl").open("rb") as file:
@@ -163,7 +170,7 @@ class RunDir:
         return None
 
     def rewind(self, step: int, offsets: Mapping[str, int]) -> None:
-        """Forget everything after a checkpoint."""
+        """Delete everything that was written after a checkpoint."""
         for name in STEP_FILES:
             if (self.path / name).exists():
                 os.truncate(self.path / name, offsets.get(name, 0))
@@ -172,7 +179,7 @@ class RunDir:
                 file.unlink()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self._lock.close()
 
     @property
@@ -181,7 +188,7 @@ class RunDir:
         return (self.path / "config.toml").exists()
 
     def discard_if_empty(self) -> None:
-        """Remove the directory of a run that never started, unless something else is in it."""
+        """Remove the directory of a run that never started, unless it contains other files."""
         if not self.started and self._lock.in_place():
             for name in (".lock", "environment.json"):
                 (self.path / name).unlink(missing_ok=True)
@@ -191,7 +198,7 @@ class RunDir:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """A file of the run is being written: if that fails, the error says which, and how to go on."""
+        """Wrap the writing of a file: an error names the file and how to continue."""
         how = f"gspo train --resume {self.path}" if self.started else "repeat the command"
         with writing(self.path / name, f"make room there, then: {how}"):
             yield
@@ -203,14 +210,14 @@ class RunDir:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a torn last line is passed over."""
+    """The complete lines of a file. A partial last line is ignored."""
     if not path.exists():
         return []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         return [_object(json.loads(line)) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: a line is not a JSON object ({error}); no run writes such a file") from None
+        raise DataError(f"{path}: a line is not a JSON object ({error}); gspo did not write this file") from None
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -220,11 +227,11 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new one, never a part."""
+    """Replace a file atomically: a reader finds the old text or the new one, never a part."""
     partial = path.with_name(f".tmp-{path.name}")
     try:
         with writing(path, "make room there, or write to another place"):
-            partial.unlink(missing_ok=True)  # it may be a link, or another name of a file elsewhere
+            partial.unlink(missing_ok=True)  # It may be a symlink, or a hard link to a file elsewhere.
             with partial.open("x", encoding="utf-8") as out:
                 out.write(text)
             partial.rename(path)
@@ -236,11 +243,12 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Something is written to a path: if that fails, the error names it, which the system's own does not."""
+    """Raise a failed write as a `DiskError` that names the path, which the system's error may not do."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # tokenizers raises a bare Exception
+        # The tokenizers library reports a full disk as a bare Exception with "(os error 28)" in its text.
+        if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         reason = error.__cause__ if isinstance(error, DiskError) else error
         raise DiskError(
@@ -249,7 +257,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def _append_whole(path: Path, data: bytes) -> None:
-    """Add bytes to a file, all of them or, if that fails, none: a torn line would swallow the one after it."""
+    """Append all bytes or, on failure, none: the next line would be lost in a partial one."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         before = os.fstat(file).st_size
@@ -266,12 +274,13 @@ def _append_whole(path: Path, data: bytes) -> None:
 def _line(values: Mapping[str, Any]) -> str:
     try:
         return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
-    except (ValueError, TypeError):  # a number that is none, or a mapping that is no dict: walking through all is slow
+    except (ValueError, TypeError):
+        # A NaN, or a mapping that is not a dict. These are rare, and converting every record would be slow.
         return json.dumps({k: finite(v) for k, v in values.items()}, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which has no NaN: what could not be measured is null."""
+    """Replace NaN and infinity by `None`, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -282,26 +291,31 @@ def finite(value: Any) -> Any:
 
 
 class DirectoryLock:
-    """A directory that this process alone works in, until it is closed or the process ends."""
+    """An exclusive lock on a directory, held until it is closed or the process ends."""
 
     def __init__(self, path: Path, folder: int, file: int, *, by_folder: bool) -> None:
-        self.path, self._handles = path, [file, folder]
-        self._is = [(os.fstat(folder), path)] if by_folder else [(os.fstat(folder), path), (os.fstat(file), path / ".lock")]  # fmt: skip
+        self.path = path
+        self._handles = [file, folder]
+        self._locked = [(os.fstat(folder), path)]
+        if not by_folder:
+            self._locked.append((os.fstat(file), path / ".lock"))
 
     def in_place(self) -> bool:
-        """Whether the path still leads to what is held."""
+        """Whether the path still leads to the locked directory."""
         try:
-            return all(os.path.samestat(known, os.stat(path)) for known, path in self._is)
+            return all(os.path.samestat(known, os.stat(path)) for known, path in self._locked)
         except OSError:
             return False
 
     def check(self) -> None:
-        """Raise if it does not."""
+        """Raise if the path no longer leads to the locked directory."""
         if not self.in_place():
-            raise RunLockedError(f"{self.path}: was moved, deleted, or taken over while it was worked in; nothing more is written there")  # fmt: skip
+            raise RunLockedError(
+                f"{self.path}: was moved, deleted, or taken over while it was in use; nothing more is written there"
+            )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         while self._handles:
             os.close(self._handles.pop())
 
@@ -315,9 +329,9 @@ class DirectoryLock:
 
 
 def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
-    """Hold a directory until the handle is closed or the process ends; `busy` says who else may hold it.
+    """Lock a directory until the lock is closed or the process ends. `busy` says who else may hold it.
 
-    The directory itself is locked, because anyone may delete a lock file; `.lock` is for those who want to know, and for
+    The directory itself is locked, because a lock file can be deleted. `.lock` is locked too, as a visible sign and for
     file systems that cannot lock a directory."""
     with ExitStack() as undo:
         try:
@@ -337,7 +351,7 @@ def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
 
 
 def _locks_folders(folder: int) -> bool:
-    """Whether the file system locks folders (NFS does not); if it does, this one is locked now."""
+    """Try to lock the folder. False if the file system cannot lock folders (NFS)."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -348,7 +362,7 @@ def _locks_folders(folder: int) -> bool:
 
 
 def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str] = FOLDERS) -> None:
-    """Refuse a directory in which writing could change something outside: links, files with a second name, pipes."""
+    """Reject a directory in which a write could change something outside: symlinks, hard links, pipes."""
     for entry in (path / name for name in (*files, *folders)):
         if os.path.lexists(entry):
             found = entry.lstat()
@@ -356,7 +370,8 @@ def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str]
             if not (is_file if entry.name in files else stat.S_ISDIR(found.st_mode)):
                 raise ConfigError(_leads_out(entry))
     for name in folders:
-        for folder, inner, names in os.walk(path / name) if name != "wandb" else ():  # wandb puts links into its own
+        # wandb itself places symlinks into its folder.
+        for folder, inner, names in os.walk(path / name) if name != "wandb" else ():
             for entry in (Path(folder) / n for n in (*inner, *names)):
                 found = entry.lstat()
                 shared = stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and name not in RENAMED
@@ -365,7 +380,7 @@ def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str]
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a link, or anything else that is not a directory, where there is something at all."""
+    """Reject an existing path that is a symlink or anything other than a directory."""
     if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
         raise ConfigError(_leads_out(path))
 
@@ -375,7 +390,10 @@ def _plain(mode: int) -> bool:
 
 
 def _leads_out(entry: Path) -> str:
-    return f"{entry}: is a link, has a second name elsewhere, or is not what a run writes under this name; gspo writes only to files of its own: put a copy in its place, or take it away"  # fmt: skip
+    return (
+        f"{entry}: is a symlink, has a hard link elsewhere, or is not what a run writes under this name; gspo writes "
+        "only to files of its own: replace it with a copy, or remove it"
+    )
 
 
 def _environment() -> dict[str, Any]:
@@ -400,12 +418,12 @@ def _environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the code in use, if it runs from a checkout."""
+    """The commit of the code, if it runs from a checkout."""
     try:
         here = Path(__file__).parent
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()

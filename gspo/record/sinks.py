@@ -1,7 +1,7 @@
-"""Metrics to TensorBoard, Weights & Biases or trackio, beside the run directory.
+"""Log metrics to TensorBoard, Weights & Biases or trackio, in addition to the run directory.
 
-In: a step's numbers. Out: nothing that training depends on. Invariant: a sink that cannot be started is an error before
-anything expensive; one that fails later is switched off with a message, and the run goes on.
+In: the metrics of a step. Out: nothing that training depends on. Invariant: a sink that cannot start is an error before
+anything expensive runs. A sink that fails later is disabled with a message, and the run continues.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from gspo.errors import ConfigError
 
 
 class Sink(Protocol):
-    """Something that takes numbers."""
+    """A destination for metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take a step's numbers."""
+        """Log the metrics of a step."""
         ...
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
         ...
 
 
@@ -44,7 +44,7 @@ class TensorBoardSink:
 
 
 class ModuleSink:
-    """A module with the interface of Weights & Biases; trackio has the same."""
+    """A module with the Weights & Biases interface, which trackio shares."""
 
     module = "wandb"
 
@@ -61,7 +61,7 @@ class ModuleSink:
 
 
 class TrackioSink(ModuleSink):
-    """trackio keeps its own local database."""
+    """trackio, which keeps its own local database."""
 
     module = "trackio"
 
@@ -89,7 +89,7 @@ class Sinks:
         self._complain = complain
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send the numbers among the values everywhere."""
+        """Send the numeric values to every sink."""
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and k != "step"}
         for name in list(self._open):
             self._try(name, lambda sink: sink.log(step, numbers))
@@ -103,9 +103,10 @@ class Sinks:
     def _try(self, name: str, action: Callable[[Sink], None]) -> None:
         try:
             action(self._open[name])
+        # A third-party logger may raise anything (a lost connection, an expired login), and no step may fail for it.
         except Exception as error:
             del self._open[name]
-            self._complain(f"log sink {name} failed and is switched off for this run: {error}")
+            self._complain(f"log sink {name} failed and is disabled for this run: {error}")
 
 
 def _import(module: str, package: str) -> Any:

@@ -213,7 +213,7 @@ def test_nothing_is_written_through_symbolic_links(
     (out / link).symlink_to(outside / "reward.png" if "/" in link else outside)
     for command in (["compare", "--report", str(out)], ["compare", "demo", "--objectives=grpo", f"--out={out}"]):
         assert main(command) == 1
-        assert f"{out / link}: is a link" in capsys.readouterr().err
+        assert f"{out / link}: is a symlink" in capsys.readouterr().err
     assert [p.read_text() for p in outside.iterdir()] == ["precious"]
 
 
@@ -229,7 +229,7 @@ def test_run_directories_of_a_comparison_are_no_links(
     (out / link).symlink_to(outside)
     for command in (["compare", "--report", str(out)], ["compare", "demo", "--objectives=grpo", f"--out={out}"]):
         assert main(command) == 1
-        assert f"{out / link}: is a link" in capsys.readouterr().err
+        assert f"{out / link}: is a symlink" in capsys.readouterr().err
     assert not list(outside.iterdir())
 
 
