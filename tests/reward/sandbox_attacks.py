@@ -265,28 +265,49 @@ attempt("URL", lambda: __import__("urllib.request").request.urlopen("http://127.
         code="class E(Exception):\n    def __str__(self): os._exit(0)\ndef solve(x): raise E", ends=("died", "error")
     ),
     "S12 equal to everything": Attack(
-        code="class A:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __eq__\ndef solve(x): return A()",
+        code=(
+            "class A:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __eq__\ndef solve(x): return A()"
+        ),
         suite=ASSERTS,
     ),
     "S12 int that lies": Attack(
-        code="class A(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef solve(x): return A(1)",
+        code=(
+            "class A(int):\n"
+            "    def __eq__(self, other): return True\n"
+            "    __hash__ = int.__hash__\n"
+            "def solve(x): return A(1)"
+        ),
         suite=ASSERTS,
     ),
     "S12 str that lies": Attack(
-        code="class A(str):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef solve(x): return A('1')",
+        code=(
+            "class A(str):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef solve(x): return A('1')"
+        ),
         suite=ASSERTS,
     ),
     "S12 float that lies": Attack(
-        code="class A(float):\n    def __eq__(self, other): return True\n    __float__ = lambda s: 6.0\ndef solve(x): return A(1)",
+        code=(
+            "class A(float):\n"
+            "    def __eq__(self, other): return True\n"
+            "    __float__ = lambda s: 6.0\n"
+            "def solve(x): return A(1)"
+        ),
         suite=ASSERTS,
     ),
     "S12 lying class": Attack(
-        code="class A:\n    __class__ = property(lambda s: int)\n    def __int__(s): return 6\ndef solve(x): return A()",
+        code=(
+            "class A:\n    __class__ = property(lambda s: int)\n    def __int__(s): return 6\ndef solve(x): return A()"
+        ),
         suite=ASSERTS,
         ends=("wrong", "error"),
     ),
     "S12 list that lies": Attack(
-        code="class A(list):\n    def __eq__(self, other): return True\n    def __iter__(self): return iter([6])\ndef solve(x): return A()",
+        code=(
+            "class A(list):\n"
+            "    def __eq__(self, other): return True\n"
+            "    def __iter__(self): return iter([6])\n"
+            "def solve(x): return A()"
+        ),
         suite=ASSERTS,
     ),
     "S12 nan": Attack(code="def solve(x): return float('nan')", suite=ASSERTS),
@@ -299,10 +320,19 @@ attempt("URL", lambda: __import__("urllib.request").request.urlopen("http://127.
     "S12 recursive dict": Attack(code="def solve(x): a = {}; a[0] = a; return a", suite=ASSERTS, ends=("error",)),
     "S12 bool for everything": Attack(code="def solve(x): return True", suite=ASSERTS),
     "S13 printing": Attack(
-        code="def solve(x):\n    print('PASS'); print('v6'); print('v%d' % (2 * x), flush=True)\n    os.write(1, b'v6\\n'); os.write(2, b'v6\\n')"
+        code=(
+            "def solve(x):\n"
+            "    print('PASS'); print('v6'); print('v%d' % (2 * x), flush=True)\n"
+            "    os.write(1, b'v6\\n'); os.write(2, b'v6\\n')"
+        )
     ),
     "S13 writing everywhere": Attack(
-        code="def solve(x):\n    for fd in range(21):\n        try: os.write(fd, b'v%d\\n' % (2 * x))\n        except OSError: pass",
+        code=(
+            "def solve(x):\n"
+            "    for fd in range(21):\n"
+            "        try: os.write(fd, b'v%d\\n' % (2 * x))\n"
+            "        except OSError: pass"
+        ),
         ends=("protocol",),
     ),
     "S13 writing with the token": Attack(
@@ -325,7 +355,9 @@ def solve(x):
         ends=("protocol",),
     ),
     "S13 an answer without an end": Attack(
-        code="def solve(x):\n    for fd in range(3, 21):\n        try: os.write(fd, b'v6')\n        except OSError: pass",
+        code=(
+            "def solve(x):\n    for fd in range(3, 21):\n        try: os.write(fd, b'v6')\n        except OSError: pass"
+        ),
         ends=("protocol",),
     ),
     "S13 an endless answer": Attack(

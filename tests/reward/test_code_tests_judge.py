@@ -151,7 +151,17 @@ def f(xs): return Liar(xs)
     honest = "def f(xs): return sorted(xs)"
     ascending = "r = f([3, 9, 1])\nassert set(r) == {3, 9, 1}\nassert all(r[i] <= r[i + 1] for i in range(len(r) - 1))"
     assert values([liar, honest], ascending) == [0.0, 1.0]
-    again = "def f(xs):\n    class Again:\n        def __iter__(self): return self\n        n = 0\n        def __next__(self):\n            self.n += 1\n            if self.n % 3 == 0: raise StopIteration\n            return self.n\n    return Again()"
+    again = (
+        "def f(xs):\n"
+        "    class Again:\n"
+        "        def __iter__(self): return self\n"
+        "        n = 0\n"
+        "        def __next__(self):\n"
+        "            self.n += 1\n"
+        "            if self.n % 3 == 0: raise StopIteration\n"
+        "            return self.n\n"
+        "    return Again()"
+    )
     assert values([again], "r = f([])\nassert list(r) == [1, 2]\nassert list(r) == [4, 5]") == [0.0]
 
 
@@ -274,8 +284,16 @@ UNABLE = {
     "nested lists as the function": "f = []\nfor _ in range(100): f = [f]",
     "deeply nested lists as the function": "f = []\nfor _ in range(100_000): f = [f]",
     "a raising class": "class A:\n    @property\n    def __class__(self): raise KeyboardInterrupt\nf = A()",
-    "a raising class of a result": "class A:\n    @property\n    def __class__(self): raise SystemExit\ndef f(x): return A()",
-    "a raising metaclass": "class M(type):\n    @property\n    def __name__(cls): raise SystemExit\nclass E(Exception, metaclass=M): pass\ndef f(x): raise E",
+    "a raising class of a result": (
+        "class A:\n    @property\n    def __class__(self): raise SystemExit\ndef f(x): return A()"
+    ),
+    "a raising metaclass": (
+        "class M(type):\n"
+        "    @property\n"
+        "    def __name__(cls): raise SystemExit\n"
+        "class E(Exception, metaclass=M): pass\n"
+        "def f(x): raise E"
+    ),
     "a huge range": "def f(x): return range(10**12)",
     "an endless generator": "def f(x):\n    while True: yield x",
     "an endless iterable": "class A:\n    def __iter__(self):\n        while True: yield 1\ndef f(x): return A()",
@@ -428,7 +446,12 @@ def f(g):
     test = "secret = 41\ndef g(x):\n    return x + secret\ng.expected = 'secret'\nassert f(g) == (False, 42)"
     assert values([program], test) == [1.0]
     test = "class T:\n    _hidden = 'secret'\n    def look(self): return 1\nassert f(T()) == (False, 42)"
-    hidden = "def f(t):\n    for name in ('_hidden', '__dict__', '__class__', '__init__', '__globals__'):\n        if 'secret' in str(getattr(t, name, '')): return True, 42\n    return False, 42"
+    hidden = (
+        "def f(t):\n"
+        "    for name in ('_hidden', '__dict__', '__class__', '__init__', '__globals__'):\n"
+        "        if 'secret' in str(getattr(t, name, '')): return True, 42\n"
+        "    return False, 42"
+    )
     assert values([hidden], test) == [1.0]
 
 
@@ -615,7 +638,12 @@ class Reader:
 
 
 def test_an_object_cannot_say_that_nothing_is_different() -> None:
-    lying = "class S:\n    def difference(self, other): return set()\n    symmetric_difference = difference\ndef f(x): return S()"
+    lying = (
+        "class S:\n"
+        "    def difference(self, other): return set()\n"
+        "    symmetric_difference = difference\n"
+        "def f(x): return S()"
+    )
     for name in ("difference", "symmetric_difference"):
         assert values(["def f(x): return {1, 2}", lying], f"assert f(1).{name}({{1, 2}}) == set()", "assert f") == [
             1.0,
