@@ -1,4 +1,4 @@
-"""A small fixed set of problems in every form of tests: right programs, and wrong ones that a weak grader would pass."""
+"""A small set of problems in every test format, with right programs and wrong ones that a weak grader would pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Problem:
     wrong: list[str]
     prompt: str = ""
     share: list[float] = field(default_factory=list)
-    """Of the wrong ones, the share of tests each passes."""
+    """Fraction of tests that each wrong program passes."""
 
 
 HUMAN_PROMPT = '''from typing import List
@@ -319,10 +319,12 @@ PROBLEMS = [
             ]
         },
         right=[
-            "def f(x): return ['ü\\ud800\\x00\\n', b'\\x00\\xff', 3 ** 500, 1j, float('inf'), {(1, 2): [{3}], None: range(4)}, None, float('nan')][x]"
+            "def f(x): return ['ü\\ud800\\x00\\n', b'\\x00\\xff', 3 ** 500, 1j, float('inf'), "
+            "{(1, 2): [{3}], None: range(4)}, None, float('nan')][x]"
         ],
         wrong=[
-            "def f(x): return ['ü', '\\x00\\xff', 3.0 ** 500, 1, -float('inf'), {(1, 2): [[3]], None: range(4)}, 0, 0][x]",
+            "def f(x): return ['ü', '\\x00\\xff', 3.0 ** 500, 1, -float('inf'), "
+            "{(1, 2): [[3]], None: range(4)}, 0, 0][x]",
         ],
         share=[0.0],
     ),

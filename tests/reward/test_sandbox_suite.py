@@ -1,4 +1,4 @@
-"""Reading a row's tests: what the program is asked for, what is counted, and what is said of a row that is no good."""
+"""Parsing a row's tests: names taken from the program, assert counts, and errors for invalid rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_humaneval() -> None:
     assert suite(chat, test=test, entry_point="f").prelude == prompt
 
 
-def test_own_forms() -> None:
+def test_own_formats() -> None:
     pairs = [{"input": "1\n", "output": "2\n"}, {"input": ["1", "2"], "output": "3"}]
     assert suite(tests=pairs).pairs == (("1\n", "2\n"), ("1\n2", "3"))
     assert suite(tests=json.dumps(pairs)).pairs == (("1\n", "2\n"), ("1\n2", "3"))
@@ -69,7 +69,7 @@ def test_own_forms() -> None:
         (["def close(a, b):\n    return a - b < 1\nassert close(f(1), 2)"], ("f",), ()),
     ],
 )
-def test_what_is_taken_from_the_program(tests: list[str], names: tuple[str, ...], modules: tuple[str, ...]) -> None:
+def test_names_taken_from_the_program(tests: list[str], names: tuple[str, ...], modules: tuple[str, ...]) -> None:
     found = suite(test_list=tests)
     assert (found.names, found.modules) == (names, modules)
 
