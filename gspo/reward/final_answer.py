@@ -108,13 +108,16 @@ def _first_line(text: str) -> FinalAnswer:
 
 
 def _tagged(text: str) -> FinalAnswer | None:
-    contents, start, after = [], None, ""
+    contents = []
+    start = None
+    after = ""
     for tag in _TAG.finditer(text):
         if not tag[1]:
             start = tag.end()
         elif start is not None:
             contents.append(text[start : tag.start()])
-            start, after = None, text[tag.end() :]
+            start = None
+            after = text[tag.end() :]
     contents += [text[start:]] if start is not None else []
     return FinalAnswer(texts=_distinct(contents), after=after) if contents else None
 
@@ -129,17 +132,20 @@ def _boxes_in_tags(text: str) -> FinalAnswer | None:
 def _boxed(text: str) -> FinalAnswer | None:
     """The contents of the outermost closed boxes."""
     found: list[str] = []
-    depth, open_at, end = 0, None, 0
+    depth = end = 0
+    open_at = None
     for token in _BOX.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
             depth += 1
             if open_at is None and token[0] != "{":
-                open_at, depth = token.end(), 1
+                open_at = token.end()
+                depth = 1
         elif token[0] == "}":
             depth -= 1
             if open_at is not None and depth == 0:
                 found.append(text[open_at : token.start()])
-                open_at, end = None, token.end()
+                open_at = None
+                end = token.end()
     return FinalAnswer(texts=_distinct(found), formula=True, after=text[end:]) if found else None
 
 

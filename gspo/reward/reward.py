@@ -299,7 +299,9 @@ class RewardPool:
             self._attempt(worker, job, second)
 
     def _attempt(self, worker: WorkerProcess, job: Job, second: SecondTry | None) -> None:
-        request, timeout_s, hung = _request(job), job.batch.timeout_s(job), False
+        request = _request(job)
+        timeout_s = job.batch.timeout_s(job)
+        hung = False
         more_s = second.more_s if second else lambda used_s: 0.0
         job.batch.begin(job)
         try:
@@ -310,7 +312,8 @@ class RewardPool:
             if self._closing:
                 raise
         except WorkerHung as error:
-            hung, reason = True, f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
+            hung = True
+            reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
             kept_waiting = second is not None and second.kept_waiting
             again, cause = job.batch.hung(job, error.processor_s, kept_waiting=kept_waiting)
             reason += "" if cause else "; the machine was too slow: use fewer reward.workers"
@@ -415,7 +418,8 @@ def _request(job: Job) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
-            prompt, shown = job.batch.groups[job.group][0].id, one_line(repr(value), 80)
+            prompt = job.batch.groups[job.group][0].id
+            shown = one_line(repr(value), 80)
             raise RewardError(f"prompt {prompt}: column {name} must hold JSON values, not {shown}") from None
     return request
 

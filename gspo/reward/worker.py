@@ -64,7 +64,8 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
 
 def _claim_pipes() -> tuple[BinaryIO, int]:
     """Move the protocol to descriptors that functions do not print to or read from."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -111,7 +111,8 @@ def program_of(completion: str) -> str:
     for line in completion.split("\n"):
         mark = line.strip()
         if block is None and mark.startswith("```"):
-            block, label = [], mark[3:].strip().lower()
+            block = []
+            label = mark[3:].strip().lower()
         elif block is not None and mark == "```":
             named, unnamed = _latest_blocks(block, label, named, unnamed)
             block = None

@@ -328,7 +328,8 @@ class _Judge:
 
     def _dry_run(self) -> None:
         """Run the tests without a program. A failure here is the tests' fault; a later one is the program's."""
-        start, limit_s = time.monotonic(), self._limits.limit_s
+        start = time.monotonic()
+        limit_s = self._limits.limit_s
         self._waited = self._box.waited()
         try:
             answer = self._ask(b"t", start + limit_s + SPARE_S)

@@ -101,7 +101,8 @@ def _mbpp(row: Mapping[str, Any]) -> Suite:
 
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Suite:
-    test, entry_point = row["test"], _entry_point(row)
+    test = row["test"]
+    entry_point = _entry_point(row)
     if not _is_text(test) or not entry_point:
         raise RewardError(
             "test: needs a column `entry_point` with the name of the function that check() is called with"
@@ -119,7 +120,8 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
     own, modules = _free_names(trees, entry_point, _defined(prelude))
     rewriter = _Rewriter()
     imports = sorted({name for tree in trees for name in _imports(tree)})
-    steps, asserts = [], []
+    steps = []
+    asserts = []
     for (place, _), tree in zip([(where, setup), *parts], trees, strict=True):
         before = rewriter.asserts
         steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
@@ -262,7 +264,9 @@ def _free_names(trees: Sequence[ast.Module], entry_point: str, helpers: set[str]
 
     Names of built-ins refer to the built-ins, unless nothing else is tested: MBPP has a function `sum`.
     """
-    used, bare, bound = set(), set(), set(helpers)
+    used = set()
+    bare = set()
+    bound = set(helpers)
     for node in (n for tree in trees for n in ast.walk(tree)):
         bound |= _bound(node)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -344,7 +348,9 @@ def _call(test: Any, where: str) -> str:
         raise RewardError(
             f"{where}: must have `input` and `output`, or `function`, `args` and `expected`, or be a line of test code"
         )
-    function, args, kwargs = test["function"], test.get("args") or [], test.get("kwargs") or {}
+    function = test["function"]
+    args = test.get("args") or []
+    kwargs = test.get("kwargs") or {}
     if not _is_text(function) or not _CALLABLE.fullmatch(function):
         raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is no function's name")
     if not isinstance(args, list) or not isinstance(kwargs, dict):

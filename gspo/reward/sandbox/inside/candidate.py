@@ -425,7 +425,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _read(descriptor: int, most: int) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     while size < most:
         part = os.read(descriptor, 2**16)
         if not part:

@@ -61,7 +61,8 @@ class Tally:
             self._busy.add(len(self._steps) - 1)
         if number < 0:
             return self._steps[-1]
-        step, written = 0, self._asserts[0]
+        step = 0
+        written = self._asserts[0]
         while written < number:
             step += 1
             written += self._asserts[step]
