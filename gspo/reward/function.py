@@ -129,7 +129,7 @@ def _find(spec: str, name: str, options: Mapping[str, Any]) -> Source:
     if colon:
         return _find_file(spec, file, name, function, options)
     if spec.endswith(".py"):
-        raise ConfigError(f"reward.functions: {spec}: say which function of the file, for example {spec}:score")
+        raise ConfigError(f"reward.functions: {spec}: name the function in the file, for example {spec}:score")
     if spec not in built_in_names():
         close = difflib.get_close_matches(spec, built_in_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(built_in_names())}, or write file.py:name"
@@ -340,16 +340,16 @@ def _make_importable(*folders: str) -> None:
 
 
 def _parameters(source: Source, call: Callable[..., Any]) -> list[inspect.Parameter]:
-    remedy = "; write it as def " + f"{source.function}(prompts, completions, **columns)"
+    fix = f"; write it as def {source.function}(prompts, completions, **columns)"
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
-        raise RewardError(f"reward.functions: {source.spec}: its signature cannot be read{remedy}") from None
+        raise RewardError(f"reward.functions: {source.spec}: its signature cannot be read{fix}") from None
     by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     by_keyword |= {"completions" for p in parameters if p.kind is p.VAR_KEYWORD}
     only_by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if "completions" not in by_keyword or only_by_place:
-        raise RewardError(f"reward.functions: {source.spec}: cannot be called with (prompts, completions){remedy}")
+        raise RewardError(f"reward.functions: {source.spec}: cannot be called with (prompts, completions){fix}")
     return parameters
 
 

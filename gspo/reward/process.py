@@ -160,7 +160,7 @@ class WorkerProcess:
         try:
             answer = self._exchange(request, timeout_s, unwanted, lambda: more_s(self._processor_s() - before_s))
             if not _is_result(answer, len(request["completions"])):
-                raise WorkerDied("its answer was not one value for each completion")
+                raise WorkerDied("its answer did not hold one value per completion")
             return answer
         except WorkerHung as hung:
             hung.processor_s = self._processor_s() - before_s if sys.platform == "linux" else math.inf
@@ -236,7 +236,7 @@ class WorkerProcess:
         if self._memory_limit and time.monotonic() >= self._memory_checked + _SLICE_S:
             if held(pid, at_least=self._memory_limit) > self._memory_limit:
                 raise WorkerOverMemory(
-                    f"it took more than {self._memory_mb} MB; raise reward.memory_mb if it needs them"
+                    f"it used more than {self._memory_mb} MB; raise reward.memory_mb if it needs more"
                 )
             self._memory_checked = time.monotonic()
 

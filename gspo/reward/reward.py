@@ -273,7 +273,7 @@ class RewardPool:
             return True
         except ScoringCancelled:
             job.batch.give_up(RewardError("the reward pool was closed while it was scoring"))
-        except BaseException as error:  # the caller must get any error; otherwise it would wait for ever
+        except BaseException as error:  # the caller must get any error; otherwise it would wait forever
             job.batch.give_up(error)
         return False
 

@@ -223,7 +223,7 @@ def test_reply_format(make_pool, group):
     assert [s.reward for s in pool.score([group(texts)])[0]] == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_pattern_that_backtracks_for_ever_times_out(make_pool, group):
+def test_pattern_that_backtracks_forever_times_out(make_pool, group):
     pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     good, bad = pool.score([group(["aab", "a" * 60])])[0]
     assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"reply_format": ("timeout",)})

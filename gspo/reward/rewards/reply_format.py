@@ -1,7 +1,7 @@
 """1 if the whole completion matches the regular expression `pattern`, else 0.
 
 `.` also matches line breaks: `<think>.*</think>.*` requires thinking followed by an answer. A completion on which the
-pattern backtracks for ever is stopped by the deadline and does not match.
+pattern backtracks forever is stopped by the deadline and does not match.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Box:
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray()
         if rest or not line.startswith(self._token):
-            raise ProcessExited("protocol: it wrote what it was not asked for")
+            raise ProcessExited("protocol: it wrote more than the answer")
         return bytes(line[len(self._token) :])
 
     def _poll_for_writing(self) -> None:

@@ -77,7 +77,7 @@ class Clock:
             raise ProgramWaited
         else:
             waited = self._allowed - max(self._spent(), self._reference_cpu_s())
-            raise MachineBusy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
+            raise MachineBusy(f"a program waited {waited:.1f} s for a CPU; use fewer reward.workers")
 
     def check(self) -> None:
         """Raise `DeadlinePassed` if several threads together used more CPU time than the limit."""

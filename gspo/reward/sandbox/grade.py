@@ -231,7 +231,7 @@ class Grader:
         if program.reference is None:
             raise ProgramWaited
         if program.reference_test_s() < enough_s:
-            raise MachineBusy("a program's tests waited for a processor; use fewer reward.workers")
+            raise MachineBusy("a program's tests waited for a CPU; use fewer reward.workers")
 
     def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
         """The grade for a verdict. A program that exited never gets full marks, whatever the tests say."""

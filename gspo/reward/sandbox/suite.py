@@ -127,7 +127,7 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
         steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
         asserts.append(rewriter.asserts - before)
         if not asserts[-1] and tree is not trees[0]:
-            raise RewardError(f"{place}: has no assert in it; write what must hold as an assert")
+            raise RewardError(f"{place}: contains no assert; write the condition to test as an assert")
     return Suite(
         steps=tuple(steps),
         asserts=tuple(asserts),
@@ -352,7 +352,7 @@ def _call(test: Any, where: str) -> str:
     args = test.get("args") or []
     kwargs = test.get("kwargs") or {}
     if not _is_text(function) or not _CALLABLE.fullmatch(function):
-        raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is no function's name")
+        raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is not a function name")
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise RewardError(f"{where}: args must be a list and kwargs an object")
     for value in (args, kwargs, test["expected"]):
@@ -392,7 +392,7 @@ def _parsed_json(value: Any) -> Any:
 def _entry_point(row: Mapping[str, Any]) -> str:
     value = row.get("entry_point") or ""
     if value and not (_is_text(value) and value.isidentifier()):
-        raise RewardError(f"entry_point: {one_line(repr(value), 60)} is no function's name")
+        raise RewardError(f"entry_point: {one_line(repr(value), 60)} is not a function name")
     return str(value)
 
 

@@ -101,7 +101,7 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
         pass
     except BaseException as error:  # for example a MemoryError caused by the program's answers
         tally.note(error)
-        link.gone = link.gone or "error: the tests could not go on"
+        link.gone = link.gone or "error: the tests could not continue"
     return {**tally.result(bool(link.gone)), "why": tally.why, "gone": link.gone}
 
 

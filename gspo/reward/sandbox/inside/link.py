@@ -214,7 +214,7 @@ class DummyLink(Link):
     def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
         self._asked += 1
         if self._asked > _PATIENCE:
-            self.gone = "timeout: the tests ask for ever"
+            self.gone = "timeout: the tests never stop asking"
             raise Gone(self.gone)
         try:
             encode([what, *question], self._refer)
