@@ -221,6 +221,7 @@ class WorkerProcess:
             if left <= 0:
                 raise WorkerHung
             self._check_memory(process.pid)
+            # Wake up every slice: cancellation, memory and the process's death do not show up in the pipes.
             ready = [descriptor for descriptor, _ in poller.poll(1000 * min(left, _SLICE_S) + 1)]
             if not ready and _exit_code(process) is not None:  # a grandchild may hold the pipes open
                 raise WorkerDied(self._last_words())

@@ -29,6 +29,7 @@ START_S = 30.0
 """Time limit for starting a process. It is generous because the machine may be busy."""
 
 
+# The code of `inside` arrives on stdin as marshaled code objects, so the sandbox needs no access to this package.
 _BOOTSTRAP = f"""
 import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]

@@ -120,7 +120,7 @@ class Grader:
             return self._grade(0, "empty: there is no program")
         if len(program) > PROGRAM:
             return self._grade(0, f"error: the program is longer than {PROGRAM} characters")
-        source = encode(self._suite.program(program), len).encode()
+        source = encode(self._suite.program(program), len).encode()  # plain text, so the reference callback is unused
         try:
             return self._grade_with_retry(source)
         except (RewardError, MachineBusy) as error:

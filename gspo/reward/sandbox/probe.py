@@ -75,6 +75,7 @@ def _best(python: str, packages: bool) -> tuple[Level | None, tuple[str, ...]]:
     reasons: list[str] = []
     if not sys.platform.startswith("linux"):
         return None, (f"it needs Linux, not {sys.platform}",)
+    # A level counts only if it works: an installed bwrap may fail in a container that forbids user namespaces.
     for level in _candidates(interpreter, own_users):
         reason = flaw(level) if isinstance(level, Level) else level
         if isinstance(level, Level) and not reason:

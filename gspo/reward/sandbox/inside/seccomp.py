@@ -279,6 +279,7 @@ def _machine(name: str) -> tuple[int, int]:
 def assemble(machine: str, pid: int) -> bytes:
     """The filter as BPF bytecode: 8 bytes per instruction."""
     column, architecture = _machine(machine)
+    # Check the architecture first: a process can switch to the 32-bit ABI, where the same numbers are other calls.
     code = [
         *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
         *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # includes the x32 calls, which start at 2**30

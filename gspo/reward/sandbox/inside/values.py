@@ -112,6 +112,8 @@ def _write(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int
         raise ValueRefused(f"a value of more than {LENGTH} characters")
     if value is None or value is True or value is False:
         parts.append({None: "null", True: "true", False: "false"}[value])
+    # From here on, methods of the base class are called explicitly: a subclass that the program defines may override
+    # them to lie about its value.
     elif isinstance(value, str):
         parts.append(_quoted(str.__str__(value)))
     elif isinstance(value, int):
@@ -383,7 +385,7 @@ def _named(parts: list[Any]) -> Any:
     if key not in _named_types:
         from collections import namedtuple
 
-        if len(_named_types) >= 1000:
+        if len(_named_types) >= 1000:  # a hostile process could send ever new names
             _named_types.clear()
         _named_types[key] = namedtuple(name, fields)  # raises for names that are not identifiers
     return _named_types[key](*values)
