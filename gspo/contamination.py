@@ -1,8 +1,8 @@
-"""Which problems a model has been trained on, as far as its checkpoint can tell.
+"""The problems a model was trained on, as recorded in its checkpoint.
 
-In: the path of a model. Out: the keys of the problems that the run which saved it could have trained on, of its cold start, and
-of the runs whose checkpoints it began from; nothing for a model that no run saved. Invariant: rather too many than too few, so
-that an evaluation that leaves these keys out is honest.
+In: the path of a model. Out: the keys of the problems that the run which saved it may have trained on, including its
+cold start and the runs whose checkpoints it started from; empty for a model that no run saved. Invariant: the set may
+be too large but never too small, so an evaluation that excludes these keys is not contaminated.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from gspo.cold_start import CHECKED
 from gspo.config import Config, from_flat
 from gspo.data.problems import demonstrations, load_problems
 
-_TOLD = ("seed", "data.", "cold_start.", "model.path")
-"""How settings begin that say what was trained on."""
+_DATA_SETTINGS = ("seed", "data.", "cold_start.", "model.path")
+"""Prefixes of the settings that determine the training data."""
 
 
 def trained_on(model: str, tokenizer: Any) -> frozenset[str]:
-    """The keys; raises what reading the problems raises, for example because a data file is no longer there."""
+    """The keys of the training problems. Propagates errors from loading them, for example a missing data file."""
     keys: set[str] = set()
     visited: set[Path] = set()
     while (settings := _settings(model)) and Path(model).absolute() not in visited:
         visited.add(Path(model).absolute())
-        config = from_flat({k: v for k, v in settings.items() if k.startswith(_TOLD)}, where=f"{model}/trainer.json")
+        # Only the data settings are parsed, so a checkpoint stays readable when other settings change.
+        data_settings = {k: v for k, v in settings.items() if k.startswith(_DATA_SETTINGS)}
+        config = from_flat(data_settings, where=f"{model}/trainer.json")
         keys |= _keys(config, tokenizer)
         model = config.model.path
     return frozenset(keys)
 
 
 def _settings(model: str) -> Mapping[str, Any]:
-    """The settings of the run that saved a model; empty: no run did."""
+    """The settings of the run that saved a model; empty if no run did."""
     file = Path(model).expanduser() / "trainer.json"
     if not model or not file.is_file():
         return {}
@@ -47,10 +49,12 @@ def _settings(model: str) -> Mapping[str, Any]:
 
 def _keys(config: Config, tokenizer: Any) -> set[str]:
     problems = load_problems(config.data, tokenizer, config.seed)
-    keys, start = {p.key for p in problems.train}, config.cold_start
+    keys = {p.key for p in problems.train}
+    start = config.cold_start
     if start.steps:
+        # An upper bound: the cold start stops early once its accuracy checks pass.
         checks = start.steps // start.check_every + 1
-        most = start.steps * start.batch + checks * CHECKED
-        shown = demonstrations(config.data, config.seed, exclude={p.key for p in problems.held_out})
-        keys |= {problem.key for problem in islice(shown, most)}
+        limit = start.steps * start.batch + checks * CHECKED
+        candidates = demonstrations(config.data, config.seed, exclude={p.key for p in problems.held_out})
+        keys |= {problem.key for problem in islice(candidates, limit)}
     return keys

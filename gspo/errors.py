@@ -1,4 +1,4 @@
-"""Errors a user can meet, by kind. Each message names the place and the remedy; the command line prints it in one line."""
+"""User-facing errors, by kind. Each message names the setting or file and the fix; the CLI prints it on one line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 class GspoError(Exception):
-    """Base of every error that is the user's to mend, not a bug."""
+    """Base of every error that the user can fix; anything else is a bug."""
 
 
 class ConfigError(GspoError, ValueError):
-    """A setting is unknown, malformed, missing, or has no effect where it was set."""
+    """A setting is unknown, malformed, missing, or has no effect."""
 
 
 class DataError(GspoError, ValueError):
@@ -19,35 +19,35 @@ class DataError(GspoError, ValueError):
 
 
 class RewardError(GspoError, RuntimeError):
-    """A reward cannot be loaded, or too many replies could not be scored."""
+    """A reward cannot be loaded, or too many completions could not be scored."""
 
 
 class CheckpointError(GspoError, RuntimeError):
-    """No checkpoint to resume from, or one that is not whole."""
+    """There is no checkpoint to resume from, or it is incomplete."""
 
 
 class RunLockedError(ConfigError):
-    """Another process works in a directory, or it is no longer where it was."""
+    """Another process holds the run directory, or the directory was moved or deleted."""
 
 
 class TrustError(GspoError, RuntimeError):
-    """A run directory names code that this user has not asked for."""
+    """A run directory names code that this user has not approved."""
 
 
 class NumericalError(GspoError, RuntimeError):
-    """Loss, gradient or weights are not finite, or gradients keep jumping."""
+    """Loss, gradients or weights are not finite, or the gradient norm spikes repeatedly."""
 
 
 class AlarmError(GspoError, RuntimeError):
-    """An alarm that the settings call fatal."""
+    """An alarm that the settings mark as fatal was raised."""
 
 
 class MemoryLimitError(GspoError, RuntimeError):
-    """There is too little memory, however small the micro-batch."""
+    """There is too little memory even for the smallest micro-batch."""
 
 
 class EngineError(GspoError, RuntimeError):
-    """A sampling engine died, hangs, or answers nonsense, and no other could do its work."""
+    """A sampling engine died, hung or returned invalid results, and no other engine could take over."""
 
 
 class WeightSyncError(EngineError):
@@ -55,11 +55,11 @@ class WeightSyncError(EngineError):
 
 
 class MismatchError(GspoError, RuntimeError):
-    """The sampling engine's probabilities are too far from the learner's for what was asked."""
+    """The sampling engine's log-probs differ too much from the learner's for the chosen settings."""
 
 
 class KernelWarning(RuntimeWarning):
-    """A kernel of this package failed where it should work: a bug here, not a limit of the model. Tests raise it."""
+    """A kernel of this package failed on an input it supports. This is a bug, so tests turn it into an error."""
 
 
 class DiskError(GspoError, OSError):
@@ -67,12 +67,15 @@ class DiskError(GspoError, OSError):
 
 
 class PanicError(RuntimeError):
-    """A library written in Rust (tokenizers, safetensors) has panicked, as it does over files that it did not expect."""
+    """A Rust library (tokenizers, safetensors) panicked, typically on a malformed file."""
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """A panic is no `Exception`, so whoever catches those would not catch it: raise one that is."""
+    """Re-raise Rust panics as `PanicError`.
+
+    pyo3's `PanicException` derives from `BaseException`, so `except Exception` does not catch it.
+    """
     try:
         yield
     except BaseException as error:

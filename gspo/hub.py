@@ -1,7 +1,7 @@
-"""Whether the hub can be reached.
+"""Check whether the Hugging Face Hub is reachable.
 
-In: the machine's network. Out: the name of a host that cannot be reached, or nothing. Invariant: one look-up of a name, so that
-a machine without a network says so at once and not after a minute of a library's retries.
+In: the machine's network. Out: the name of the unreachable host, or an empty string. Invariant: a single DNS lookup, so
+a machine without a network fails immediately and not after a minute of retries inside `huggingface_hub`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from urllib.request import getproxies
 
 
 def unreachable_host() -> str:
-    """The hub's host if its name does not resolve; empty if it does, behind a proxy, or if the user has set offline mode."""
+    """The Hub's host if its name does not resolve. Empty if it resolves, behind a proxy, and in offline mode."""
     from huggingface_hub import constants, is_offline_mode
 
     host = urlsplit(constants.ENDPOINT).hostname or ""
+    # Behind a proxy, local DNS often does not resolve public names, and the proxy does.
     return "" if is_offline_mode() or getproxies() or _resolves(host) else host
 
 

@@ -1,7 +1,7 @@
-"""Text on its way to a terminal. In: text from anywhere. Out: text that shows what it is and holds no secret.
+"""Sanitize text before it reaches a terminal.
 
-File names, field names, notes of rewards and the messages of libraries are written by others. Invariant: nothing that goes
-through here can move a cursor, set a title, ring a bell or turn a line around.
+In: untrusted text, such as file names, field names, reward notes and library messages. Out: printable text without
+secrets. Invariant: sanitized text cannot move the cursor, set the title, ring the bell or reverse the text direction.
 """
 
 from __future__ import annotations
@@ -14,47 +14,48 @@ from typing import Any, TextIO, cast
 
 from gspo.redact import known_secrets, redacted
 
-_HIDING = (
-    "\x7f-\x9f"  # delete, C1
+_INVISIBLE = (
+    "\x7f-\x9f"  # delete, C1 controls
     "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, line ends, invisible marks
-    "\ud800-\udfff\U000e0000-\U000e0fff"  # bytes that are no text, invisible tags
+    "\ud800-\udfff\U000e0000-\U000e0fff"  # lone surrogates (undecodable bytes), invisible tags
 )
-_ACTING = re.compile(
-    "(?:\x1b\\[|\x9b)[0-?]{0,64}[ -/]{0,8}[@-~]|"  # a whole sequence, so that its last letter does not begin the next word
-    f"[\x00-\x08\x0b-\x1f{_HIDING}]"  # of C0 tab and newline stay
+_CONTROL = re.compile(
+    # A CSI sequence is matched as a whole. Otherwise its final letter would stay and prefix the next word.
+    "(?:\x1b\\[|\x9b)[0-?]{0,64}[ -/]{0,8}[@-~]|"
+    f"[\x00-\x08\x0b-\x1f{_INVISIBLE}]"  # of the C0 controls, only tab and newline are kept
 )
-_NOT_DRAWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f{_HIDING}]|\x1b\\](?!8;)")
-"""What a library that draws with sequences of its own never writes."""
+_UNSAFE_FOR_DISPLAY = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f{_INVISIBLE}]|\x1b\\](?!8;)")
+"""Controls that a display library such as Rich never writes. Its own colors, cursor moves and hyperlinks are kept."""
 
 
 def visible(text: str) -> str:
-    """Text of which every character that would act instead of being seen is replaced."""
-    return _ACTING.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Text with every control and invisible character replaced."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def printed(text: str) -> str:
-    """Text as it may be printed: visible, without secrets."""
+    """Text that is safe to print: visible and without secrets."""
     return redacted(visible(text), known_secrets())
 
 
 def line(text: str) -> str:
-    """The same on one line."""
+    """Text that is safe to print, on one line."""
     return printed(text).replace("\n", " ").replace("\t", " ")
 
 
 class SafeStream:
-    """A text stream through which only `printed` text goes."""
+    """A text stream that passes everything through `printed`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write what may be printed of a text."""
+        """Write a sanitized text. Returns the length of the original, as callers expect."""
         self.stream.write(printed(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write texts one after the other."""
+        """Write several sanitized texts."""
         for text in lines:
             self.write(text)
 
@@ -64,7 +65,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Within it, all that this process prints is safe to look at."""
+    """Within this context, everything that this process prints is sanitized."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = SafeStream(before[0]), SafeStream(before[1])  # type: ignore[assignment]
     try:
@@ -74,15 +75,16 @@ def safe_output() -> Iterator[None]:
 
 
 class AnsiStream(SafeStream):
-    """A text stream for a library that draws: its colours and moves go through, and nothing else that acts."""
+    """A text stream for a display library. Keeps its colors and cursor moves and replaces all other controls."""
 
     def write(self, text: str) -> int:
-        """Write what may be drawn of a text."""
-        self.stream.write(redacted(_NOT_DRAWN.sub("\N{REPLACEMENT CHARACTER}", text), known_secrets()))
+        """Write a text with ANSI styling kept and everything else sanitized."""
+        self.stream.write(redacted(_UNSAFE_FOR_DISPLAY.sub("\N{REPLACEMENT CHARACTER}", text), known_secrets()))
         return len(text)
 
 
 def terminal() -> TextIO:
-    """Standard output for a library that draws on it. What others print meanwhile comes through that library too."""
+    """Standard output for a display library. While it is active, other output is printed through that library too."""
+    # `SafeStream` would strip the library's own escape sequences, so unwrap it first.
     stream = sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout
     return cast(TextIO, AnsiStream(stream))

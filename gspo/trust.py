@@ -1,10 +1,10 @@
-"""Code that a run directory's settings would run, and whether this user asked for it.
+"""Code that a run directory's settings would execute, and whether the user has approved it.
 
 In: a run directory, its settings, and the folders its models would be loaded from. Out: nothing, or a `TrustError` that
-says what would run. Invariant: code that a run directory names runs only after it was asked for on the command line, by
-starting the run here or by `--trust-run`. What was asked for is remembered outside the run directory, in the user's state
-directory, under the path of the run and the content of each file, so that it is asked for again when either changes.
-Of what a reward file imports, this covers what `reward/local_imports.py` finds; installed packages are not covered.
+lists what would run. Invariant: code named by a run directory runs only after the user approved it on the command line,
+by starting the run on this machine or with `--trust-run`. Approvals are stored outside the run directory, in the user's
+state directory, keyed by the run's path and each file's content, so a change of either requires a new approval. For a
+reward file's imports, this covers what `reward/local_imports.py` finds; installed packages are not covered.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from gspo.reward.local_imports import local_imports
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """Something that settings would run, or hand a secret to."""
+    """Code that the settings would execute, or a server they would send a secret to."""
 
     what: str
-    """For the user: which setting, which file, which function."""
+    """Description for the user: which setting, which file, which function."""
     key: str
-    """The same thing again has the same key, whichever checkpoint it lies in."""
+    """Identifies the code independently of the checkpoint it is in."""
     digest: str = ""
-    """SHA-256 of the file; empty: it cannot be told from here."""
+    """SHA-256 of the file; empty if its content cannot be read locally."""
 
 
 def all_code(config: Config, models: Sequence[Path | str]) -> list[Code]:
-    """Everything a run with these settings would run, if its models were loaded from `models`."""
+    """All code that a run with these settings would execute if its models were loaded from `models`."""
     return [*reward_code(config), *engine_code(config), *model_code(config.model, models)]
 
 
 def reward_code(config: Config) -> list[Code]:
-    """Reward files, and what lets a built-in reward start programs outside a sandbox."""
+    """Reward files, and options that let a built-in reward start programs outside a sandbox."""
     sources: list[Source] = []
     for spec in config.reward.functions:
-        with suppress(ConfigError, RewardError):  # what cannot be found cannot run; the reward itself says so later
+        with suppress(ConfigError, RewardError):  # a missing file cannot run; building the reward reports it later
             options = {spec: config.reward.options[spec]} if spec in config.reward.options else {}
             sources += find_sources((spec,), options, None)
     found = []
@@ -66,14 +66,15 @@ def reward_code(config: Config) -> list[Code]:
 
 
 def _imported_code(file: Path) -> Iterator[Code]:
-    """The modules next to a reward file, and in the working directory, that it imports, directly or through others."""
+    """Modules in the reward file's folder or the working directory that it imports, directly or transitively."""
     for module in local_imports(file, list(dict.fromkeys([file.parent, Path.cwd()]))):
         yield Code(what=f"{file} imports {module}", key=f"module {module}", digest=_digest(module))
 
 
 def engine_code(config: Config) -> list[Code]:
-    """Settings of vLLM, which may name classes to import, and servers that get this user's token."""
-    options, where = config.rollout.engine_options, "rollout.engine_options"
+    """vLLM settings, which may name classes to import, and servers that receive this user's token."""
+    options = config.rollout.engine_options
+    where = "rollout.engine_options"
     found = []
     if config.rollout.engine == "vllm" and options.get("settings"):
         given = json.dumps(options["settings"], sort_keys=True, default=str)
@@ -85,12 +86,12 @@ def engine_code(config: Config) -> list[Code]:
 
 
 def model_code(config: ModelConfig, models: Sequence[Path | str]) -> list[Code]:
-    """Python that comes with the models, if the settings let it run."""
+    """Python code shipped with the models, if the settings allow it to run."""
     if not config.trust_remote_code:
         return []
     named = dict.fromkeys(str(m) for m in models if str(m))
     waiting = list(named)
-    while waiting:  # an adapter's model may be an adapter in turn
+    while waiting:  # an adapter's base model may itself be an adapter
         if (base := base_of(waiting.pop())) and base not in named:
             named[base] = None
             waiting.append(base)
@@ -98,16 +99,18 @@ def model_code(config: ModelConfig, models: Sequence[Path | str]) -> list[Code]:
 
 
 def _code_in(model: str) -> Iterator[Code]:
-    """The Python files beside a model, and those that its settings name: these may lie anywhere, also behind a link."""
-    path, why = Path(model).expanduser(), "model.trust_remote_code imports"
+    """The Python files in a model's folder, and those its JSON files name, which may be anywhere, even behind a
+    link."""
+    path = Path(model).expanduser()
+    why = "model.trust_remote_code imports"
     if not path.exists():
         yield Code(what=f"{why} the code of {model} on the hub", key=f"hub {model}")
         return
     folder = path if path.is_dir() else path.parent
     named = {file: _named_in(file) for file in sorted(folder.glob("*.json"))}
     modules = [folder / f"{name}.py" for names in named.values() for name in names if "--" not in name]
-    beside = [file for module in modules for file in module.parent.glob("*.py")]  # a module imports its neighbors
-    for file in sorted({*(folder.rglob("*.py") if path.is_dir() else ()), *modules, *beside}):
+    siblings = [file for module in modules for file in module.parent.glob("*.py")]  # a module may import its siblings
+    for file in sorted({*(folder.rglob("*.py") if path.is_dir() else ()), *modules, *siblings}):
         inside = file.relative_to(folder) if file.is_relative_to(folder) else file
         yield Code(what=f"{why} {file}", key=f"model {inside}", digest=_digest(file))
     for file, names in named.items():
@@ -116,12 +119,13 @@ def _code_in(model: str) -> Iterator[Code]:
 
 
 def _named_in(file: Path) -> set[str]:
-    """The modules that a model's settings name, without their classes: `module.Class`, `owner/name--module.Class`."""
+    """The modules named in a model's `auto_map`, without their classes: `module.Class`, `owner/name--module.Class`."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return set()
-    found, waiting = set(), [(tree, False)]
+    found = set()
+    waiting = [(tree, False)]
     while waiting:
         value, in_map = waiting.pop()
         if isinstance(value, dict):
@@ -134,35 +138,37 @@ def _named_in(file: Path) -> set[str]:
 
 
 def check(run: Path, code: Sequence[Code], *, trust: bool) -> None:
-    """Refuse code that this user has not asked for; `trust`: it is asked for now."""
+    """Raise `TrustError` for code that this user has not approved. `trust` approves it now."""
     if trust:
         remember(run, code)
         return
-    known = _remembered(run)
-    strange = [c for c in code if known.get(c.key) != c.digest]
-    if strange:
-        told = "; ".join(c.what + (" (changed since it last ran here)" if c.key in known else "") for c in strange)
+    approved = _approved(run)
+    unapproved = [c for c in code if approved.get(c.key) != c.digest]
+    if unapproved:
+        listing = "; ".join(
+            c.what + (" (changed since it last ran here)" if c.key in approved else "") for c in unapproved
+        )
         raise TrustError(
-            f"{run}: this run directory names code that you have not approved here: {told}. If you trust it like your own "
-            "code, add --trust-run"
+            f"{run}: this run directory names code that you have not approved here: {listing}. "
+            "If you trust it like your own code, add --trust-run"
         )
 
 
 def remember(run: Path, code: Sequence[Code]) -> None:
-    """Note that this user has asked for this code in this run. Without a place to note it, it will be asked for again."""
-    known = _remembered(run)
-    now = known | {c.key: c.digest for c in code}
-    if now == known:
+    """Record that this user approved this code in this run."""
+    before = _approved(run)
+    now = before | {c.key: c.digest for c in code}
+    if now == before:
         return
     file = _record(run)
-    with suppress(OSError):
+    with suppress(OSError):  # without a writable state directory the user is asked again next time
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_name(f".tmp-{os.getpid()}-{file.name}")
         partial.write_text(json.dumps({"run": str(run.resolve()), "code": now}, indent=2) + "\n", encoding="utf-8")
-        partial.replace(file)
+        partial.replace(file)  # atomic: another process never reads half a record
 
 
-def _remembered(run: Path) -> dict[str, str]:
+def _approved(run: Path) -> dict[str, str]:
     try:
         found: Any = json.loads(_record(run).read_text(encoding="utf-8"))["code"]
         return {str(key): str(digest) for key, digest in found.items()}
@@ -171,7 +177,7 @@ def _remembered(run: Path) -> dict[str, str]:
 
 
 def _record(run: Path) -> Path:
-    """The file that remembers a run, in the state directory of the XDG base directory specification."""
+    """The file with a run's approvals, in the state directory of the XDG Base Directory Specification."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "gspo" / "trusted" / f"{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()}.json"
 

@@ -1,4 +1,4 @@
-"""Secrets by value, by name and by shape; words that only look like them."""
+"""Redaction finds secrets by value, by name and by shape, and keeps text that only looks like one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AROUND = ("{}", "token {} refused", '"{}"', "key={}", "({})", "{}.", "https://ho
 
 @pytest.mark.parametrize("name", list(SHAPES))
 @pytest.mark.parametrize("around", AROUND)
-def test_a_secret_is_known_by_its_shape(name: str, around: str) -> None:
+def test_secret_is_redacted_by_shape(name: str, around: str) -> None:
     said = redacted(around.format(SHAPES[name]), ())
     assert SHAPES[name].strip() not in said
     assert RANDOM[:16] not in said
@@ -56,7 +56,7 @@ def test_a_secret_is_known_by_its_shape(name: str, around: str) -> None:
         ("https://host/x?a=1&access_token=abcd&b=2", "abcd"),
     ],
 )
-def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> None:
+def test_secret_is_redacted_by_preceding_text(text: str, secret: str) -> None:
     said = redacted(text, ())
     assert secret not in said
     assert HIDDEN in said
@@ -65,30 +65,47 @@ def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "task-abcdefghijklmnopqrstuvwxyz", "disk-0123456789abcdef0123", "risk-averse", "the sk-learn library", "desk-sk-short",
-        "hf_hub_download", "chf_abcdefghijklmnopqrstuvwxyz", "ghp_short", "AKIA", "bearer responsibilities are heavy", "basic understanding of things",
-        "max_tokens = 1024", "pad_token: <|endoftext|>", "runs/demo-20260101-120000", "d41d8cd98f00b204e9800998ecf8427e", "https://host/path?step=3",
-        "a@b.org", "x = sk - 1", "eyJ is how it begins", "keyboard: abcdefghijklmnop1", "c44229cfd0e1a2b3c4d5e6f708192a3b4c5d6e7f",
+        "task-abcdefghijklmnopqrstuvwxyz",
+        "disk-0123456789abcdef0123",
+        "risk-averse",
+        "the sk-learn library",
+        "desk-sk-short",
+        "hf_hub_download",
+        "chf_abcdefghijklmnopqrstuvwxyz",
+        "ghp_short",
+        "AKIA",
+        "bearer responsibilities are heavy",
+        "basic understanding of things",
+        "max_tokens = 1024",
+        "pad_token: <|endoftext|>",
+        "runs/demo-20260101-120000",
+        "d41d8cd98f00b204e9800998ecf8427e",
+        "https://host/path?step=3",
+        "a@b.org",
+        "x = sk - 1",
+        "eyJ is how it begins",
+        "keyboard: abcdefghijklmnop1",
+        "c44229cfd0e1a2b3c4d5e6f708192a3b4c5d6e7f",
     ],
-)  # fmt: skip
-def test_words_stay(text: str) -> None:
+)
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert redacted(text, ()) == text
 
 
-def test_the_working_directory_of_the_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_working_directory_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PWD": "/home/me/work", "OLDPWD": "/home/me/before", "DB_PWD": "a-password"}.items():
         monkeypatch.setenv(name, value)
     said = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
     assert said == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
 
 
-def test_a_secret_that_is_cut_into_tokens_is_hidden_in_all_of_them() -> None:
+def test_secret_split_across_tokens_is_hidden_in_all_of_them() -> None:
     pieces = ["use ", "sk", "-", "abcdefgh", "ij1234567890", " now", " mysecret", "value"]
     assert redacted_pieces(pieces, ["mysecretvalue"]) == ["use ", *[HIDDEN] * 4, " now", HIDDEN, HIDDEN]
     assert redacted_pieces(["plain", " text"], ["mysecretvalue"]) == ["plain", " text"]
 
 
-def test_nested_values_lose_secrets_and_nothing_else() -> None:
+def test_only_secrets_are_removed_from_nested_values() -> None:
     given = {
         "api_key": "abc",
         "steps": 3,
@@ -96,17 +113,22 @@ def test_nested_values_lose_secrets_and_nothing_else() -> None:
         "max_tokens": 5,
     }
     found = redacted_values(given)
-    assert found == {"api_key": HIDDEN, "steps": 3, "deep": [{"what": f"x {HIDDEN}", "n": None, "t": True}], "max_tokens": 5}  # fmt: skip
+    assert found == {
+        "api_key": HIDDEN,
+        "steps": 3,
+        "deep": [{"what": f"x {HIDDEN}", "n": None, "t": True}],
+        "max_tokens": 5,
+    }
 
 
-def test_a_page_of_figures_shows_no_secret_and_stays_a_page(tmp_path: Path) -> None:
+def test_static_page_shows_no_secret_and_stays_valid_html(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<p>{{ what }}</p><b>end</b>")
     said = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
     assert said == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
+def test_json_redacted_as_text_stays_valid_json(name: str) -> None:
     said = redacted(json.dumps({"a": f"x {SHAPES[name]}", "b": f'https://h/?key=a"{SHAPES[name]}'}), ())
     assert json.loads(said).keys() == {"a", "b"}
     assert RANDOM[:16] not in said
@@ -114,9 +136,13 @@ def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [f'data.system="use {SHAPES["OpenAI"]}"', 'rollout.engine_options.url="https://me:pa55word@host"', f'name="{SHAPES["GitHub p"]}"'],
-)  # fmt: skip
-def test_a_setting_that_holds_a_secret_is_refused_by_name_and_without_it(override: str) -> None:
+    [
+        f'data.system="use {SHAPES["OpenAI"]}"',
+        'rollout.engine_options.url="https://me:pa55word@host"',
+        f'name="{SHAPES["GitHub p"]}"',
+    ],
+)
+def test_error_for_a_setting_with_a_secret_names_the_key_and_hides_the_secret(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0]) as error:
         load("demo", [override])
     assert "environment variable" in str(error.value)
@@ -124,13 +150,13 @@ def test_a_setting_that_holds_a_secret_is_refused_by_name_and_without_it(overrid
     assert "pa55word" not in str(error.value)
 
 
-def test_the_shipped_recipes_hold_none() -> None:
+def test_shipped_recipes_contain_no_secrets() -> None:
     config = load("demo")
     assert isinstance(config, Config)
     check(config)
 
 
-def test_an_event_of_a_run_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_event_contains_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "by-its-value")
     run = RunDir.create(load("demo", [f"run_dir={tmp_path / 'run'}"]))
     run.event(

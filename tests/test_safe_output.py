@@ -1,4 +1,4 @@
-"""What reaches a terminal: nothing that acts on it, and no secret."""
+"""Terminal output contains no control sequences and no secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo.safe_output import printed, safe_output
 from gspo.view.terminal import watch_text
 
 ACTING = {
-    "colour": "\x1b[31m",
+    "color": "\x1b[31m",
     "clear": "\x1b[2J",
     "title": "\x1b]0;title\x07",
     "link": "\x1b]8;;http://evil\x1b\\",
@@ -41,20 +41,20 @@ def harmless(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", list(ACTING))
-def test_what_would_act_is_replaced_and_the_rest_is_as_it_was(name: str) -> None:
+def test_control_characters_are_replaced_and_other_text_is_unchanged(name: str) -> None:
     said = printed(f"before {ACTING[name]} after")
     assert harmless(said)
     assert said.startswith("before \N{REPLACEMENT CHARACTER}")
     assert said.endswith(" after")
 
 
-def test_text_of_any_script_is_as_it_was() -> None:
+def test_text_in_any_script_is_unchanged() -> None:
     text = "näher\t東京 עברית العربية हिन्दी 👩‍👩‍👧 ½ × −1\u00a0%\n"
     assert printed(text) == text
 
 
 @pytest.mark.parametrize("name", list(ACTING))
-def test_a_file_name_in_an_error_cannot_act(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_name_in_an_error_is_sanitized(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"odd{ACTING[name].replace('/', '')}{SECRET}.toml"
     assert main(["train", str(file)]) == 1
     said = capsys.readouterr()
@@ -63,13 +63,13 @@ def test_a_file_name_in_an_error_cannot_act(name: str, tmp_path: Path, capsys: p
     assert SECRET not in said.err
 
 
-def test_a_setting_name_in_an_error_cannot_act(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setting_name_in_an_error_is_sanitized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text('"\\u001b]0;title\\u0007" = 1\n')
     assert main(["train", str(tmp_path / "recipe.toml")]) == 1
     assert harmless(capsys.readouterr().err)
 
 
-def test_a_traceback_cannot_act_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_traceback_is_sanitized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError(f"\x1b[2J a bug with {SECRET}")
 
@@ -81,7 +81,7 @@ def test_a_traceback_cannot_act_and_holds_no_secret(monkeypatch: pytest.MonkeyPa
     assert harmless(said)
 
 
-def test_streams_are_as_before_afterwards() -> None:
+def test_streams_are_restored() -> None:
     before = sys.stdout, sys.stderr
     with safe_output():
         assert sys.stdout is not before[0]
@@ -89,7 +89,7 @@ def test_streams_are_as_before_afterwards() -> None:
 
 
 @pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
-def test_a_message_of_a_run_cannot_act(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_message_is_sanitized(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
     display = kind()
     display.message(f"a reward said: {''.join(ACTING.values())} {SECRET}")
     display.close()
@@ -99,7 +99,7 @@ def test_a_message_of_a_run_cannot_act(kind: Any, capsys: pytest.CaptureFixture[
     assert SECRET not in said
 
 
-def test_watching_in_a_terminal_shows_no_control_characters_of_a_run(tmp_path: Path) -> None:
+def test_terminal_view_shows_no_control_characters_of_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "error", "error": "\x1b[2JE", "what": f"\x9b2J\u202e\r{SECRET}"}])
     said = io.StringIO()
@@ -109,8 +109,8 @@ def test_watching_in_a_terminal_shows_no_control_characters_of_a_run(tmp_path: P
     assert SECRET not in said.getvalue()
 
 
-def test_what_others_print_while_a_run_draws_cannot_act(capsys: pytest.CaptureFixture[str]) -> None:
-    """The live panel takes over the streams; a library's warning comes out through it."""
+def test_output_printed_during_the_live_display_is_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
+    """The live display takes over the streams, so a library's warning is printed through it."""
     with safe_output():
         display = LiveDisplay()
         display.step(1, 2, {}, {"time/step_s": 1.0})

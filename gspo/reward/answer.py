@@ -1,7 +1,7 @@
-"""What a statement says: a number, the letter of a multiple choice, a list, or a formula.
+"""Parse an answer: a number, a multiple-choice letter, a list, or a formula.
 
-In: the text of an answer, as data or a completion states it. Out: an `Answer`, or None if it cannot be read as one.
-Invariant: a statement that hedges ("72 or 73") or denies ("not 72") is no answer, units are left out, and words that
+In: the text of an answer, from the data or from a completion. Out: an `Answer`, or `None` if it cannot be parsed.
+Invariant: a statement that hedges ("72 or 73") or negates ("not 72") is not an answer. Units are dropped; words that
 change the value ("72 million") are not.
 """
 
@@ -16,24 +16,24 @@ from gspo.reward.markup import without_asides, without_style
 from gspo.reward.qualifiers import FUNCTION, altered, applied, compound, denied, spelled_otherwise
 
 LONGEST = 2000
-"""Characters of an answer."""
+"""Maximum length of an answer in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer that was read."""
+    """A parsed answer."""
 
     text: str
-    """LaTeX, where it is a formula."""
+    """LaTeX if it is a formula."""
     number: Number | None = None
     choice: str = ""
     items: tuple[Answer, ...] = ()
     brackets: str = ""
-    """Of a list: `()`, `[)`, ...; `{}` for a set and for a list without brackets, whose order does not count."""
+    """Brackets of a list: `()`, `[)`, ...; `{}` for a set and for a list without brackets, whose order is ignored."""
     name: str = ""
-    """What it is said to be the value of: the x of `x = 5`."""
+    """The variable it is the value of: the x of `x = 5`."""
     base: int = 0
-    """The base that a number is written in, if it says so: `72_8`. Its digits are the text."""
+    """The base of a number, if it is given: `72_8`. The digits are in `text`."""
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
@@ -60,7 +60,7 @@ _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(])
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
 _EXCLAIMED = re.compile(r"(?<=[0-9])!+(?=[\s*_\"')]*$)")
-"""The end of a sentence, not a factorial."""
+"""An exclamation mark that ends a sentence and is not a factorial."""
 _RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|pm|mp|in|not)(?![A-Za-z])")
 _IDENTIFIER = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z0-9]\))?")
@@ -70,7 +70,7 @@ _JOINED = re.compile(r"(?:and|or)(?![A-Za-z])")
 
 
 def read_expected(text: str) -> Answer | None:
-    """The expected answer, read as a whole; of words with one number, that number."""
+    """Parse the expected answer as a whole. From words with a single number, take that number."""
     stated = final_answer(text) if "\\boxed" in text or "####" in text else None
     text = stated.texts[-1] if stated else text
     said = _plain(text)
@@ -84,7 +84,7 @@ def read_expected(text: str) -> Answer | None:
 
 
 def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | None:
-    """One statement of a completion."""
+    """Parse one statement of a completion."""
     if len(text) > LONGEST:
         if stated.formula:
             return None
@@ -104,7 +104,7 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
 
 
 def read_formula(text: str) -> Answer | None:
-    """The answer that is all of a text, but for words before it and units after it."""
+    """Parse a text that is an answer as a whole, except for words before it and units after it."""
     text = _trimmed(_DEGREES.sub(" ", _plain(text)))
     if not text or len(text) > LONGEST:
         return None
@@ -165,12 +165,12 @@ def _in_prose(text: str, said: str, stated: FinalAnswer) -> Answer | None:
     if applied(said[: numbers[-1].start]):
         return None  # sin 72
     if re.match(r"[A-Za-z\\^_(]", said[numbers[-1].end :]) and not _UNIT.match(said, numbers[-1].end):
-        return None  # a part of a formula without dollars around it
+        return None  # part of a formula that is not delimited by dollar signs
     return Answer(text=run, number=numbers[-1])
 
 
 def _doubtful(said: str, *, several: bool = True) -> bool:
-    """Whether the last number of a sentence is denied or changed, or is one of two that it hedges between."""
+    """Whether a sentence negates or changes its last number, or hedges between two."""
     numbers = numbers_in(said)
     if not numbers:
         return False
@@ -183,14 +183,15 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
     if compound(numbers[-2], between, last, said[last.end :]):
         return True
     ranged = bool(_RANGE.search(before)) and bool(re.search(r"(?i)\b(?:and|to)\b", between))
-    beside = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())  # no 1 234
-    hedged = not several and (beside or (bool(_UNSURE.search(between)) and "=" not in between))
+    # Two adjacent numbers are two answers, unless a space separates thousands (1 234).
+    adjacent = not between.strip() and not re.match(r"[0-9]{3}(?![0-9])", said[numbers[-1].start :].lstrip())
+    hedged = not several and (adjacent or (bool(_UNSURE.search(between)) and "=" not in between))
     ranged = ranged or bool(re.fullmatch(r"\s*to\s*", between))
     return len(between) < 40 and (ranged or hedged)
 
 
 def _last_span(text: str) -> str | None:
-    """The formula between the last pair of dollars or brackets, if no number follows it. Money is no such pair."""
+    """The formula between the last pair of dollar signs or brackets, if no number follows it. Prices do not count."""
     text = text.replace("\\$", "USD ")
     last = last_match(_SPAN, text)
     if last is None:
@@ -213,12 +214,12 @@ def _chosen(said: str, stated: FinalAnswer) -> Answer | None:
 
 
 def _plain(text: str) -> str:
-    """Without boxes in boxes, emphasis and all that only changes how it looks."""
+    """Text without nested boxes, emphasis and other formatting."""
     return without_asides(plain(_EMPHASIS.sub(r"\1", without_style(_BOX.sub("", text)))).replace("\n", " "))
 
 
 def _trimmed(text: str) -> str:
-    """Without dollars, emphasis, quotes and braces around it, and a full stop at its end."""
+    """Text without surrounding dollar signs, emphasis, quotes and braces, and without a final period."""
     before = None
     while text != before:
         before, text = text, text.strip(" *_`\"'«»•∎").lstrip(":").rstrip(".,;:?")
@@ -231,7 +232,7 @@ def _trimmed(text: str) -> str:
 
 
 def _closed_at(text: str) -> int:
-    """Where the bracket that a text begins with is closed; -1 if nowhere."""
+    """Index where the bracket at the start of a text is closed; `-1` if it is not."""
     depth = 0
     for at, character in enumerate(text):
         if at and text[at - 1] == "\\" and character in "{}":
@@ -243,7 +244,7 @@ def _closed_at(text: str) -> int:
 
 
 def _quantity(text: str) -> Number | None:
-    """The number that is all of a text, but for words before it and units after it."""
+    """The number that makes up a whole text, except for words before it and units after it."""
     if number := whole_number(text):
         return number
     numbers = numbers_in(text) or numbers_spelled(text)
@@ -267,21 +268,21 @@ def _without_unit(text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """The sides of an equation; the text itself if it is none, or an inequality."""
+    """The sides of an equation; the text itself if it is not an equation, or is an inequality."""
     if _INEQUALITY.search(text):
         return [text]
     return [side.strip() for side in _RELATION.split(text) if side.strip()] or [text]
 
 
 def _contradictory(sides: list[str]) -> bool:
-    """Whether an equation states that two different whole numbers are one."""
+    """Whether an equation equates two different whole numbers."""
     numbers = [whole_number(side) for side in sides] if len(sides) > 1 else []
     whole = {n.value for n in numbers if n and n.value.denominator == 1 and not n.percent}
     return len(whole) > 1
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """The brackets and items of a set, tuple, interval or list; no brackets if it is none."""
+    """The brackets and items of a set, tuple, interval or list; empty brackets for anything else."""
     if text.startswith("\\{") and text.endswith("\\}"):
         return "{}", _split(text[2:-2])
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _closed_at(text) == len(text) - 1:
@@ -292,8 +293,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str, *, thousands: bool = True) -> list[str]:
-    """Items between the commas, semicolons and words and/or that stand in no bracket."""
-    parts, depth, start, at = [], 0, 0, 0
+    """Items separated by commas, semicolons, "and" or "or" outside of brackets."""
+    parts = []
+    depth = start = at = 0
     while at < len(text):
         depth += (text[at] in "([{") - (text[at] in ")]}")
         joined = _JOINED.match(text, at) if depth == 0 and (at == 0 or not text[at - 1].isalpha()) else None
@@ -313,7 +315,7 @@ def _latex(text: str) -> str:
 
 
 def _worded(answer: Answer) -> bool:
-    """Whether words are left in what should be a formula: as LaTeX they would be products of variables."""
+    """Whether a supposed formula still contains words: LaTeX would read them as products of variables."""
     if answer.number or answer.choice or answer.base:
         return False
     if answer.items:

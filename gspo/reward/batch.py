@@ -1,24 +1,22 @@
-"""One batch of replies on its way through the workers: what is left to do, what to do again, and when enough is
-enough.
+"""One batch of completions in the worker pool: pending calls, retries and the batch deadline.
 
-In: groups, and what became of each call. Out: one `Part` per function and reply. Invariant: each of them is recorded
-exactly once, wherever and however often calls are repeated. For functions of the user the batch is over soon after
-`timeout_s`, beyond the time that answered calls and the loading of a spare worker took: replies that have no answer
-then are unscored, each with what became of it. Calls of built-in rewards are all made, each with its own deadline,
-because a hang is a score there; only after `LONGEST` times `timeout_s` the rest is unscored.
+In: groups, and the outcome of each call. Out: one `Part` per function and completion. Invariant: each part is recorded
+exactly once, wherever and however often calls are retried. For user functions, the batch ends soon after `timeout_s`,
+plus the time spent in answered calls and in loading a spare worker. Completions without a result by then are unscored,
+each with its reason. For built-in rewards every call is made, each with its own deadline, because a hang there is a
+score; only after `LONGEST` times `timeout_s` are the remaining completions unscored.
 
-A call holds one function and all replies of one prompt. When it fails, each reply is tried alone, so that only the
-guilty ones stay without a score. A call that has used half of its time is likely to hang: its replies are tried alone
-while it goes on, so that innocent ones have their scores in time. If the call answers after all, its answer counts
-and theirs are forgotten (a function that limits the time of each reply itself is left alone); so what a reply scores
-does not depend on which was quicker. Calls of whole groups that have not begun by then are made reply by reply, until
-one of a whole group is answered.
+A call covers one function and all completions of one prompt. If it fails, each completion is retried alone, so only
+those that cause the failure stay unscored. A call that has used half of its time is likely to hang: its completions are
+scored alone while it is still running, so the others get their scores in time. If the group call answers after all, its
+answer wins and the individual results are discarded, so a score never depends on which call was faster. (Functions that
+limit the time per completion themselves are exempt.) Group calls that have not started by then are made one completion
+at a time, until a group call is answered again.
 
-Whose fault a failure is, is decided here, in `Batch.parts`: where a built-in reward hangs, dies or takes too much
-memory on one completion alone, and its reference can be scored (another completion of the prompt was, or an empty one
-is), the completion has caused it and scores 0. A hang that used little processor time is tried once more first, next
-to a process that only runs (`second_try.py`): if the machine kept it waiting, the completion is unscored. Everything
-else stays unscored, too.
+`Batch.parts` assigns blame for failures. If a built-in reward hangs, dies or exceeds its memory limit on one completion
+alone, and the reference answer can be scored (another completion of the prompt was, or an empty one is), the completion
+caused the failure and scores 0. A hang that used little CPU time is first retried next to a busy-looping process
+(`second_try.py`): if the machine starved it, the completion is unscored. Every other failure is unscored as well.
 """
 
 from __future__ import annotations
@@ -34,63 +32,67 @@ from typing import Any
 from gspo.types import Completion, Prompt
 
 PATIENCE = 2
-"""Calls per worker, of groups and then of single replies, that a function may lose before its first answer in a batch."""
+"""Calls per worker that a function may lose before its first answer in a batch: group calls first, then single ones."""
 SPARE_S = 0.8
-"""What a batch may take beyond `timeout_s`."""
+"""Seconds that a batch may take beyond `timeout_s`."""
 SUSPECT = 0.5
-"""Share of `timeout_s` after which a call is likely to hang."""
+"""Fraction of `timeout_s` after which a call is likely to hang."""
 IDLE = 0.5
-"""Share of the time of a call below which the processor time that it used says that it did not get to work."""
+"""A call that used less CPU time than this fraction of its deadline was waiting, not computing."""
 LONGEST = 30
-"""Times `timeout_s` that a batch may take in which completions make built-in rewards hang."""
-SLOW, QUICK_S = 4.0, 0.1
-"""A single reply is likely to hang when it takes this many times as long as any answered before it, and this long at least."""
+"""Multiple of `timeout_s` after which a batch ends even if completions make built-in rewards hang."""
+SLOW = 4.0
+"""A single completion is likely to hang when it takes this many times as long as the slowest answered one."""
+QUICK_S = 0.1
+"""Calls shorter than this are never suspected of hanging."""
 
 Groups = Sequence[tuple[Prompt, Sequence[Completion]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One function's word on one reply."""
+    """One function's result for one completion."""
 
     value: float | None = None
-    """None: it abstained, or failed."""
+    """`None` if it abstained or failed."""
     failure: str | None = None
     notes: Sequence[str] = ()
-    """Words on how it came about."""
+    """Keywords that explain the value."""
     cause: str = ""
-    """What the worker did on this completion alone: `timeout`, `died` or `memory`; empty if nothing of that kind."""
+    """How the worker failed on this completion alone: `timeout`, `died` or `memory`; otherwise empty."""
     trace: str = ""
-    """Where a function raised, as Python prints it."""
+    """The traceback of an exception in the function."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """One call. No replies at all: only make sure that the worker can load the functions."""
+    """One call of a function. Without samples, it only checks that the worker can load the functions."""
 
     batch: Batch
     group: int = 0
     function: int = 0
-    replies: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    """Indices of the completions within the group."""
     again: bool = False
+    """Whether it scores one completion alone, after or during a call of its whole group."""
     last: bool = False
-    """Its second try, after the first got little processor time."""
+    """Whether it is the second try, after the first got little CPU time."""
     probe: bool = False
-    """With an empty completion instead: can the reference be scored at all?"""
+    """Whether it scores an empty completion instead, to find out if the reference answer can be scored at all."""
 
     @property
     def call(self) -> tuple[int, int]:
-        """Which call of a whole group this is, or is a part of."""
+        """Identifies the group call that this job is, or is a part of."""
         return self.group, self.function
 
-    def key(self, reply: int) -> tuple[int, int, int]:
-        """Which word is meant: this function's on one of the replies."""
-        return self.group, self.function, reply
+    def key(self, sample: int) -> tuple[int, int, int]:
+        """Identifies this function's result for one completion."""
+        return self.group, self.function, sample
 
     def request(self) -> dict[str, Any]:
-        """What the worker needs to know."""
+        """The request that is sent to the worker."""
         prompt, completions = self.batch.groups[self.group]
-        chosen = [completions[i] for i in self.replies]
+        chosen = [completions[i] for i in self.samples]
         return {
             "function": self.function,
             "prompt": prompt.content,
@@ -100,15 +102,15 @@ class Job:
         }
 
     def alone(self) -> list[Job]:
-        """The same, reply by reply."""
+        """The same call, one completion at a time."""
         return [
-            Job(batch=self.batch, group=self.group, function=self.function, replies=(i,), again=True)
-            for i in self.replies
+            Job(batch=self.batch, group=self.group, function=self.function, samples=(i,), again=True)
+            for i in self.samples
         ]
 
 
 class Batch:
-    """What a call of `RewardPool.score` waits for. Shared between threads."""
+    """The state that one call of `RewardPool.score` waits for. Thread-safe."""
 
     def __init__(
         self,
@@ -125,36 +127,37 @@ class Batch:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._lock = threading.RLock()
-        self._timeout_s, self._bounded_s = timeout_s, dict(bounded_s or {})
+        self._timeout_s = timeout_s
+        self._bounded_s = dict(bounded_s or {})
         self._built_in = frozenset(built_in)
         self._reference: dict[tuple[int, int], bool | None] = {}
-        """Whether the empty completion of a prompt could be scored; None while that is asked."""
+        """Whether the empty completion of a prompt could be scored; `None` while the probe is running."""
         self._slow = False
         """Whether the machine was too slow for a second try."""
         self._parts: dict[tuple[int, int, int], Part] = {}
-        self._meanwhile: dict[tuple[int, int, int], Part] = {}
-        """Words on replies that were tried alone while the call of their group goes on."""
-        self._left = functions * sum(len(completions) for _, completions in groups)
+        self._provisional: dict[tuple[int, int, int], Part] = {}
+        """Results of completions scored alone while their group's call is still running."""
+        self._remaining = functions * sum(len(completions) for _, completions in groups)
         self._patience = PATIENCE * workers
         self._lost: dict[tuple[int, bool], float] = defaultdict(float)
-        self._out: dict[Job, float] = {}
-        """Calls under way, and since when."""
+        self._running: dict[Job, float] = {}
+        """Calls in progress and their start times."""
         self._whole: set[tuple[int, int]] = set()
-        """Those of whole groups that may still be answered."""
+        """Group calls that may still be answered."""
         self._split: set[tuple[int, int]] = set()
         self._suspects: set[int] = set()
         self._began: float | None = None
         self._answered_s = 0.0
-        self._lent: list[float] = []
-        """When the first spare worker was started, and when one was ready."""
+        self._spare_times: list[float] = []
+        """When the first spare worker was started, and when the first one was ready."""
         self._longest_alone_s: float | None = None
-        if not self._left:
+        if not self._remaining:
             self.done.set()
 
     def jobs(self) -> list[Job]:
-        """The calls to begin with."""
+        """The initial calls: one per group and function."""
         return [
-            Job(batch=self, group=g, function=f, replies=tuple(range(len(completions))))
+            Job(batch=self, group=g, function=f, samples=tuple(range(len(completions))))
             for g, (_, completions) in enumerate(self.groups)
             for f in range(self.functions)
             if completions
@@ -163,63 +166,66 @@ class Batch:
     # ---- calls
 
     def begin(self, job: Job) -> None:
-        """A call is made."""
+        """Record that a call starts."""
         with self._lock:
-            self._out[job] = time.monotonic()
-            self._began = self._began or self._out[job]
+            self._running[job] = time.monotonic()
+            self._began = self._began or self._running[job]
             if not job.again:
                 self._whole.add(job.call)
 
     def end(self, job: Job, *, hung: bool) -> None:
-        """It is over. The time of calls that end by themselves is the batch's to use; that of hanging ones is not."""
+        """Record that a call ended. The time of answered calls extends the batch deadline; that of hangs does not."""
         with self._lock:
-            took = time.monotonic() - self._out.pop(job)
+            took = time.monotonic() - self._running.pop(job)
             if not job.again:
                 self._whole.discard(job.call)
             self._answered_s += 0 if hung else took
             if not hung and job.again:
                 self._longest_alone_s = max(took, self._longest_alone_s or 0.0)
 
-    def lent(self, *, ready: bool) -> None:
-        """A spare worker is being started, or is ready. The time that the first one takes for it is the batch's to use."""
+    def note_spare(self, *, ready: bool) -> None:
+        """A spare worker is starting, or is ready. The first one's loading time extends the batch deadline."""
         with self._lock:
-            self._lent += [time.monotonic()] if len(self._lent) == int(ready) else []
+            self._spare_times += [time.monotonic()] if len(self._spare_times) == int(ready) else []
 
     def unwanted(self, job: Job) -> bool:
-        """Whether nobody waits for a call any more."""
-        return self.done.is_set() or (not job.probe and job.key(job.replies[0]) in self._parts)
+        """Whether the result of a call is no longer needed."""
+        return self.done.is_set() or (not job.probe and job.key(job.samples[0]) in self._parts)
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
-        return bool(self._out)
+        """Whether a call is in progress."""
+        return bool(self._running)
 
     # ---- results
 
     def answer(self, job: Job, parts: Sequence[Part]) -> None:
-        """Set down a call's results."""
+        """Record the results of a call that was answered."""
         with self._lock:
+            # The function works, so earlier losses no longer suggest that it is hopeless.
             self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
             if not job.again:
                 self._suspects.discard(job.function)
             self.record(job, parts)
 
     def record(self, job: Job, parts: Sequence[Part]) -> None:
-        """Set down what there is to say of a call's replies. The word of a whole group's call comes before any other."""
+        """Record the parts of a call's completions. The result of a group call takes precedence over any other."""
         with self._lock:
-            waiting = job.again and job.call in self._whole
-            into = self._meanwhile if waiting else self._parts
-            for reply, part in zip(job.replies, parts, strict=True):
-                key = job.key(reply)
+            # While the group call may still answer, results of single completions are only provisional. Otherwise
+            # a score would depend on which of the two calls was faster.
+            provisional = job.again and job.call in self._whole
+            into = self._provisional if provisional else self._parts
+            for sample, part in zip(job.samples, parts, strict=True):
+                key = job.key(sample)
                 if key in self._parts:
                     continue
                 into[key] = part
-                self._left -= 0 if waiting else 1
-            if not self._left:
+                self._remaining -= 0 if provisional else 1
+            if not self._remaining:
                 self.done.set()
 
     def split(self, job: Job) -> list[Job]:
-        """The replies of a call that failed, or is likely to, one by one; nothing if they are under way already."""
+        """One call per completion of a call that failed or is likely to; empty if it was split before."""
         with self._lock:
             if job.call in self._split:
                 return []
@@ -227,63 +233,63 @@ class Batch:
             return job.alone()
 
     def failed(self, job: Job) -> list[Job]:
-        """A call of a group has failed: what its replies scored alone counts. What is left to do."""
+        """A group call failed, so its provisional results become final. Returns the calls that are still to be made."""
         with self._lock:
             self._whole.discard(job.call)
             for alone in job.alone():
-                part = self._meanwhile.pop(alone.key(*alone.replies), None)
+                part = self._provisional.pop(alone.key(*alone.samples), None)
                 if part is not None:
                     self.record(alone, [part])
             return self.split(job)
 
     def give_up(self, error: BaseException) -> None:
-        """Let the waiting call of `score` raise this."""
+        """Make the waiting call of `score` raise this error."""
         self.error = self.error or error
         self.done.set()
 
-    def parts(self, group: int, reply: int) -> list[Part]:
-        """Every function's word on a reply, in the order of the functions."""
-        return [self._judged(group, f, self._parts[group, f, reply]) for f in range(self.functions)]
+    def parts(self, group: int, sample: int) -> list[Part]:
+        """Every function's result for a completion, in the order of the functions."""
+        return [self._assign_blame(group, f, self._parts[group, f, sample]) for f in range(self.functions)]
 
-    # ---- whose fault it is
+    # ---- blame
 
-    def _judged(self, group: int, function: int, part: Part) -> Part:
-        """What the completion causes is a 0; what the function, the reference or the machine causes is unscored."""
+    def _assign_blame(self, group: int, function: int, part: Part) -> Part:
+        """A failure caused by the completion scores 0. One caused by function, reference or machine is unscored."""
         if part.cause and function in self._built_in and self._reference_scored(group, function):
             return Part(value=0.0, notes=(part.cause,))
         return part
 
     def _reference_scored(self, group: int, function: int) -> bool:
-        replies = range(len(self.groups[group][1]))
-        answered = (self._parts.get((group, function, reply)) for reply in replies)
+        samples = range(len(self.groups[group][1]))
+        answered = (self._parts.get((group, function, sample)) for sample in samples)
         return bool(self._reference.get((group, function))) or any(p and p.value is not None for p in answered)
 
     def probe(self, job: Job) -> list[Job]:
-        """A call that shows whether a prompt's reference can be scored, if that may matter and nobody has asked."""
+        """A call that tests whether a prompt's reference can be scored; empty if not needed or already made."""
         with self._lock:
             asked = job.probe or job.call in self._reference or self.done.is_set()
             if asked or job.function not in self._built_in or self._reference_scored(*job.call):
                 return []
             self._reference[job.call] = None
-            self._left += 1
-            return [Job(batch=self, group=job.group, function=job.function, replies=(0,), again=True, probe=True)]
+            self._remaining += 1  # the batch must wait for the probe: its result decides between 0 and unscored
+            return [Job(batch=self, group=job.group, function=job.function, samples=(0,), again=True, probe=True)]
 
     def probed(self, job: Job, *, scored: bool) -> None:
-        """What came of it."""
+        """Record the result of a probe."""
         with self._lock:
             self._reference[job.call] = scored
-            if scored:  # the function works, and completions are why its calls were lost
+            if scored:  # the function works, so the completions caused its lost calls
                 self._lost[job.function, False] = self._lost[job.function, True] = -math.inf
-            self._left -= 1
-            if not self._left:
+            self._remaining -= 1
+            if not self._remaining:
                 self.done.set()
 
     def hung(self, job: Job, processor_s: float, *, kept_waiting: bool) -> tuple[list[Job], str]:
-        """The call once more, if it hung without getting the processor; otherwise the cause, empty if it is the machine."""
+        """A retry of the call if it hung without getting CPU time; otherwise the cause, empty if it is the machine."""
         with self._lock:
             self._slow |= kept_waiting
             worked = processor_s >= IDLE * self._timeout_s or (job.last and not kept_waiting)
-            if worked or len(job.replies) > 1 or job.function not in self._built_in:
+            if worked or len(job.samples) > 1 or job.function not in self._built_in:
                 return [], "timeout"
             if self._slow:  # one slow second try is enough: each may take many times `timeout_s`
                 return [], ""
@@ -298,29 +304,34 @@ class Batch:
             self._lost[job.function, job.again] += 1
 
     def hopeless(self, job: Job) -> bool:
-        """Whether calls like this one (of a group, or of a single reply) were all lost so far, and enough of them."""
+        """Whether enough calls like this one (of a group or of a single completion) were made, and all were lost."""
         with self._lock:
             return self._lost[job.function, job.again] >= self._patience
 
     def suspicious(self, job: Job) -> bool:
-        """Whether a group of several replies had better not be tried as a whole."""
+        """Whether a group should be scored one completion at a time because its function is likely to hang."""
         with self._lock:
-            return len(job.replies) > 1 and job.function in self._suspects
+            return len(job.samples) > 1 and job.function in self._suspects
 
     # ---- time
 
     def timeout_s(self, job: Job) -> float:
-        """The deadline of a call. A function that limits the time of each completion itself may take all of it for each:
-        a completion that is slow on purpose must come to its score and not to the worker's end."""
+        """The time limit of a call.
+
+        A function that limits the time of each completion itself may use that limit for every one of them: a
+        deliberately slow completion must get its score and must not kill the worker.
+        """
         bounded_s = self._bounded_s.get(job.function, 0.0)
-        return max(self._timeout_s, bounded_s) * len(job.replies) if bounded_s else self._timeout_s
+        return max(self._timeout_s, bounded_s) * len(job.samples) if bounded_s else self._timeout_s
 
     def likely_to_hang(self) -> list[Job]:
-        """The calls that have taken too long already. Their functions are under suspicion from now on."""
+        """The calls that are taking too long. Their functions are suspects from now on."""
         with self._lock:
-            now, group_s, alone_s = time.monotonic(), SUSPECT * self._timeout_s, self._usual_s()
-            out = [(job, since) for job, since in self._out.items() if job.function not in self._bounded_s]
-            found = [job for job, since in out if now - since > (alone_s if job.again else group_s)]
+            now = time.monotonic()
+            group_s = SUSPECT * self._timeout_s
+            alone_s = self._usual_s()
+            running = [(job, since) for job, since in self._running.items() if job.function not in self._bounded_s]
+            found = [job for job, since in running if now - since > (alone_s if job.again else group_s)]
             self._suspects |= {job.function for job in found if not job.again}
             return found
 
@@ -330,28 +341,34 @@ class Batch:
         return min(max(SLOW * self._longest_alone_s, QUICK_S), SUSPECT * self._timeout_s)
 
     def close_if_late(self, name: Callable[[int], str]) -> None:
-        """When the time is up, leave every reply that has no word unscored, with what became of it."""
+        """Once the batch deadline has passed, mark every completion without a result as unscored, with the reason."""
         with self._lock:
-            if any(job.function in self._bounded_s for job in self._out):
+            if any(job.function in self._bounded_s for job in self._running):
                 return
             late = self._late_functions()
-            for job in [job for job in self._out if not job.again and job.function in late]:
+            # First make provisional results final, so that only completions without any result are marked.
+            for job in [job for job in self._running if not job.again and job.function in late]:
                 self.failed(job)
             trying = {
-                job.key(reply): since for job, since in self._out.items() for reply in job.replies if not job.probe
+                job.key(sample): since
+                for job, since in self._running.items()
+                for sample in job.samples
+                if not job.probe
             }
             for alone in [alone for job in self.jobs() if job.function in late for alone in job.alone()]:
-                since = trying.get(alone.key(*alone.replies))
-                self.record(alone, [Part(failure=_late(name(alone.function), since))])
+                since = trying.get(alone.key(*alone.samples))
+                self.record(alone, [Part(failure=_late_failure(name(alone.function), since))])
             if len(late) == self.functions:
-                self.done.set()  # whatever the probes say, if they are still out
+                self.done.set()  # even if probes are still running
 
     def _late_functions(self) -> set[int]:
-        """Those whose time is up."""
+        """Functions past the batch deadline."""
         if self._began is None:
             return set()
         now = time.monotonic()
-        loading_s = (self._lent[1] if len(self._lent) > 1 else now) - self._lent[0] if self._lent else 0.0
+        loading_s = 0.0
+        if self._spare_times:
+            loading_s = (self._spare_times[1] if len(self._spare_times) > 1 else now) - self._spare_times[0]
         late_s = now - self._began - SPARE_S - self._answered_s - loading_s
         return {
             function
@@ -360,7 +377,11 @@ class Batch:
         }
 
 
-def _late(name: str, since: float | None) -> str:
+def _late_failure(name: str, since: float | None) -> str:
     if since is None:
-        return f"untried: {name}: every worker was busy with a call that hung, until the batch's time was up (reward.timeout_s)"
-    return f"timeout: {name}: no result after {time.monotonic() - since:.2g} s, when the batch's time was up (reward.timeout_s)"
+        return (
+            f"untried: {name}: every worker was busy with a call that hung until the batch's time was up "
+            "(reward.timeout_s)"
+        )
+    took_s = time.monotonic() - since
+    return f"timeout: {name}: no result after {took_s:.2g} s, when the batch's time was up (reward.timeout_s)"

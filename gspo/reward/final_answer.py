@@ -1,9 +1,9 @@
-"""Which part of a completion is its final answer.
+"""Extract the final answer of a completion.
 
-In: the text of a completion. Out: the statements of its answer, or None if it gives none or takes it back ("72? No.").
-Invariant: nothing that stands in the thinking is ever read, and no text makes this slow or raise.
+In: the text of a completion. Out: the statements of its answer, or `None` if it gives none or retracts it ("72? No.").
+Invariant: the thinking is never read, no input raises, and the runtime is bounded for any input.
 
-The first of these that the completion has, after its thinking, is its final answer:
+The final answer is the first of these that the completion has after its thinking:
 
 1. what follows the last `marker`, where the reward has one (then nothing else counts);
 2. the contents of `<answer>...</answer>`;
@@ -13,7 +13,7 @@ The first of these that the completion has, after its thinking, is its final ans
 6. what follows the last "A:", unless there are other letters to choose from ("B:");
 7. the last sentence that holds a number or a formula.
 
-Thinking ends at the last `</think>`. Thinking that never ends (a completion that was cut) leaves no final answer.
+Thinking ends at the last `</think>`. Thinking that never ends (a truncated completion) leaves no final answer.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SAID = re.compile(
     r"[:*_\s]*(?:(?:approximately|about)\s+)?"
     r"|\bfinal answer\b[*_:#\s]*\n\s*"
 )
-_REPLIED = re.compile(r"(?:^|(?<=[\n.?!]))\s{0,3}[*_]{0,3}A[*_]{0,3}:[*_]{0,3}\s")
+_AFTER_A = re.compile(r"(?:^|(?<=[\n.?!]))\s{0,3}[*_]{0,3}A[*_]{0,3}:[*_]{0,3}\s")
 _OPTION = re.compile(r"(?<![A-Za-z0-9])[B-E][*_]{0,3}[:.)]")
 _REASON = re.compile(
     r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s\(?(?:because|since)\b"
     rf"|\s\((?!(?:{ASIDE})\))"
     r"(?!(?:or|maybe|perhaps|possibly|alternatively)\b)(?=[^()$\\]*[a-z]{2}[^()$\\]*\))"
 )
-"""What follows the answer in the same sentence."""
+"""Where an explanation that follows the answer in the same sentence starts."""
 _FORMULA = re.compile(r"[^\W_a-zA-Z]|\$[^$]|\\[(\[a-zA-Z]")
 _WHOLE = 200_000
-"""Characters of a completion that are looked at, from its end."""
+"""Number of characters at the end of a completion that are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +53,24 @@ class FinalAnswer:
     """A final answer."""
 
     texts: tuple[str, ...]
-    """Several boxes, or several `<answer>`, are several statements, which must not contradict each other."""
+    """One statement per box or `<answer>`. Several statements must not contradict each other."""
     formula: bool = False
-    """Whether it is a formula as a whole, not a sentence that holds one."""
+    """Whether the whole statement is a formula, not a sentence that contains one."""
     marked: bool = True
-    """Whether the completion says that this is its answer."""
+    """Whether the completion marks it as its answer."""
     after: str = ""
-    """What the completion says next."""
+    """The text that follows the answer."""
 
 
 def after_thinking(text: str) -> str | None:
-    """What a completion says after its thinking; None if it never stops to think."""
+    """The text after a completion's thinking; `None` if the thinking never ends."""
     closed = last_match(_CLOSED, text)
     rest = text[closed.end() :] if closed else text
     return None if _OPENED.search(rest) else rest
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """What follows the last marker after the thinking, or all that does without a marker; None if there is none."""
+    """The text after the last marker, or after the thinking without a marker; `None` if there is no such text."""
     said = after_thinking(text)
     if said is None or marker not in said:
         return None
@@ -78,8 +78,10 @@ def after_marker(text: str, marker: str) -> str | None:
 
 
 def whole_answer(text: str, marker: str = "") -> str | None:
-    """The final answer of a completion that says nothing else: what follows the marker, or the thinking, without the
-    tags of `<answer>`; None if there is none, or several that differ."""
+    """The final answer of a completion that contains nothing else after the marker or the thinking.
+
+    The tags of `<answer>` are removed. `None` if there is no answer, or several that differ.
+    """
     said = after_marker(text, marker)
     found = _tagged(said) if said else None
     if found is None:
@@ -96,7 +98,7 @@ def final_answer(text: str, marker: str = "") -> FinalAnswer | None:
     found = _boxes_in_tags(said) or _boxed(said)
     if found is None and marker:
         found = _first_line(said)
-    found = found or _hashed(said) or _phrase(said) or _replied(said) or _last_sentence(said)
+    found = found or _hashed(said) or _phrase(said) or _after_a(said) or _last_sentence(said)
     return None if found is None or taken_back(found.after) else found
 
 
@@ -106,38 +108,44 @@ def _first_line(text: str) -> FinalAnswer:
 
 
 def _tagged(text: str) -> FinalAnswer | None:
-    contents, start, after = [], None, ""
+    contents = []
+    start = None
+    after = ""
     for tag in _TAG.finditer(text):
         if not tag[1]:
             start = tag.end()
         elif start is not None:
             contents.append(text[start : tag.start()])
-            start, after = None, text[tag.end() :]
+            start = None
+            after = text[tag.end() :]
     contents += [text[start:]] if start is not None else []
     return FinalAnswer(texts=_distinct(contents), after=after) if contents else None
 
 
 def _boxes_in_tags(text: str) -> FinalAnswer | None:
-    """The contents of `<answer>`; if they hold boxes, those of the boxes."""
+    """The contents of `<answer>`, or of the boxes inside it if there are any."""
     found = _tagged(text)
     boxes = [box for content in found.texts if (inner := _boxed(content)) for box in inner.texts] if found else []
     return replace(found, texts=_distinct(boxes), formula=True) if found and boxes else found
 
 
 def _boxed(text: str) -> FinalAnswer | None:
-    """The outermost boxes that are closed."""
+    """The contents of the outermost closed boxes."""
     found: list[str] = []
-    depth, open_at, end = 0, None, 0
+    depth = end = 0
+    open_at = None
     for token in _BOX.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
             depth += 1
             if open_at is None and token[0] != "{":
-                open_at, depth = token.end(), 1
+                open_at = token.end()
+                depth = 1
         elif token[0] == "}":
             depth -= 1
             if open_at is not None and depth == 0:
                 found.append(text[open_at : token.start()])
-                open_at, end = None, token.end()
+                open_at = None
+                end = token.end()
     return FinalAnswer(texts=_distinct(found), formula=True, after=text[end:]) if found else None
 
 
@@ -151,9 +159,9 @@ def _phrase(text: str) -> FinalAnswer | None:
     return _next_sentence(text[said.end() :]) if said else None
 
 
-def _replied(text: str) -> FinalAnswer | None:
-    """What follows "A:", the reply to a "Q:"."""
-    said = None if _OPTION.search(text) else last_match(_REPLIED, text)
+def _after_a(text: str) -> FinalAnswer | None:
+    """The text after "A:", as in "Q: ... A: ..."."""
+    said = None if _OPTION.search(text) else last_match(_AFTER_A, text)
     return _next_sentence(text[said.end() :]) if said else None
 
 

@@ -1,18 +1,19 @@
-"""Reward functions: found by name in the trainer, loaded and called in a worker.
+"""Reward functions: located by name in the trainer, loaded and called in a worker.
 
-In: the names and options of `RewardConfig`. Out: a `Source` per function (plain text and values, so that it travels as
-JSON), and in the worker a `RewardFunction` that turns one prompt's replies into one result per reply.
+In: the names and options of `RewardConfig`. Out: a `Source` per function (plain text and values, so it can be sent as
+JSON), and in the worker a `RewardFunction` that returns one result per completion of a prompt.
 
-A reward function has the signature that users of TRL know, and is called with keywords:
+A reward function has TRL's signature and is called with keyword arguments:
 
     fn(prompts, completions, **columns) -> list[float | None]
 
-One entry per reply everywhere; `columns` are the row's fields as lists, and `completion_ids`. A chat prompt gives
-`completions = [[{"role": "assistant", "content": text}], ...]` and lists of messages as prompts; a text prompt gives
-strings. `None` abstains. An exception object in the list fails that reply alone, without a second call for the others.
+Every list has one entry per completion; `columns` are the row's fields as lists, and `completion_ids`. A chat prompt
+gives `completions = [[{"role": "assistant", "content": text}], ...]` and lists of messages as prompts; a text prompt
+gives strings. `None` abstains. An exception object in the list fails that completion alone, without a second call for
+the others.
 
-Invariant: user code is imported by `load` only, which runs in a worker; the text of a user's file is read once, when the
-run starts, so that an edit during the run cannot change the reward under way.
+Invariant: only `load` imports user code, and it runs in a worker. A user's file is read once, when the run starts, so
+editing it during the run does not change the reward.
 """
 
 from __future__ import annotations
@@ -41,32 +42,34 @@ from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward import rewards
 
 RESERVED = ("prompts", "completions", "completion_ids")
-"""What every function may receive beside the row's columns."""
+"""Arguments that every function may receive in addition to the row's columns."""
 
 TRACE = 20_000
-"""Characters of a traceback."""
+"""Maximum length of a traceback in characters."""
 _WORD = re.compile(r"[a-z0-9_]{1,32}")
 
 
 class RewardWarning(UserWarning):
-    """Something that the user must see, although it happens in a worker when the functions are loaded."""
+    """A warning raised in a worker while it loads the functions. The trainer shows it to the user."""
 
 
 Result = dict[str, Any]
-"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`, with `"trace"` where
-there is one."""
+"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`, with `"trace"`
+if there is one."""
 
 
 class NotedScore(float):
-    """A number with words on how it came about, which are counted (`reward/note/FUNCTION/WORD`): `NotedScore(0.5, "half")`. Up to 8
-    words of small letters, digits and underscores."""
+    """A score with up to 8 keywords that explain it: `NotedScore(0.5, "half")`.
+
+    Keywords consist of lowercase letters, digits and underscores. Each is counted as `reward/note/FUNCTION/WORD`.
+    """
 
     notes: tuple[str, ...]
 
     def __new__(cls, value: float, *notes: str) -> NotedScore:
-        noted = super().__new__(cls, value)
-        noted.notes = notes
-        return noted
+        score = super().__new__(cls, value)
+        score.notes = notes
+        return score
 
 
 Noted = NotedScore  # the name in reward files of earlier runs, which must still resume
@@ -74,12 +77,12 @@ Noted = NotedScore  # the name in reward files of earlier runs, which must still
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a reward function comes from."""
+    """The location of a reward function."""
 
     spec: str
-    """As written in `reward.functions`; names the function in errors."""
+    """As written in `reward.functions`. Errors use it."""
     name: str
-    """Short name, unique among the run's functions; names its part of the reward."""
+    """Short name, unique among the run's functions. The key of its part of the reward."""
     file: str
     """The user's file; empty for a built-in."""
     text: str
@@ -126,7 +129,7 @@ def _find(spec: str, name: str, options: Mapping[str, Any]) -> Source:
     if colon:
         return _find_file(spec, file, name, function, options)
     if spec.endswith(".py"):
-        raise ConfigError(f"reward.functions: {spec}: say which function of the file, for example {spec}:score")
+        raise ConfigError(f"reward.functions: {spec}: name the function in the file, for example {spec}:score")
     if spec not in built_in_names():
         close = difflib.get_close_matches(spec, built_in_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(built_in_names())}, or write file.py:name"
@@ -159,29 +162,29 @@ class RewardFunction:
     name: str
     call: Callable[..., Any]
     takes: frozenset[str] | None
-    """The keywords it names; None when it takes any."""
+    """The keyword arguments it names; `None` if it takes any."""
     needs: frozenset[str]
-    """The keywords without a default."""
+    """The keyword arguments without a default."""
     settings: frozenset[str]
-    """Keywords of a built-in that are options: a column of that name stays away from them."""
+    """Keyword arguments of a built-in that are options. A data column of the same name is not passed."""
     options: Mapping[str, Any]
     about: str = ""
-    """What it has to say of itself when a run begins."""
+    """A description of itself, shown when a run starts."""
     file: str = ""
     """The user's file; empty for a built-in."""
     bounded_s: float = 0.0
-    """Seconds within which it is done with one completion, whatever that does (`longest_s` of a built-in), so that a slow
-    call is no sign of a hang. 0 if it does not limit the time itself."""
+    """Upper bound in seconds on scoring one completion (`longest_s` of a built-in), so a slow call is no sign of a
+    hang. `0` if it does not limit the time itself."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
-        """The data's fields that it cannot be called without."""
+        """The data columns that it requires."""
         return self.needs - set(RESERVED) - set(self.options)
 
     def __call__(
         self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
     ) -> list[Result] | Result:
-        """One result per reply, or why the call as a whole failed."""
+        """One result per completion, or the failure of the call as a whole."""
         missing = self.columns_needed - set(row)
         if missing:
             return {"failure": f"raised: {lacking(self.name, missing, row)}"}
@@ -189,7 +192,7 @@ class RewardFunction:
             values = self.call(**self._arguments(prompt, texts, ids, row))
             values = _awaited(values) if inspect.iscoroutine(values) else values
             return self._results(values, len(texts))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing the function does ends the run
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: a function must not end the run
             return self._failure(error)
 
     def _failure(self, error: BaseException) -> Result:
@@ -201,6 +204,7 @@ class RewardFunction:
     ) -> dict[str, Any]:
         chat = not isinstance(prompt, str)
         columns = {key: value for key, value in row.items() if key not in self.settings}
+        # Copies, so a function that modifies its arguments cannot affect other completions or later calls.
         arguments: dict[str, Any] = {key: [copy.deepcopy(value) for _ in texts] for key, value in columns.items()}
         arguments["prompts"] = [copy.deepcopy(prompt) for _ in texts]
         arguments["completions"] = [[{"role": "assistant", "content": t}] if chat else t for t in texts]
@@ -211,11 +215,11 @@ class RewardFunction:
     def _results(self, values: Any, count: int) -> list[Result] | Result:
         if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
             return {"failure": f"nonsense: {self.name}: returned {_shown(values)} instead of a list"}
-        items = list(islice(values, count + 1))
+        items = list(islice(values, count + 1))  # the iterator may be infinite
         if len(items) != count:
-            most = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
-            replies = "reply" if count == 1 else "replies"
-            return {"failure": f"nonsense: {self.name}: returned {most} values for {count} {replies}"}
+            returned = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
+            completions = "completion" if count == 1 else "completions"
+            return {"failure": f"nonsense: {self.name}: returned {returned} values for {count} {completions}"}
         return [self._result(item) for item in items]
 
     def _result(self, value: Any) -> Result:
@@ -237,18 +241,21 @@ class RewardFunction:
 
     def _noted(self, number: float, words: tuple[str, ...]) -> Result:
         if len(words) > 8 or not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
-            return {"failure": f"nonsense: {self.name}: noted {_shown(words)}, not up to 8 words of small letters"}
+            return {
+                "failure": f"nonsense: {self.name}: noted {_shown(words)}, not up to 8 words of lowercase letters, "
+                "digits and underscores"
+            }
         return {"value": number, "notes": list(words)}
 
 
 def _awaited(values: Coroutine[Any, Any, Any]) -> Any:
-    import asyncio  # takes as long as all other imports of a worker together, and few functions need it
+    import asyncio  # as slow as all other imports of a worker together, and few functions need it
 
     return asyncio.run(values)
 
 
 def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
-    """What to say of a function whose columns the data does not have."""
+    """The message for a function whose columns the data does not have."""
     return f"{name}: needs {_listed(missing)}, but the data's columns are {_listed(row)}"
 
 
@@ -294,8 +301,8 @@ def _import(source: Source) -> ModuleType:
         ) from None
 
 
-class _Text(importlib.abc.ExecutionLoader):
-    """Imports a module from text that was read earlier."""
+class _TextLoader(importlib.abc.ExecutionLoader):
+    """Imports a module from source text that was read earlier."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text
@@ -312,11 +319,11 @@ def _import_text(file: str, text: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _make_importable(os.path.dirname(file), os.getcwd())
-    spec = importlib.util.spec_from_file_location(name, file, loader=_Text(file, text))
+    spec = importlib.util.spec_from_file_location(name, file, loader=_TextLoader(file, text))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before running it: dataclasses look their module up
+    sys.modules[name] = module  # before executing it: dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -326,22 +333,23 @@ def _import_text(file: str, text: str) -> ModuleType:
 
 
 def _make_importable(*folders: str) -> None:
-    """After the standard library, so that a user's `random.py` hides nothing; before installed packages."""
+    """Add folders after the standard library, so a user's `random.py` shadows nothing, and before installed
+    packages."""
     at = next((i for i, p in enumerate(sys.path) if p.endswith(("site-packages", "dist-packages"))), len(sys.path))
     sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def _parameters(source: Source, call: Callable[..., Any]) -> list[inspect.Parameter]:
-    remedy = "; write it as def " + f"{source.function}(prompts, completions, **columns)"
+    fix = f"; write it as def {source.function}(prompts, completions, **columns)"
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
-        raise RewardError(f"reward.functions: {source.spec}: its signature cannot be read{remedy}") from None
+        raise RewardError(f"reward.functions: {source.spec}: its signature cannot be read{fix}") from None
     by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     by_keyword |= {"completions" for p in parameters if p.kind is p.VAR_KEYWORD}
     only_by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if "completions" not in by_keyword or only_by_place:
-        raise RewardError(f"reward.functions: {source.spec}: cannot be called with (prompts, completions){remedy}")
+        raise RewardError(f"reward.functions: {source.spec}: cannot be called with (prompts, completions){fix}")
     return parameters
 
 
@@ -370,11 +378,11 @@ def _check_values(source: Source, module: ModuleType) -> None:
         raise RewardError(f"reward.options.{source.spec}: {describe(error)}; change the options") from None
 
 
-# ------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------- messages
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """Text fit for one line of a log: no control characters, no lone surrogates, not long."""
+    """Text for one line of a log: truncated, without control characters or lone surrogates."""
     try:
         line = " ".join(str(text)[: 4 * limit].split())
     except BaseException:  # a hostile __str__
@@ -384,7 +392,7 @@ def one_line(text: object, limit: int = 300) -> str:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """An exception's type, message and place, in one line; the place is the last one in the user's file, if it has one."""
+    """An exception's type, message and location in one line. The location is the last frame in the user's file."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<" and f.filename != __file__]
     own = [f for f in frames if f.filename == file] or frames
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
@@ -393,7 +401,7 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def traced(error: BaseException) -> str:
-    """The traceback as Python prints it, without our own frames; the end of a long one."""
+    """The traceback as Python prints it, without frames of this module, truncated to its end."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     lines = [*traceback.format_list(frames), *_last_line(error)]
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in "".join(lines)[-TRACE:])

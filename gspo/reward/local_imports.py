@@ -1,10 +1,11 @@
-"""The files that a reward file imports from the folders that are importable for it.
+"""Find the local files that a reward file imports.
 
-In: a Python file and folders. Out: the files of its `import` statements in these folders, those of the files that these
-import, and so on. Invariant: nothing is run or imported; what cannot be read or parsed imports nothing.
+In: a Python file and the folders it can import from. Out: the files in these folders that it imports, directly or
+transitively. Invariant: nothing is executed or imported; a file that cannot be read or parsed imports nothing.
 
-Statements are followed wherever they stand, also inside of functions. Modules of the standard library are not: they come
-first when Python looks for a module. What is imported in another way (`importlib`, `exec`, data files) is not found.
+`import` statements are followed wherever they appear, including inside functions. Modules of the standard library are
+skipped, because they precede local modules on the import path. Other ways to import (`importlib`, `exec`, data files)
+are not detected.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 
 
 def local_imports(file: Path, folders: Sequence[Path]) -> list[Path]:
-    """All of them, without the file itself."""
-    found, waiting = {file}, [file]
+    """All imported files, without the file itself."""
+    found = {file}
+    waiting = [file]
     while waiting:
         for module in set(_imported_by(waiting.pop(), folders)) - found:
             found.add(module)
@@ -39,17 +41,17 @@ def _imported_by(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
 
 
 def _names(node: ast.AST) -> Iterator[tuple[int, list[str]]]:
-    """Dotted names in an `import` statement, each with how many folders up a relative one starts."""
+    """Dotted names in an `import` statement, each with its relative-import level (`0` if absolute)."""
     if isinstance(node, ast.Import):
         yield from ((0, alias.name.split(".")) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         module = node.module.split(".") if node.module else []
-        for alias in node.names:  # what is imported from a package may be a module, too
+        for alias in node.names:  # `from package import name` may import a module
             yield node.level, [*module, alias.name] if alias.name != "*" else module
 
 
 def _files(name: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Files that are run when a name is imported: those of its packages, and its own."""
+    """Files that importing a name executes: the `__init__.py` of its packages and its own file."""
     for path in (folder.joinpath(*name[:count]) for folder in folders for count in range(1, len(name) + 1)):
         compiled = path.parent.glob(f"{path.name}.*so")
         yield from (p for p in (path.with_suffix(".py"), path / "__init__.py", *compiled) if p.is_file())

@@ -1,8 +1,8 @@
-"""Text without what only changes how it looks.
+"""Strip formatting from text.
 
 In: a completion, or one statement of it. Out: the same text without HTML, colors, fonts, arrows and end-of-sequence
-tokens. Invariant: what is left says the same; text that is struck out is removed, and superscripts, subscripts and the
-words `base 8` become LaTeX. No text makes this slow.
+tokens. Invariant: the meaning is preserved. Struck-out text is removed, and superscripts, subscripts and the words
+`base 8` become LaTeX. Runtime is bounded for any input.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def without_markup(text: str) -> str:
     text = text.rstrip()
     while end := _END.search(text[-60:]):
         if end[0] == "</s>" and re.search("<s>[^<]*</s>$", text[-200:]):
-            break  # it strikes text out
+            break  # it closes struck-out text and is not an end-of-sequence token
         text = text[: len(text) - len(end[0])].rstrip()
     if "<" in text:
         text = _BREAK.sub("\n", _RAISED.sub(lambda m: f"{'^' if m[1].lower() == 'sup' else '_'}{{{m[2]}}}", text))
-        for names, instead in ((_INLINE, ""), (_BLOCK, "\n")):
+        for names, replacement in ((_INLINE, ""), (_BLOCK, "\n")):
             for name in names:
-                if f"</{name}>" in text:  # else `<b` may be an inequality
-                    text = re.sub(rf"</?{name}(?:\s[^<>]*)?>", instead, text)
+                if f"</{name}>" in text:  # without a closing tag, `<b` may be an inequality
+                    text = re.sub(rf"</?{name}(?:\s[^<>]*)?>", replacement, text)
     return _STRUCK.sub(" ", text)
 
 
 def without_style(text: str) -> str:
     """A statement without fonts, colors and arrows, with the words of `\\text{...}` as words."""
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPT) + "}", text)
-    for _ in range(4):  # one in the other
+    for _ in range(4):  # commands can be nested
         text = _WRAPPED.sub(r" \1 ", text)
     text = _LEADING_ARROW.sub(r"\1 ", _FONT.sub(" ", text))
     return _ARROW_AFTER_NUMBER.sub(r"\1 = ", _ARROW_AFTER_WORD.sub(r"\1 ", text))
 
 
 def without_asides(text: str) -> str:
-    """A plain statement with `72 base 8` as `72_{8}` and the words of `72 (clips)` beside their number."""
+    """A plain statement with `72 base 8` rewritten to `72_{8}` and `72 (clips)` to `72 clips`."""
     return _ASIDE.sub(r" \1", _IN_BASE.sub(r"\1_{\2}", text))

@@ -1,10 +1,10 @@
-"""How much memory a process and its descendants hold, and how much processor time they have used.
+"""Memory and CPU time of a process and its descendants.
 
-In: a process id. Out: bytes, or seconds. Invariant: what processes share is counted once, and a number is never an error: what has ended
-meanwhile holds nothing. Linux only; elsewhere the answer is 0.
+In: a process id. Out: bytes, or seconds. Invariant: memory that processes share is counted once, and these functions
+never raise: a process that has ended holds nothing. Linux only; elsewhere the result is 0.
 
-Memory is watched, not limited by `RLIMIT_AS`: that counts addresses, of which numpy, torch and CUDA reserve many times what
-they use, and it would fail in the middle of a library instead of naming the function.
+Memory is monitored, not limited with `RLIMIT_AS`. That limit counts address space, of which numpy, torch and CUDA
+reserve many times what they use, and it would fail inside a library instead of naming the reward function.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ _PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
 def held(pid: int, at_least: int = 0) -> int:
-    """Bytes of a process and all below it. Below `at_least` an upper bound will do, which is quicker to find."""
+    """Bytes held by a process and its descendants. Below `at_least`, a cheaper upper bound is returned."""
     tree = [pid, *descendants(pid)]
-    rough = sum(map(_resident, tree))
+    rough = sum(map(_resident, tree))  # counts shared pages several times, but smaps_rollup is far slower to read
     return rough if rough < at_least else sum(map(_proportional, tree))
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and all below it, with the children that it has waited for."""
+    """CPU seconds of a process and its descendants, including children that have already been reaped."""
     return sum(map(_used, [pid, *descendants(pid)])) / _TICKS
 
 
 def _used(pid: int) -> int:
+    # The second field is the process name in parentheses, which may itself contain spaces and parentheses.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) if len(fields) > 14 else 0
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """Process ids of all descendants."""
     found = []
     for child in _read(f"/proc/{pid}/task/{pid}/children").split():
         found += [int(child), *descendants(int(child))]
@@ -45,7 +46,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Its share of what it holds with others: forks share nearly everything."""
+    """Proportional set size: shared pages are divided among their holders, since forks share nearly everything."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -54,7 +55,7 @@ def _proportional(pid: int) -> int:
 
 def _read(path: str) -> str:
     try:
-        with open(path, errors="replace") as file:  # a process may give itself any name
+        with open(path, errors="replace") as file:  # a process name may hold any bytes
             return file.read()
     except OSError:
         return ""

@@ -1,9 +1,9 @@
-"""The process above a reward worker: whatever the functions leave behind ends with the worker.
+"""The parent process of a reward worker: it kills everything the reward functions leave behind.
 
-In: a process that has just started. Out: the same program going on in a child, under an overseer that only waits. Invariant:
-everything a function starts, also what leaves its session or loses its parent (a daemon), is a descendant of the overseer,
-because orphans are given to it; it ends them all when the worker ends, when it is told to (SIGTERM), or when the trainer is
-gone, and only then ends itself, in the way in which the worker did. Linux only; elsewhere nothing is done.
+In: a process that has just started. Out: the same program continues in a child, under an overseer that only waits.
+Invariant: every process a function starts stays a descendant of the overseer, even one that leaves its session or loses
+its parent (a daemon), because the overseer is a child subreaper. It kills them all when the worker ends, on SIGTERM, or
+when the trainer is gone. Then it exits with the worker's exit status. Linux only; elsewhere this does nothing.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LAST_S = 5
-"""After this long the overseer ends, even if something cannot be ended."""
+"""After this many seconds the overseer exits, even if a process cannot be killed."""
 
 
-class _Told(BaseException):
-    """To end everything."""
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
 
 
 def leave_overseer() -> None:
-    """Returns in the child alone."""
+    """Fork, and continue in the child only. The parent becomes the overseer and never returns."""
     if sys.platform != "linux":
         return
     system = ctypes.CDLL(None)
     system.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     system.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
-    overseer, child = os.getpid(), os.fork()
+    overseer = os.getpid()
+    child = os.fork()
     if child:
         _oversee(child)
     system.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != overseer:
+    if os.getppid() != overseer:  # the overseer died before the line above took effect
         os._exit(1)
 
 
 def _oversee(child: int) -> None:
-    os.closerange(0, 3)  # the pipes are the worker's: they must close when it ends
+    os.closerange(0, 3)  # the pipes belong to the worker and must close when it ends
     status = _wait(child)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(_LAST_S)
@@ -57,19 +59,19 @@ def _oversee(child: int) -> None:
 
 
 def _wait(child: int) -> int:
-    """Until the worker has ended, or this process is told to end it."""
+    """Wait until the worker ends or SIGTERM arrives."""
     try:
-        signal.signal(signal.SIGTERM, _tell)
-        while True:  # orphans are reaped on the way
+        signal.signal(signal.SIGTERM, _raise_terminated)
+        while True:  # `-1` also reaps orphans
             pid, status = os.waitpid(-1, 0)
             if pid == child:
                 return status
-    except _Told:
+    except _Terminated:
         return signal.SIGKILL
 
 
-def _tell(number: int, frame: FrameType | None) -> None:
-    raise _Told
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
 
 
 def _children() -> list[int]:
@@ -78,6 +80,7 @@ def _children() -> list[int]:
 
 
 def _end_as(status: int) -> None:
+    """Exit the way the worker did, so the trainer sees its exit code or signal."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)

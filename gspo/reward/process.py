@@ -1,10 +1,10 @@
-"""One worker process, seen from the trainer.
+"""The trainer's side of one worker process.
 
-In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: an answer bears the
-token of its call and has the form of an answer, so that what functions or libraries write into the pipe is ignored,
-or is at worst a failure of that call; every wait has a deadline on a monotonic clock, a worker that failed is killed
-with all it started and reaped, what it prints is drained and forgotten except for a short tail, and what it holds in
-memory beyond what its functions took to load has a limit.
+In: calls as JSON values. Out: the worker's answers, or `WorkerHung` / `WorkerDied`. Invariant: an answer must carry the
+token of its call and be well-formed, so anything functions or libraries write into the pipe is ignored or, at worst,
+fails that call. Every wait has a deadline on a monotonic clock. A failed worker is killed with all its descendants and
+reaped. Its output is drained, and only a short tail is kept. Its memory beyond what loading the functions took is
+limited.
 """
 
 from __future__ import annotations
@@ -32,59 +32,63 @@ from gspo.reward.function import RewardWarning, Source, one_line
 from gspo.reward.memory import held, processor_seconds
 
 START_LIMIT_S = 120.0
-"""For importing the functions: a user's file may import torch."""
+"""Time limit for importing the functions. A user's file may import torch."""
 ANSWER_LIMIT = 16 * 2**20
-"""Bytes of one answer."""
+"""Maximum size of one answer in bytes."""
 END_LIMIT_S = 2.0
-"""For the overseer to end all that the functions have started."""
-_TAIL, _NOISE = 2000, 2**20
+"""Time limit for the overseer to kill everything the functions started."""
+_TAIL = 2000
+"""Bytes of a function's output that are kept."""
+_OUTPUT_BUFFER = 2**20
 _SLICE_S = 0.1
 
 
 class WorkerHung(Exception):
-    """The deadline passed."""
+    """The worker did not answer before the deadline."""
 
     processor_s = 0.0
-    """What the process and all it started used of the processor during the call; infinite if that is unknown."""
+    """CPU time of the process and its descendants during the call; infinite if unknown."""
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a call."""
+    """The process ended during a call."""
 
 
 class WorkerOverMemory(WorkerDied):
-    """It held too much memory."""
+    """The process exceeded its memory limit."""
 
 
 class ScoringCancelled(Exception):
-    """The pool is closing, or nobody waits for the answer any more."""
+    """The pool is closing, or the answer is no longer needed."""
 
 
 class WorkerProcess:
-    """Owns a process and its three pipes. Belongs to one thread: the kernel kills the process when that thread ends."""
+    """Owns a process and its three pipes. Belongs to one thread; the kernel kills the process when that thread ends."""
 
     def __init__(self, sources: Sequence[Source], closing: Callable[[], bool], *, memory_mb: int = 0) -> None:
         self._load = {"load": [asdict(source) for source in sources]}
         self._closing = closing
-        self._memory_mb, self._most, self._weighed = memory_mb, 0, 0.0
+        self._memory_mb = memory_mb
+        self._memory_limit = 0
+        self._memory_checked = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._tail = b""
         self.needs: list[list[str]] = []
-        """Columns each function cannot be called without; known once the functions are loaded."""
+        """Columns that each function requires. Known once the functions are loaded."""
         self.about: list[str] = []
-        """What each function has to say of itself; likewise."""
+        """Each function's description of itself. Known once the functions are loaded."""
         self.bounded_s: list[float] = []
-        """Seconds within which each function is done with one completion, or 0; likewise."""
+        """Each function's own time limit per completion, or 0. Known once the functions are loaded."""
 
     @property
     def pid(self) -> int | None:
-        """Of the live process, if there is one."""
+        """Process id of the live process; `None` if there is none."""
         process = self._process
         return process.pid if process and _exit_code(process) is None else None
 
     def start(self) -> None:
-        """Start the process if it is not there; `prepare` waits for it."""
+        """Start the process unless it is running. `prepare` waits for it."""
         if self.pid is not None:
             return
         self.kill()  # reap one that ended on its own
@@ -117,13 +121,17 @@ class WorkerProcess:
         for text in answer["warnings"]:
             warnings.warn(text, RewardWarning, stacklevel=2)
         self.needs, self.about, self.bounded_s = answer["needs"], answer["about"], answer["bounded_s"]
-        self._most = held(self._process.pid) + self._memory_mb * 2**20 if self._memory_mb and self._process else 0
+        if self._memory_mb and self._process:
+            # Measured after loading, so the limit covers scoring only: importing torch alone takes hundreds of MB.
+            self._memory_limit = held(self._process.pid) + self._memory_mb * 2**20
+        else:
+            self._memory_limit = 0
         self._ready = True
 
     def _load_functions(self) -> dict[str, Any]:
         try:
             return self._loaded()
-        except WorkerDied:  # once more: someone may have killed it, for want of memory for example
+        except WorkerDied:  # retry once: the OOM killer, for example, may have killed it
             self.kill()
             self.start()
             return self._loaded()
@@ -131,7 +139,7 @@ class WorkerProcess:
     def _loaded(self) -> dict[str, Any]:
         answer = self._exchange(self._load, START_LIMIT_S)
         if not _is_loaded(answer, len(self._load["load"])):
-            raise WorkerDied("its first answer was not one")
+            raise WorkerDied("its first answer was malformed")
         return answer
 
     def call(
@@ -141,15 +149,18 @@ class WorkerProcess:
         unwanted: Callable[[], bool] = lambda: False,
         more_s: Callable[[float], float] = lambda used_s: 0.0,
     ) -> dict[str, Any]:
-        """The answer to one call. `more_s` says how much longer it may take when the deadline passes, given the processor
-        time that it has used. After `WorkerDied` or `ScoringCancelled` the process is gone; `printed` is not. After `WorkerHung`
-        it still has to be killed, which takes a while where it does not run."""
+        """Send one call and return its answer.
+
+        When the deadline passes, `more_s` maps the CPU time used so far to the extra time the call gets. After
+        `WorkerDied` or `ScoringCancelled` the process is gone, but `printed` still works. After `WorkerHung` the caller
+        has to kill the process, which takes a while if it is not scheduled.
+        """
         self._tail = b""
         before_s = self._processor_s()
         try:
             answer = self._exchange(request, timeout_s, unwanted, lambda: more_s(self._processor_s() - before_s))
             if not _is_result(answer, len(request["completions"])):
-                raise WorkerDied("its answer was not one value for each completion")
+                raise WorkerDied("its answer did not hold one value per completion")
             return answer
         except WorkerHung as hung:
             hung.processor_s = self._processor_s() - before_s if sys.platform == "linux" else math.inf
@@ -162,19 +173,21 @@ class WorkerProcess:
         return processor_seconds(self._process.pid) if self._process else 0.0
 
     def printed(self) -> str:
-        """The end of what the functions have printed since the last call began."""
+        """The tail of the functions' output since the last call started."""
         if self._process is not None:
             self._drain_all()
         return self._tail.decode(errors="replace")
 
     def kill(self) -> None:
-        """End the process and its children, reap it, close its pipes. Harmless when there is none."""
-        process, self._process, self._ready = self._process, None, False
+        """Kill the process and its children, reap it, and close its pipes. Does nothing if there is no process."""
+        process = self._process
+        self._process = None
+        self._ready = False
         if process is None:
             return
-        _told_to_end(process)
+        _terminate_overseer(process)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the number may be someone else's
+            os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the pid may be reused
         for pipe in _pipes(process):
             pipe.close()
         with suppress(subprocess.TimeoutExpired):
@@ -187,15 +200,16 @@ class WorkerProcess:
         unwanted: Callable[[], bool] = lambda: False,
         more_s: Callable[[], float] = lambda: 0.0,
     ) -> dict[str, Any]:
-        """Write a line and read the line that bears its token, draining what the functions print meanwhile."""
+        """Write a request and read the answer with its token, while draining the functions' output."""
         process = self._process
         assert process
         token = secrets.token_hex(16)
         pending = memoryview(json.dumps({"token": token, **request}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
-        into, out, noise = (pipe.fileno() for pipe in _pipes(process))
-        poller, answers = select.poll(), _Answers(token.encode())
-        for descriptor, event in ((into, select.POLLOUT), (out, select.POLLIN), (noise, select.POLLIN)):
+        requests, out, printed = (pipe.fileno() for pipe in _pipes(process))
+        poller = select.poll()
+        answers = _AnswerReader(token.encode())
+        for descriptor, event in ((requests, select.POLLOUT), (out, select.POLLIN), (printed, select.POLLIN)):
             poller.register(descriptor, event)
         while answers.found is None:
             left = deadline - time.monotonic()
@@ -206,25 +220,26 @@ class WorkerProcess:
                 deadline = time.monotonic() + left
             if left <= 0:
                 raise WorkerHung
-            self._weigh(process.pid)
+            self._check_memory(process.pid)
+            # Wake up every slice: cancellation, memory and the process's death do not show up in the pipes.
             ready = [descriptor for descriptor, _ in poller.poll(1000 * min(left, _SLICE_S) + 1)]
             if not ready and _exit_code(process) is not None:  # a grandchild may hold the pipes open
                 raise WorkerDied(self._last_words())
-            if into in ready and not (pending := self._send(into, pending)):
-                poller.unregister(into)
-            if noise in ready and not self._drain(noise):
-                poller.unregister(noise)
+            if requests in ready and not (pending := self._send(requests, pending)):
+                poller.unregister(requests)
+            if printed in ready and not self._drain(printed):
+                poller.unregister(printed)
             if out in ready:
                 answers.add(self._receive(out))
         return _decoded(answers.found)
 
-    def _weigh(self, pid: int) -> None:
-        if self._most and time.monotonic() >= self._weighed + _SLICE_S:
-            if held(pid, at_least=self._most) > self._most:
+    def _check_memory(self, pid: int) -> None:
+        if self._memory_limit and time.monotonic() >= self._memory_checked + _SLICE_S:
+            if held(pid, at_least=self._memory_limit) > self._memory_limit:
                 raise WorkerOverMemory(
-                    f"it took more than {self._memory_mb} MB; raise reward.memory_mb if it needs them"
+                    f"it used more than {self._memory_mb} MB; raise reward.memory_mb if it needs more"
                 )
-            self._weighed = time.monotonic()
+            self._memory_checked = time.monotonic()
 
     def _send(self, descriptor: int, pending: memoryview) -> memoryview:
         try:
@@ -244,9 +259,9 @@ class WorkerProcess:
         return data
 
     def _drain(self, descriptor: int) -> bool:
-        """Whether there can be more."""
+        """Read available output. False at the end of the stream."""
         try:
-            data = os.read(descriptor, _NOISE)
+            data = os.read(descriptor, _OUTPUT_BUFFER)
         except BlockingIOError:
             return True
         self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
@@ -254,10 +269,10 @@ class WorkerProcess:
 
     def _drain_all(self) -> None:
         assert self._process
-        noise = _pipes(self._process)[2].fileno()
-        for _ in range(1000):  # not for ever: its children may go on printing
+        printed = _pipes(self._process)[2].fileno()
+        for _ in range(1000):  # bounded, because its children may keep printing
             before = self._tail
-            if not self._drain(noise) or self._tail is before:
+            if not self._drain(printed) or self._tail is before:
                 break
 
     def _last_words(self) -> str:
@@ -273,38 +288,40 @@ class WorkerProcess:
 
 def _popen() -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gspo.reward.worker"],  # -P: a json.py in the current directory is not ours
+        [sys.executable, "-P", "-m", "gspo.reward.worker"],  # -P: do not import a json.py from the current directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
         env=_environment(),
-        start_new_session=True,  # Ctrl-C in the terminal is the trainer's; and one kill reaches its children
+        start_new_session=True,  # Ctrl-C must reach only the trainer, and one killpg must reach all children
     )
     for pipe in _pipes(process):
         os.set_blocking(pipe.fileno(), False)
-    if hasattr(fcntl, "F_SETPIPE_SZ"):  # a function that prints a gigabyte need not wait for every 64 KB of it
+    if hasattr(fcntl, "F_SETPIPE_SZ"):  # with the default 64 KB, a function that prints a lot would block often
         with suppress(OSError):
-            fcntl.fcntl(_pipes(process)[2].fileno(), fcntl.F_SETPIPE_SZ, _NOISE)
+            fcntl.fcntl(_pipes(process)[2].fileno(), fcntl.F_SETPIPE_SZ, _OUTPUT_BUFFER)
     return process
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    """Requests, answers, and what the functions print."""
+    """The pipes for requests, answers and the functions' output."""
     return process.stdin, process.stdout, process.stderr  # type: ignore[return-value]  # all three are piped
 
 
-class _Answers:
-    """What comes out of a worker's pipe, until the answer is there. Whatever else is in it is passed over."""
+class _AnswerReader:
+    """Collects a worker's output until the answer with the token is complete. Everything else is skipped."""
 
     def __init__(self, token: bytes) -> None:
-        self._token, self._line, self._size = token, bytearray(), 0
+        self._token = token
+        self._line = bytearray()
+        self._size = 0
         self.found: bytes | None = None
 
     def add(self, data: bytes) -> None:
         self._size += len(data)
         if self._size > ANSWER_LIMIT:
-            raise WorkerDied(f"it wrote more than {ANSWER_LIMIT} bytes into the pipe of its answers")
+            raise WorkerDied(f"it wrote more than {ANSWER_LIMIT} bytes into the answer pipe")
         self._line += data
         *lines, rest = self._line.split(b"\n")
         self._line = rest
@@ -351,7 +368,7 @@ def _is_loaded(answer: Mapping[str, Any], count: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's own, and where to find this package if it is not installed."""
+    """The trainer's environment, plus the path of this package if it is not installed."""
     environment = dict(os.environ)
     home = Path(gspo.__file__).resolve().parent.parent
     if home.name not in ("site-packages", "dist-packages"):
@@ -360,7 +377,7 @@ def _environment() -> dict[str, str]:
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """As `Popen.poll`, but without reaping: until the group is killed, the process must keep its number."""
+    """As `Popen.poll`, but without reaping: until the process group is killed, its pid must not be reused."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.poll()
     try:
@@ -372,8 +389,8 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _told_to_end(process: subprocess.Popen[bytes]) -> None:
-    """Let the overseer end what the functions have started, before the rest is done by force."""
+def _terminate_overseer(process: subprocess.Popen[bytes]) -> None:
+    """Let the overseer kill what the functions started, before the process group is killed."""
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux" and _exit_code(process) is None:
             os.kill(process.pid, signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Words that change the number they stand beside, or take it back.
+"""Words that change a number next to them, or retract it.
 
-In: the text before a number, the text after it, or what a completion says after its answer. Out: whether the number
-is still what was said. Invariant: units and other words that leave the value alone ("a total of 72 clips") pass.
+In: the text before a number, the text after it, or the text after an answer. Out: whether the number is still the
+stated value. Invariant: units and other words that do not change the value ("a total of 72 clips") pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FRACTION = "half|halves|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|t
 FUNCTION = (
     "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|exp|ln|pi|infty|sqrt|cup|cap|mod|gcd|lcm|max|min"
 )
-"""Names that are functions and signs of formulas even without a backslash."""
+"""Names that are functions or symbols in formulas even without a backslash."""
 _OPEN = r"[$€£(*\\]*\s*$"
 _DENIED = re.compile(
     r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below"
@@ -35,12 +35,12 @@ _OF = re.compile(
     r"|\blog base \w+ of|\b(?:root|det|lg|log base|to the power(?: of)?)|(?<!this )(?<!that )\bpoint)\b"
     rf"(?:\s+(?:the|number))*\s*{_OPEN}|\b(?:{_ONES}|raised|[0-9]) to the$"
 )
-"""The square root of 72 is not 72."""
+"""Operations on the number that follows: the square root of 72 is not 72."""
 _COUNTED = re.compile(
     rf"(?i)\b(?:(?:{_ONES}|trillion|dozen)(?:[ -]|\s+(?:and|plus|minus|times|point|over|in|out of|of|divided by"
     r"|multiplied by))?|multiplied by|divided by)\s*\$?$"
 )
-"""One hundred 72, three times 72."""
+"""Number words and factors before a number: one hundred 72, three times 72."""
 _APPLIED = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTION})\s*$")
 
 _AFTER = r"[\s(\[*_-]*"
@@ -77,7 +77,7 @@ ASIDE = (
     r"(?:in )?(?:(?:ten|hundred|thousand|million|billion|trillion)s?|dozens?|squared|cubed|negative|half|hex|octal"
     r"|binary|base [a-z]+|no|nope|not|wrong|incorrect|false|invalid|rejected|extraneous|at least|at most|minus \w+)"
 )
-"""What changes a number even in parentheses after it."""
+"""Words that change a number even in parentheses after it."""
 _FILLER = r"(?:(?:oh|hm+|well|but|wait|um+|actually|sorry|ok|okay|oops)\b[\W_]*)*"
 _TAKEN_BACK = re.compile(
     rf"(?i)[\W_]*{_FILLER}(?:"
@@ -93,11 +93,11 @@ _TAKEN_BACK = re.compile(
 )
 SENTENCE = re.compile(r"(?<=[.!?])(?=[\s*_\"')]|$)|\n")
 _LATER = 500
-"""Characters after an answer in which it may be taken back."""
+"""Number of characters after an answer that are searched for a retraction."""
 
 
 def altered(before: str, after: str) -> bool:
-    """Whether the words around a number deny it, or make another value of it."""
+    """Whether the words around a number negate it or change its value."""
     before, after = before[-100:], after[:100]
     if any(pattern.search(before) for pattern in (_DENIED, _OF, _COUNTED)):
         return True
@@ -105,12 +105,12 @@ def altered(before: str, after: str) -> bool:
 
 
 def denied(before: str) -> bool:
-    """Whether the words before an answer deny it: not 72."""
+    """Whether the words before an answer negate it: not 72."""
     return bool(_DENIED.search(before[-100:]))
 
 
 def spelled_otherwise(after: str, value: Fraction) -> bool:
-    """Whether what follows a number is nothing but another number in words: 72 (seventy-three)."""
+    """Whether a number is followed only by a different number in words: 72 (seventy-three)."""
     words = after[:60].strip(" ().")
     found = numbers_spelled(words)
     return len(found) == 1 and found[0].end - found[0].start == len(words) and found[0].value != value
@@ -131,10 +131,10 @@ def applied(before: str) -> bool:
 
 
 def taken_back(after: str) -> bool:
-    """Whether what follows an answer says that it is wrong. A "No" that answers another question does not."""
+    """Whether the text after an answer retracts it. A "No" that answers another question does not count."""
     first_number = re.search("[0-9]", after[:_LATER])
-    told = after[: first_number.end() if first_number else _LATER].replace("’", "'")
-    for sentence in SENTENCE.split(told):
+    remark = after[: first_number.end() if first_number else _LATER].replace("’", "'")
+    for sentence in SENTENCE.split(remark):
         if _TAKEN_BACK.match(sentence):
             return True
         if sentence.rstrip(" *_\"')").endswith("?") and re.search("[A-Za-z]", sentence):

@@ -1,11 +1,11 @@
-"""Stage 3: replies in, scores out.
+"""Stage 3: score completions with reward functions in worker processes.
 
-In: prompts with their replies. Out: a `Score` per reply, in the same order. Invariant: a reward function that raises,
-hangs, dies or returns nonsense leaves exactly the replies it failed on UNSCORED, with the reason; it never turns them
-into a 0 (but see `batch.py` for completions that make a built-in reward fail), never changes another reply's score, and
-never takes the run down. Functions run in worker processes only.
+In: prompts with their completions. Out: a `Score` per completion, in the same order. Invariant: a reward function that
+raises, hangs, dies or returns an invalid value leaves exactly the completions it failed on UNSCORED, with the reason.
+It never turns them into a 0 (except completions that make a built-in reward fail, see `batch.py`), never changes
+another completion's score, and never crashes the run. Functions run in worker processes only.
 
-Calls that hang do not keep the others from being made: they get spare workers, which end with the batch.
+Calls that hang do not block the others: the pool starts spare workers, which end with the batch.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from gspo.reward.second_try import SecondTry
 from gspo.types import Score, Status
 
 ANSWER_S = 1.0
-"""Between the end of a program's own time and that of its worker."""
-PROGRAM_S, PROGRAM_MB = 5.0, 512
-"""A program's own time and memory, if nothing else is set."""
+"""Minimum time between a program's own limit and its worker's deadline, so the worker can still answer."""
+PROGRAM_S = 5.0
+"""Default time limit of a program."""
+PROGRAM_MB = 512
+"""Default memory limit of a program."""
 MOST_SPARES = 32
-"""Worker processes beyond `reward.workers`, while calls hang."""
+"""Maximum number of worker processes beyond `reward.workers` while calls hang."""
 MOST_FAULTS = 20
-"""Different faults of reward functions that are kept."""
+"""Maximum number of distinct reward function faults that are kept."""
 _TICK_S = 0.05
 _PLACE = re.compile(r"\(([^()]+:[0-9]+)\)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The first failure of a function in one place, with what there is to find out why."""
+    """The first failure of a function at one source location, with the details needed to debug it."""
 
     function: str
     failure: str
-    """In one line, as in `Score.failure`."""
+    """The reason in one line, as in `Score.failure`."""
     trace: str
     """The traceback; empty if nothing was raised."""
     printed: str
-    """The end of what the function had printed."""
+    """The tail of the function's output."""
     prompt: str
     completion: str
 
@@ -63,7 +65,7 @@ class Fault:
 
 
 class RewardPool:
-    """Owns the worker processes. Construction fails, in one line, when a function cannot be loaded."""
+    """Owns the worker processes. The constructor raises a one-line error if a function cannot be loaded."""
 
     def __init__(self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None) -> None:
         self._config = config
@@ -73,7 +75,7 @@ class RewardPool:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._alone = threading.Lock()
-        """Held by the call that has its second try."""
+        """Held by the call that is making its second try."""
         self._closing = False
         self._faults: dict[str, Fault] = {}
         self._new_faults: list[Fault] = []
@@ -99,21 +101,21 @@ class RewardPool:
 
     @property
     def about(self) -> dict[str, str]:
-        """What functions have to say of themselves, by name: which sandbox is used, for example."""
+        """Descriptions that functions give of themselves, by name, for example which sandbox is used."""
         return {name: text for name, text in zip(self.names, self._workers[0].about, strict=True) if text}
 
     def new_faults(self) -> list[Fault]:
-        """Faults of functions that were not told before: each place that fails is told once."""
+        """Faults since the last call. Each failing source location is reported once."""
         with self._changed:
-            told, self._new_faults = self._new_faults, []
-            return told
+            faults, self._new_faults = self._new_faults, []
+            return faults
 
     def pids(self) -> list[int]:
         """The live worker processes."""
         return [pid for worker in (*self._workers, *self._spares) if (pid := worker.pid) is not None]
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data that lacks a field which a function cannot be called without."""
+        """Raise `RewardError` if the data lacks a column that a function requires."""
         for name, needs in zip(self.names, self._workers[0].needs, strict=True):
             missing = set(needs) - set(columns)
             if missing:
@@ -122,7 +124,7 @@ class RewardPool:
                 )
 
     def score(self, groups: Groups) -> list[list[Score]]:
-        """Score every reply of every group."""
+        """Score every completion of every group."""
         batch = self._batch(groups)
         self._run(batch, batch.jobs())
         return [
@@ -177,15 +179,15 @@ class RewardPool:
                     raise RewardError("the reward pool was closed while it was scoring")
                 self._watch(batch)
         finally:
-            batch.done.set()  # after Ctrl-C: what has not begun never begins, and what has begun is ended
+            batch.done.set()  # after Ctrl-C: pending calls are dropped and running calls are cancelled
         self._make_whole(batch)
         if batch.error is not None:
             raise batch.error
 
     def _watch(self, batch: Batch) -> None:
-        """See to calls that hang: try their replies alone, in spare workers if need be, and end the batch in time."""
+        """Handle calls that hang: score their completions alone, start spare workers, and end the batch on time."""
         hanging = batch.likely_to_hang()
-        self._add([alone for job in hanging if len(job.replies) > 1 for alone in batch.split(job)], first=True)
+        self._add([alone for job in hanging if len(job.samples) > 1 for alone in batch.split(job)], first=True)
         self._add([probe for job in hanging for probe in batch.probe(job)], first=True)
         with self._changed:
             mine = [spare for spare, its in self._spares.items() if its is batch]
@@ -198,12 +200,12 @@ class RewardPool:
         batch.close_if_late(lambda function: self._sources[function].name)
 
     def _most_spares(self, hanging: Sequence[Job]) -> int:
-        """Built-in rewards compute and do not wait: with more processes than processors each would only be slower."""
+        """Built-in rewards are CPU-bound, so more processes than cores would only slow each other down."""
         users = any(self._sources[job.function].file for job in hanging)
         return MOST_SPARES if users else min(MOST_SPARES, os.cpu_count() or 1)
 
     def _make_whole(self, batch: Batch) -> None:
-        """Wait until hanging workers have been replaced and spare ones are gone; that is quick."""
+        """Wait until hanging workers are replaced and spare workers are gone, which is quick."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or not (batch.busy or batch in self._spares.values()), timeout=5.0
@@ -217,7 +219,7 @@ class RewardPool:
     # --------------------------------------------------------------------------------------- a worker's thread
 
     def _serve(self, worker: WorkerProcess, warm: bool) -> None:
-        """Do one job after the other. The thread lives as long as the pool, and the process not longer than it."""
+        """Process jobs until the pool closes. The worker process never outlives this thread."""
         try:
             if warm:
                 self._warm(worker)
@@ -228,15 +230,15 @@ class RewardPool:
             worker.kill()
 
     def _lend(self, batch: Batch, worker: WorkerProcess) -> None:
-        """A spare worker: does this batch's jobs while there are any."""
+        """Run a spare worker: process this batch's jobs while there are any."""
         try:
-            batch.lent(ready=False)
+            batch.note_spare(ready=False)
             worker.prepare()
-            batch.lent(ready=True)
+            batch.note_spare(ready=True)
             while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
                 self._do(worker, job)
         except (GspoError, OSError, ScoringCancelled):
-            pass  # then the batch must do with the workers it has
+            pass  # the batch continues with the workers it has
         finally:
             worker.kill()
             with self._changed:
@@ -256,14 +258,14 @@ class RewardPool:
             return None if self._closing else job
 
     def _warm(self, worker: WorkerProcess) -> None:
-        """Load the functions while there is nothing to do. An error comes back with the next job."""
+        """Load the functions while the worker is idle. An error recurs, and is reported, with the next job."""
         try:
             worker.prepare()
         except (GspoError, OSError, ScoringCancelled):
             worker.kill()
 
     def _do(self, worker: WorkerProcess, job: Job) -> bool:
-        """Whether it could be done; if not, nobody waits for it any more."""
+        """Process a job. False if it failed, in which case the batch has been given up."""
         try:
             if not job.batch.done.is_set():
                 worker.prepare()
@@ -271,13 +273,13 @@ class RewardPool:
             return True
         except ScoringCancelled:
             job.batch.give_up(RewardError("the reward pool was closed while it was scoring"))
-        except BaseException as error:  # whatever it is, the caller must hear of it rather than wait
+        except BaseException as error:  # the caller must get any error; otherwise it would wait forever
             job.batch.give_up(error)
         return False
 
     def _call(self, worker: WorkerProcess, job: Job) -> None:
         batch = job.batch
-        if not job.replies:
+        if not job.samples:
             batch.done.set()
         elif batch.unwanted(job):
             return
@@ -297,29 +299,33 @@ class RewardPool:
             self._attempt(worker, job, second)
 
     def _attempt(self, worker: WorkerProcess, job: Job, second: SecondTry | None) -> None:
-        request, timeout_s, hung = _request(job), job.batch.timeout_s(job), False
+        request = _request(job)
+        timeout_s = job.batch.timeout_s(job)
+        hung = False
         more_s = second.more_s if second else lambda used_s: 0.0
         job.batch.begin(job)
         try:
             answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job), more_s)
         except ScoringCancelled:
             hung = True
-            worker.start()  # a fresh process, so that the pool is whole when the batch is done
+            worker.start()  # a new process, so the pool is complete when the batch is done
             if self._closing:
                 raise
         except WorkerHung as error:
-            hung, reason = True, f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
+            hung = True
+            reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
             kept_waiting = second is not None and second.kept_waiting
             again, cause = job.batch.hung(job, error.processor_s, kept_waiting=kept_waiting)
             reason += "" if cause else "; the machine was too slow: use fewer reward.workers"
             worker.kill()
             printed = worker.printed()
             worker.start()
-            self._lost(job, reason, printed, cause, again, guilty=len(job.replies) == 1)
+            self._lost(job, reason, printed, cause, again, guilty=len(job.samples) == 1)
         except WorkerDied as error:
-            # Killed from outside, perhaps: even a single reply gets a second try.
-            kind, printed = "memory" if isinstance(error, WorkerOverMemory) else "died", worker.printed()
-            self._warm(worker)  # part of this call, so that a batch with many deaths has the time for them
+            # Something else, such as the OOM killer, may have killed it: even a single completion gets a second try.
+            kind = "memory" if isinstance(error, WorkerOverMemory) else "died"
+            printed = worker.printed()
+            self._warm(worker)  # counts as part of this call, so a batch with many deaths gets more time
             worker.start()
             reason = f"{kind}: {self._name(job)}: {one_line(error)}"
             self._lost(job, reason, printed, kind, [], guilty=job.again)
@@ -335,34 +341,38 @@ class RewardPool:
             job.batch.probed(job, scored=any(r.get("value") is not None for r in answer.get("results", ())))
         elif "results" in answer:
             parts = [Part(**result) for result in answer["results"]]
-            for reply, part in zip(job.replies, parts, strict=True):
-                self._remember(job, reply, part, worker.printed() if part.failure else "")
+            for sample, part in zip(job.samples, parts, strict=True):
+                self._remember(job, sample, part, worker.printed() if part.failure else "")
             job.batch.answer(job, parts)
-        elif len(job.replies) > 1 and not answer["failure"].startswith("nonsense"):
+        elif len(job.samples) > 1 and not answer["failure"].startswith("nonsense"):
             self._add(job.batch.failed(job))
         else:
             self._fail(job, Part(**answer), worker.printed())
 
     def _lost(self, job: Job, reason: str, printed: str, cause: str, again: Sequence[Job], *, guilty: bool) -> None:
-        """After a hang or a death. A fresh process was started, so that the pool is whole when the batch is done."""
+        """Handle a call that hung or killed its worker. The caller has already started a new process."""
         if job.probe:
             job.batch.probed(job, scored=False)
             return
         job.batch.lost(job)
         if again:
-            self._add(again)  # after all others: second tries are made one after the other
+            self._add(again)  # at the end of the queue: second tries run one at a time
         elif guilty:
             self._fail(job, Part(failure=reason, cause=cause), printed)
         else:
             self._add(job.batch.failed(job))
 
     def _fail(self, job: Job, part: Part, printed: str = "") -> None:
-        self._remember(job, job.replies[0], part, printed)
+        self._remember(job, job.samples[0], part, printed)
+        # The probe is requested before the part is recorded: recording the last part would end the batch.
         self._add(job.batch.probe(job) if part.cause else [], first=True)
-        job.batch.record(job, [part] * len(job.replies))
+        job.batch.record(job, [part] * len(job.samples))
 
-    def _remember(self, job: Job, reply: int, part: Part, printed: str) -> None:
-        """Keep the first failure of each place for `new_faults`. What a completion does to a built-in is not one."""
+    def _remember(self, job: Job, sample: int, part: Part, printed: str) -> None:
+        """Keep the first failure at each source location for `new_faults`.
+
+        A completion that makes a built-in reward fail is not a fault of that reward.
+        """
         if not part.failure or (part.cause and not self._sources[job.function].file):
             return
         place = _PLACE.search(part.failure)
@@ -374,7 +384,7 @@ class RewardPool:
             trace=part.trace,
             printed=printed,
             prompt=f"{prompt.id}\n{prompt.content if isinstance(prompt.content, str) else json.dumps(prompt.content)}",
-            completion=completions[reply].text,
+            completion=completions[sample].text,
         )
         with self._changed:
             if key not in self._faults and len(self._faults) < MOST_FAULTS:
@@ -408,25 +418,29 @@ def _request(job: Job) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
-            prompt, shown = job.batch.groups[job.group][0].id, one_line(repr(value), 80)
+            prompt = job.batch.groups[job.group][0].id
+            shown = one_line(repr(value), 80)
             raise RewardError(f"prompt {prompt}: column {name} must hold JSON values, not {shown}") from None
     return request
 
 
 def _check_limits(config: RewardConfig, sources: Sequence[Source]) -> None:
-    """A program that takes all of its time or memory must come to its end, and score 0, before its worker is killed."""
+    """A program that uses up its time or memory limit must end and score 0 before its worker is killed."""
     for source in sources:
         if source.spec != "code_tests":
             continue
-        limit, memory_mb = source.options.get("limit_s", PROGRAM_S), source.options.get("memory_mb", PROGRAM_MB)
+        limit = source.options.get("limit_s", PROGRAM_S)
+        memory_mb = source.options.get("memory_mb", PROGRAM_MB)
         if isinstance(memory_mb, int | float) and 0 < config.memory_mb < 2 * memory_mb:
             raise ConfigError(
-                f"reward.memory_mb: {config.memory_mb}, but code_tests gives a program and its tests {memory_mb:g} each (memory_mb); "
+                f"reward.memory_mb: {config.memory_mb}, but code_tests gives a program and its tests "
+                f"{memory_mb:g} each (memory_mb); "
                 f"set reward.memory_mb to at least {2 * memory_mb:g}"
             )
         if isinstance(limit, int | float) and config.timeout_s < limit + ANSWER_S:
             raise ConfigError(
-                f"reward.timeout_s: {config.timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) and needs some more to answer; "
+                f"reward.timeout_s: {config.timeout_s:g} s, but code_tests gives one program {limit:g} s (limit_s) "
+                "and needs some more to answer; "
                 f"set reward.timeout_s to at least {limit + ANSWER_S:g}"
             )
 

@@ -1,9 +1,9 @@
-"""A call once more, next to a process that only runs: was the call waiting, or did the machine let it wait?
+"""Retry a call next to a busy-looping reference process, to find out whether the call or the machine was slow.
 
-In: the processor time that the call has used, whenever its deadline passes. Out: how much longer it may take, and in
-the end whether the machine kept it waiting. Invariant: as for programs in the sandbox (`sandbox/clock.py`), a call is
-to blame once it or the process next to it has had the deadline in processor time; if neither has had it within
-`PATIENCE_ALONE` times the deadline, the machine is to blame.
+In: the CPU time that the call has used, each time its deadline passes. Out: how much longer it may take, and finally
+whether the machine starved it. Invariant: as for programs in the sandbox (`sandbox/clock.py`), the call is to blame
+once it or the reference process has used the deadline in CPU time. If neither has within `PATIENCE_ALONE` times the
+deadline, the machine is to blame.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gspo.reward.memory import processor_seconds
 from gspo.reward.sandbox.clock import PATIENCE_ALONE, SLACK
 
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
-"""It ends with the trainer, however that ends."""
+"""The parent check makes it exit with the trainer, even if the trainer is killed."""
 
 
 class SecondTry:
-    """Owns the process that only runs."""
+    """Owns the reference process."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -42,7 +42,7 @@ class SecondTry:
         self._process.wait()
 
     def more_s(self, used_s: float) -> float:
-        """Seconds until the call or the process next to it may have had its time. 0 if the call is over."""
+        """Seconds until the call or the reference may have used its CPU time. `0` if the call's time is over."""
         missing_s = self._timeout_s - max(used_s, processor_seconds(self._process.pid))
         if missing_s <= SLACK * self._timeout_s:
             return 0.0

@@ -1,10 +1,10 @@
-"""A reward worker: the process in which reward functions run (`python -m gspo.reward.worker`).
+"""The worker process in which reward functions run (`python -m gspo.reward.worker`).
 
 In: JSON lines on stdin: first the functions to load, then one call at a time, each with a token. Out: one line per
-line, the token and JSON, on the pipe that was stdout when the process began. Invariant: functions run on the main
-thread (math-verify's alarms need it), one at a time, and can neither read the requests nor write into the answers by
-printing: their stdin is /dev/null, and their output goes to stderr, of which the trainer keeps a short tail. The
-process ends with its trainer, and what functions have started ends with it (`overseer.py`).
+request, the token followed by JSON, on the pipe that was stdout when the process started. Invariant: functions run on
+the main thread (math-verify's alarms need it), one at a time. They can neither read requests nor print into the
+answers: their stdin is /dev/null, and their output goes to stderr, of which the trainer keeps a short tail. The process
+ends with its trainer, and all processes that functions started end with it (`overseer.py`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def main() -> None:
     """Serve until stdin closes."""
     leave_overseer()
     requests, answers = _claim_pipes()
-    me = os.getpid()
+    worker = os.getpid()
     functions: list[RewardFunction] = []
     for line in requests:
         request = json.loads(line)
         answer = _answer(request, functions)
-        if os.getpid() != me:
-            os._exit(0)  # a function forked, and this is the child: only the worker itself may answer
+        if os.getpid() != worker:
+            os._exit(0)  # a function forked and returned in the child: only the worker itself may answer
         _flush()
         _write(answers, f"{request['token']}{json.dumps(answer, allow_nan=False)}\n".encode())
-    os._exit(0)  # without waiting for threads that functions may have left behind
+    os._exit(0)  # do not wait for threads that functions left behind
 
 
 def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
@@ -63,8 +63,9 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:
-    """Move the protocol away from the descriptors that functions use."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    """Move the protocol to descriptors that functions do not print to or read from."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -73,9 +74,9 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
 
 
 def _flush() -> None:
-    """What functions print belongs to the call that printed it."""
+    """Flush the functions' output, so that it is attributed to the call that printed it."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a function may have put anything there
+        with suppress(Exception):  # a function may have replaced the stream with anything
             stream.flush()
 
 

@@ -1,7 +1,7 @@
-"""Programs that plain Python passes, with tests that hand over or look at more than plain data; and for each a wrong one.
+"""Programs that pass in plain Python, with tests that pass or inspect more than plain data; and for each a wrong one.
 
-Each text holds the right program, the tests (one per paragraph) and the wrong program, separated by lines of dashes and
-stars.
+Each text contains the right program, the tests (one per paragraph) and the wrong program, separated by lines of dashes
+and stars.
 """
 
 from __future__ import annotations
@@ -692,7 +692,8 @@ import random
 expected = [10, 20, 30][random.Random(5).randrange(3)]
 assert pick(random.Random(5), [10, 20, 30]) == expected
 
-assert [pick(random.Random(i), 'abcdef') for i in range(9)] == ['abcdef'[random.Random(i).randrange(6)] for i in range(9)]
+expected = ['abcdef'[random.Random(i).randrange(6)] for i in range(9)]
+assert [pick(random.Random(i), 'abcdef') for i in range(9)] == expected
 ***
 def pick(rng, xs): return xs[0]
 """,

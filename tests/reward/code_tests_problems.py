@@ -1,4 +1,4 @@
-"""A small fixed set of problems in every form of tests: right programs, and wrong ones that a weak grader would pass."""
+"""A small set of problems in every test format, with right programs and wrong ones that a weak grader would pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Problem:
     wrong: list[str]
     prompt: str = ""
     share: list[float] = field(default_factory=list)
-    """Of the wrong ones, the share of tests each passes."""
+    """Fraction of tests that each wrong program passes."""
 
 
 HUMAN_PROMPT = '''from typing import List
@@ -89,7 +89,11 @@ PROBLEMS = [
         name="class with methods",
         row={"tests": [{"function": "Solution().twoSum", "args": [[2, 7, 11], 9], "expected": [0, 1]}]},
         right=[
-            "class Solution:\n    def twoSum(self, xs, t):\n        return next([i, j] for j in range(len(xs)) for i in range(j) if xs[i] + xs[j] == t)"
+            (
+                "class Solution:\n"
+                "    def twoSum(self, xs, t):\n"
+                "        return next([i, j] for j in range(len(xs)) for i in range(j) if xs[i] + xs[j] == t)"
+            )
         ],
         wrong=["class Solution:\n    def twoSum(self, xs, t): return [1, 0]", "def twoSum(xs, t): return [0, 1]"],
     ),
@@ -105,9 +109,22 @@ PROBLEMS = [
         right=[
             "n = int(input())\nprint(sum(map(int, input().split())))",
             "import sys\ndata = sys.stdin.read().split()\nprint(sum(map(int, data[1:])), end='  \\n\\n')",
-            "import sys\ninput = sys.stdin.readline\ndef main():\n    input(); print(sum(int(x) for x in input().split()))\nif __name__ == '__main__':\n    main()\n    exit()",
+            (
+                "import sys\n"
+                "input = sys.stdin.readline\n"
+                "def main():\n"
+                "    input(); print(sum(int(x) for x in input().split()))\n"
+                "if __name__ == '__main__':\n"
+                "    main()\n"
+                "    exit()"
+            ),
             "data = open(0).read().split()\nimport sys\nsys.stdout.write(str(sum(map(int, data[1:]))))\nsys.exit(0)",
-            "import threading, sys\ndef main(): print(sum(map(int, sys.stdin.buffer.read().split()[1:])))\nthreading.stack_size(2**26)\nthreading.Thread(target=main).start()",
+            (
+                "import threading, sys\n"
+                "def main(): print(sum(map(int, sys.stdin.buffer.read().split()[1:])))\n"
+                "threading.stack_size(2**26)\n"
+                "threading.Thread(target=main).start()"
+            ),
             "import atexit, sys\natexit.register(lambda: print(sum(map(int, sys.stdin.read().split()[1:]))))",
         ],
         wrong=[
@@ -139,7 +156,12 @@ PROBLEMS = [
             "def merge(xs):\n    return {1, 2, 3}",
             "def merge(xs):\n    return None",
             "def merge(xs):\n    raise AssertionError",
-            "class A(set):\n    def __eq__(self, other): return True\n    def __len__(self): return 1\ndef merge(xs): return A()",
+            (
+                "class A(set):\n"
+                "    def __eq__(self, other): return True\n"
+                "    def __len__(self): return 1\n"
+                "def merge(xs): return A()"
+            ),
         ],
         share=[3 / 4, 1 / 4, 1 / 4, 0.0, 2 / 4],
     ),
@@ -150,10 +172,20 @@ PROBLEMS = [
             "test_setup_code": "root = Node(1)\r\nroot.left = Node(2)\r\nroot.left.right = Node(3)\r\nroot.data = 1",
         },
         right=[
-            "class Node:\n    def __init__(self, data):\n        self.data, self.left, self.right = data, None, None\ndef depth(n): return 1 + max(depth(n.left), depth(n.right)) if n else 0"
+            (
+                "class Node:\n"
+                "    def __init__(self, data):\n"
+                "        self.data, self.left, self.right = data, None, None\n"
+                "def depth(n): return 1 + max(depth(n.left), depth(n.right)) if n else 0"
+            )
         ],
         wrong=[
-            "class Node:\n    def __init__(self, data):\n        self.data, self.left, self.right = data, None, None\ndef depth(n): return 3",
+            (
+                "class Node:\n"
+                "    def __init__(self, data):\n"
+                "        self.data, self.left, self.right = data, None, None\n"
+                "def depth(n): return 3"
+            ),
             "def depth(n): return 3",
             "Node = dict\ndef depth(n): return 3",
         ],
@@ -172,11 +204,26 @@ PROBLEMS = [
             ]
         },
         right=[
-            "class Box:\n    def __init__(self, *items): self.items = list(items)\n    def __str__(self): return '<' + ', '.join(map(str, self.items)) + '>'\n    def __len__(self): return len(self.items)\n    def __getitem__(self, i): return self.items[i]\n    def __setitem__(self, i, x): self.items[i] = x\n"
+            (
+                "class Box:\n"
+                "    def __init__(self, *items): self.items = list(items)\n"
+                "    def __str__(self): return '<' + ', '.join(map(str, self.items)) + '>'\n"
+                "    def __len__(self): return len(self.items)\n"
+                "    def __getitem__(self, i): return self.items[i]\n"
+                "    def __setitem__(self, i, x): self.items[i] = x\n"
+            )
         ],
         wrong=[
             "class Box:\n    def __init__(self, *items): self.items = items\n",
-            "class Text(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\nclass Box(list):\n    def __init__(self, *items): self.items = items\n    def __str__(self): return Text()\n    def __len__(self): return 3",
+            (
+                "class Text(str):\n"
+                "    def __eq__(self, other): return True\n"
+                "    __hash__ = str.__hash__\n"
+                "class Box(list):\n"
+                "    def __init__(self, *items): self.items = items\n"
+                "    def __str__(self): return Text()\n"
+                "    def __len__(self): return 3"
+            ),
         ],
     ),
     Problem(
@@ -199,12 +246,36 @@ PROBLEMS = [
             ]
         },
         right=[
-            "def first(xs):\n    if not xs: raise ValueError('empty')\n    return xs.pop(0)\ndef count(n):\n    yield from range(n)\ndef only(xs, kind): return [x for x in xs if isinstance(x, kind)]"
+            (
+                "def first(xs):\n"
+                "    if not xs: raise ValueError('empty')\n"
+                "    return xs.pop(0)\n"
+                "def count(n):\n"
+                "    yield from range(n)\n"
+                "def only(xs, kind): return [x for x in xs if isinstance(x, kind)]"
+            )
         ],
         wrong=[
-            "def first(xs): return xs[0]\ndef count(n):\n    yield from range(n)\ndef only(xs, kind): return [x for x in xs if isinstance(x, kind)]",
-            "def first(xs):\n    if not xs: raise ValueError\n    return xs[0]\ndef count(n): return range(n, -1, -1)\ndef only(xs, kind): return xs[:1]",
-            "def first(xs): raise SystemExit\ndef count(n):\n    yield from range(n)\n    raise KeyboardInterrupt\ndef only(xs, kind): return []",
+            (
+                "def first(xs): return xs[0]\n"
+                "def count(n):\n"
+                "    yield from range(n)\n"
+                "def only(xs, kind): return [x for x in xs if isinstance(x, kind)]"
+            ),
+            (
+                "def first(xs):\n"
+                "    if not xs: raise ValueError\n"
+                "    return xs[0]\n"
+                "def count(n): return range(n, -1, -1)\n"
+                "def only(xs, kind): return xs[:1]"
+            ),
+            (
+                "def first(xs): raise SystemExit\n"
+                "def count(n):\n"
+                "    yield from range(n)\n"
+                "    raise KeyboardInterrupt\n"
+                "def only(xs, kind): return []"
+            ),
         ],
         share=[5 / 6, 3 / 6, 1 / 6],
     ),
@@ -248,10 +319,12 @@ PROBLEMS = [
             ]
         },
         right=[
-            "def f(x): return ['ü\\ud800\\x00\\n', b'\\x00\\xff', 3 ** 500, 1j, float('inf'), {(1, 2): [{3}], None: range(4)}, None, float('nan')][x]"
+            "def f(x): return ['ü\\ud800\\x00\\n', b'\\x00\\xff', 3 ** 500, 1j, float('inf'), "
+            "{(1, 2): [{3}], None: range(4)}, None, float('nan')][x]"
         ],
         wrong=[
-            "def f(x): return ['ü', '\\x00\\xff', 3.0 ** 500, 1, -float('inf'), {(1, 2): [[3]], None: range(4)}, 0, 0][x]",
+            "def f(x): return ['ü', '\\x00\\xff', 3.0 ** 500, 1, -float('inf'), "
+            "{(1, 2): [[3]], None: range(4)}, 0, 0][x]",
         ],
         share=[0.0],
     ),

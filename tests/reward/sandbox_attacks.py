@@ -1,10 +1,10 @@
 """Attacks S1 to S25 on the sandbox, and a way to run them.
 
-Every attack is a program. What it tries, it tries through `attempt`, which notes what came of it; `evidence()` returns the
-notes, so that a test can see that the attack was really made. Its `solve` is wrong unless the attack makes it right.
+Every attack is a program. It makes each attempt through `attempt`, which records the outcome. `evidence()` returns the
+records, so a test can check that the attack was actually made. Its `solve` is wrong unless the attack makes it right.
 
-As a script, with the name of a level and the places to attack, it runs the attacks and prints what came of them: that is
-how they are run by a user who is not root.
+As a script, with the name of a level and the places to attack, it runs the attacks and prints their outcomes. The tests
+use this to run them as a user who is not root.
 """
 
 from __future__ import annotations
@@ -190,17 +190,21 @@ def solve(x):
     "S6 sum": Attack(code="def solve(x): return sum(range(10**13))", ends=("timeout",)),
     "S7 writing": Attack(
         code="""
-for place in ("~/.bashrc", "/tmp/PLANT", "../PLANT", "PLANT", "/PLANT", "/dev/shm/PLANT", "/dev/PLANT", "/var/tmp/PLANT",
-              "PLACE/PLANT", "PLACE/file", "/usr/lib/PLANT", os.path.dirname(os.__file__) + "/json/__init__.py"):
+for place in ("~/.bashrc", "/tmp/PLANT", "../PLANT", "PLANT", "/PLANT", "/dev/shm/PLANT", "/dev/PLANT",
+              "/var/tmp/PLANT", "PLACE/PLANT", "PLACE/file", "/usr/lib/PLANT",
+              os.path.dirname(os.__file__) + "/json/__init__.py"):
     for mode in ("a", "w", "x"):
-        attempt(mode + place, lambda: open(os.path.expanduser(place.replace("PLACE", PLACE).replace("PLANT", PLANT)), mode))
+        attempt(mode + place, lambda: open(os.path.expanduser(
+            place.replace("PLACE", PLACE).replace("PLANT", PLANT)), mode))
 file = PLACE + "/file"
 for name, action in (
-    ("remove", lambda: os.remove(file)), ("rename", lambda: os.rename(file, file + "2")), ("link", lambda: os.link(file, file + "2")),
+    ("remove", lambda: os.remove(file)), ("rename", lambda: os.rename(file, file + "2")),
+    ("link", lambda: os.link(file, file + "2")),
     ("truncate", lambda: os.truncate(file, 0)), ("empty", lambda: os.open(file, os.O_RDONLY | os.O_TRUNC)),
     ("chmod", lambda: os.chmod(file, 0o777)), ("chown", lambda: os.chown(file, os.getuid(), os.getgid())),
-    ("utime", lambda: os.utime(file)), ("xattr", lambda: os.setxattr(file, "user.x", b"1")), ("mkdir", lambda: os.mkdir(PLACE + "/d")),
-    ("symlink", lambda: os.symlink(file, PLACE + "/l")), ("fifo", lambda: os.mkfifo(PLACE + "/p")), ("rmdir", lambda: os.rmdir(PLACE)),
+    ("utime", lambda: os.utime(file)), ("xattr", lambda: os.setxattr(file, "user.x", b"1")),
+    ("mkdir", lambda: os.mkdir(PLACE + "/d")), ("symlink", lambda: os.symlink(file, PLACE + "/l")),
+    ("fifo", lambda: os.mkfifo(PLACE + "/p")), ("rmdir", lambda: os.rmdir(PLACE)),
 ):
     attempt(name, action)
 """,
@@ -212,10 +216,12 @@ import glob
 def first(pattern):
     return [open(name, "rb").read(10**6) for name in glob.glob(pattern)][0]
 for place in ("/etc/passwd", "/etc/shadow", "/etc/hostname", "~/.ssh/id_rsa", "~/.cache/huggingface/token", "~/.bashrc",
-              "/proc/%d/environ" % PID, "/proc/%d/cmdline" % PID, "/proc/%d/mem" % PID, "/proc/1/environ", "/proc/self/mem",
-              "/proc/self/environ", "/proc/self/maps", "/proc/version", "/sys/kernel/notes", FILE, PLACE + "/file"):
+              "/proc/%d/environ" % PID, "/proc/%d/cmdline" % PID, "/proc/%d/mem" % PID, "/proc/1/environ",
+              "/proc/self/mem", "/proc/self/environ", "/proc/self/maps", "/proc/version", "/sys/kernel/notes", FILE,
+              PLACE + "/file"):
     attempt(place, lambda: open(os.path.expanduser(place), "rb").read(10**6))
-for pattern in ("/proc/*/environ", "/proc/*/cmdline", "/home/*", "/root/*", "/tmp/*", "/work/*", "/etc/s*", PLACE + "/*"):
+for pattern in ("/proc/*/environ", "/proc/*/cmdline", "/home/*", "/root/*", "/tmp/*", "/work/*", "/etc/s*",
+                PLACE + "/*"):
     attempt(pattern, lambda: first(pattern))
 for place in ("/tmp", "/proc", "/home", "/root", "/dev/fd", "/dev/shm", PLACE):
     attempt(place, lambda: os.listdir(place))
@@ -265,28 +271,49 @@ attempt("URL", lambda: __import__("urllib.request").request.urlopen("http://127.
         code="class E(Exception):\n    def __str__(self): os._exit(0)\ndef solve(x): raise E", ends=("died", "error")
     ),
     "S12 equal to everything": Attack(
-        code="class A:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __eq__\ndef solve(x): return A()",
+        code=(
+            "class A:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __eq__\ndef solve(x): return A()"
+        ),
         suite=ASSERTS,
     ),
     "S12 int that lies": Attack(
-        code="class A(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef solve(x): return A(1)",
+        code=(
+            "class A(int):\n"
+            "    def __eq__(self, other): return True\n"
+            "    __hash__ = int.__hash__\n"
+            "def solve(x): return A(1)"
+        ),
         suite=ASSERTS,
     ),
     "S12 str that lies": Attack(
-        code="class A(str):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef solve(x): return A('1')",
+        code=(
+            "class A(str):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef solve(x): return A('1')"
+        ),
         suite=ASSERTS,
     ),
     "S12 float that lies": Attack(
-        code="class A(float):\n    def __eq__(self, other): return True\n    __float__ = lambda s: 6.0\ndef solve(x): return A(1)",
+        code=(
+            "class A(float):\n"
+            "    def __eq__(self, other): return True\n"
+            "    __float__ = lambda s: 6.0\n"
+            "def solve(x): return A(1)"
+        ),
         suite=ASSERTS,
     ),
     "S12 lying class": Attack(
-        code="class A:\n    __class__ = property(lambda s: int)\n    def __int__(s): return 6\ndef solve(x): return A()",
+        code=(
+            "class A:\n    __class__ = property(lambda s: int)\n    def __int__(s): return 6\ndef solve(x): return A()"
+        ),
         suite=ASSERTS,
         ends=("wrong", "error"),
     ),
     "S12 list that lies": Attack(
-        code="class A(list):\n    def __eq__(self, other): return True\n    def __iter__(self): return iter([6])\ndef solve(x): return A()",
+        code=(
+            "class A(list):\n"
+            "    def __eq__(self, other): return True\n"
+            "    def __iter__(self): return iter([6])\n"
+            "def solve(x): return A()"
+        ),
         suite=ASSERTS,
     ),
     "S12 nan": Attack(code="def solve(x): return float('nan')", suite=ASSERTS),
@@ -299,10 +326,19 @@ attempt("URL", lambda: __import__("urllib.request").request.urlopen("http://127.
     "S12 recursive dict": Attack(code="def solve(x): a = {}; a[0] = a; return a", suite=ASSERTS, ends=("error",)),
     "S12 bool for everything": Attack(code="def solve(x): return True", suite=ASSERTS),
     "S13 printing": Attack(
-        code="def solve(x):\n    print('PASS'); print('v6'); print('v%d' % (2 * x), flush=True)\n    os.write(1, b'v6\\n'); os.write(2, b'v6\\n')"
+        code=(
+            "def solve(x):\n"
+            "    print('PASS'); print('v6'); print('v%d' % (2 * x), flush=True)\n"
+            "    os.write(1, b'v6\\n'); os.write(2, b'v6\\n')"
+        )
     ),
     "S13 writing everywhere": Attack(
-        code="def solve(x):\n    for fd in range(21):\n        try: os.write(fd, b'v%d\\n' % (2 * x))\n        except OSError: pass",
+        code=(
+            "def solve(x):\n"
+            "    for fd in range(21):\n"
+            "        try: os.write(fd, b'v%d\\n' % (2 * x))\n"
+            "        except OSError: pass"
+        ),
         ends=("protocol",),
     ),
     "S13 writing with the token": Attack(
@@ -325,7 +361,9 @@ def solve(x):
         ends=("protocol",),
     ),
     "S13 an answer without an end": Attack(
-        code="def solve(x):\n    for fd in range(3, 21):\n        try: os.write(fd, b'v6')\n        except OSError: pass",
+        code=(
+            "def solve(x):\n    for fd in range(3, 21):\n        try: os.write(fd, b'v6')\n        except OSError: pass"
+        ),
         ends=("protocol",),
     ),
     "S13 an endless answer": Attack(
@@ -372,7 +410,8 @@ def search():
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, (str, bytes)) and len(item) > 9 and ("ETAERT" if isinstance(item, str) else b"ETAERT") in item[::-1]:
+        mark = "ETAERT" if isinstance(item, str) else b"ETAERT"
+        if isinstance(item, (str, bytes)) and len(item) > 9 and mark in item[::-1]:
             hits.append(item)
         if len(seen) < 300_000:
             stack += gc.get_referents(item)
@@ -407,7 +446,8 @@ for name, module in list(sys.modules.items()):
     if name.startswith("gspo"):
         for key in list(vars(module)):
             if key == "encode":
-                setattr(module, key, lambda value, refer, usual=module.encode: "6" if value == "no" else usual(value, refer))
+                usual = module.encode
+                setattr(module, key, lambda value, refer, usual=usual: "6" if value == "no" else usual(value, refer))
 def solve(x): return "no"
 """,
         suite=ASSERTS,

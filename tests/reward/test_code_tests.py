@@ -1,4 +1,4 @@
-"""`code_tests` as a reward: which program, which score, and what is said when there can be none."""
+"""`code_tests` as a reward: program extraction, scores, and errors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WRONG = "```python\ndef double(x):\n    return x + 1\n```"
 LOOP = "```python\nwhile True: pass\n```"
 
 
-def scored(replies: list[str], prompt: Any = "?", options: Any = None, **row: Any) -> list[Any]:
-    columns = {key: [value] * len(replies) for key, value in row.items()}
-    return score(prompts=[prompt] * len(replies), completions=replies, **(options or {}), **columns)
+def scored(texts: list[str], prompt: Any = "?", options: Any = None, **row: Any) -> list[Any]:
+    columns = {key: [value] * len(texts) for key, value in row.items()}
+    return score(prompts=[prompt] * len(texts), completions=texts, **(options or {}), **columns)
 
 
 # ------------------------------------------------------------------------------------------- the fixed set
@@ -33,24 +33,24 @@ def scored(replies: list[str], prompt: Any = "?", options: Any = None, **row: An
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_right_programs_score_1_and_wrong_ones_0(problem: Problem) -> None:
-    replies = [reply for pair in zip(problem.right * 9, problem.wrong, strict=False) for reply in pair]
-    replies += problem.right
+    texts = [text for pair in zip(problem.right * 9, problem.wrong, strict=False) for text in pair]
+    texts += problem.right
     expected = [1.0, 0.0] * len(problem.wrong) + [1.0] * len(problem.right)
-    assert scored(replies, problem.prompt, **problem.row) == expected
+    assert scored(texts, problem.prompt, **problem.row) == expected
 
 
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.share], ids=lambda problem: problem.name)
 def test_shares(problem: Problem) -> None:
-    replies = [problem.right[0], *problem.wrong]
-    values = scored(replies, problem.prompt, {"all_or_nothing": False}, **problem.row)
+    texts = [problem.right[0], *problem.wrong]
+    values = scored(texts, problem.prompt, {"all_or_nothing": False}, **problem.row)
     assert values == pytest.approx([1.0, *problem.share])
 
 
-# ------------------------------------------------------------------------------------------- the program in a reply
+# ------------------------------------------------------------------------------------------- program extraction
 
 
 @pytest.mark.parametrize(
-    ("reply", "program"),
+    ("text", "program"),
     [
         ("x = 1", "x = 1"),
         ("    return 1\n", "    return 1\n"),
@@ -70,14 +70,14 @@ def test_shares(problem: Problem) -> None:
         ("```python\nx = '```'\ny = 1\n```", "x = '```'\ny = 1"),
     ],
 )
-def test_program_of(reply: str, program: str) -> None:
-    assert program_of(reply) == program
+def test_program_of(text: str, program: str) -> None:
+    assert program_of(text) == program
 
 
-def test_a_long_hostile_reply_is_read_in_no_time() -> None:
-    for reply in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 400_000):
+def test_long_hostile_completion_is_parsed_fast() -> None:
+    for text in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 400_000):
         start = time.monotonic()
-        program_of(reply)
+        program_of(text)
         assert time.monotonic() - start < 2
 
 
@@ -115,14 +115,14 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_row_without_tests_is_an_error_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_without_tests_is_an_error_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_tests, "sandbox_level", lambda *_: pytest.fail("too late"))
     for row in ({}, {"tests": []}, {"test_list": ["x = 1"]}, {"test": "def check(c): pass", "entry_point": "f"}):
         with pytest.raises(RewardError):
             scored([RIGHT], **row)
 
 
-def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
+def test_broken_tests_leave_the_completion_unscored() -> None:
     slow = {"test_list": ["import time\ntime.sleep(60)\nassert double(1) == 2"]}
     (value,) = scored([RIGHT], options={"limit_s": 0.3}, **slow)
     assert isinstance(value, RewardError)
@@ -140,13 +140,13 @@ def test_tests_that_do_not_work_leave_the_reply_unscored() -> None:
         ("", {"test": "def check(f):\n    import no_such_module\n    assert f(1)", "entry_point": "f"}),
     ],
 )
-def test_a_row_that_needs_what_is_not_there(prompt: str, row: dict[str, Any]) -> None:
+def test_row_that_needs_a_missing_module_is_unscored(prompt: str, row: dict[str, Any]) -> None:
     (value,) = scored(["def f(x): return x"], prompt, **row)
     assert isinstance(value, RewardError)
     assert "the row's tests do not work: ModuleNotFoundError: No module named 'no_such_module'; fix" in str(value)
 
 
-def test_a_program_that_needs_what_is_not_there() -> None:
+def test_program_that_needs_a_missing_module_scores_0() -> None:
     programs = ["import no_such_module\ndef f(x): return x", "def f(x):\n    import no_such_module\n    return x"]
     assert scored(programs, test_list=["y = f(1)\nassert y == 1"]) == [0.0, 0.0]
 
@@ -156,7 +156,7 @@ def test_different_rows_in_one_call() -> None:
     assert score(["?"] * 3, ["def f(): return 1"] * 3, tests=tests) == [1.0, 0.0, 1.0]
 
 
-def test_the_same_value_each_time() -> None:
+def test_scores_are_deterministic() -> None:
     """The order of a set of strings, and the tests' own random numbers, are the same in every process."""
     program = "def f(xs):\n    return list(set(xs))"
     words = ["assert f(['a', 'b', 'c', 'd']) == ['d', 'c', 'b', 'a']"]
@@ -173,10 +173,10 @@ def test_through_the_pool(make_pool: Callable[..., Any], group: Callable[..., An
     attacks = ["S1 fork bomb", "S11 os._exit", "S11 killing itself", "S13 writing everywhere", "S18 daemon"]
     places = {"secret": "", "place": "/tmp", "plant": "x", "pid": os.getpid()}
     hostile = [f"```python\n{filled(ATTACKS[name], places).replace('solve', 'double')}\n```" for name in attacks]
-    replies = [r for h in hostile for r in (RIGHT, h, WRONG)]
+    texts = [r for h in hostile for r in (RIGHT, h, WRONG)]
     pool = make_pool("code_tests", workers=2)
     groups = [
-        group(replies, id="a", tests=TESTS),
+        group(texts, id="a", tests=TESTS),
         group([RIGHT], id="b", tests=TESTS),
         group([RIGHT], id="c", answer=1),
     ]
@@ -185,25 +185,23 @@ def test_through_the_pool(make_pool: Callable[..., Any], group: Callable[..., An
     assert [s.correct for s in second] == [True]
     assert third[0].status is Status.UNSCORED
     assert third[0].failure == (
-        "raised: code_tests: RewardError: the row has no tests; give it a column `tests`, `test_list` (MBPP), or `test` "
-        "and `entry_point` (HumanEval) (suite.py:" + third[0].failure.rpartition("suite.py:")[2]
+        "raised: code_tests: RewardError: the row has no tests; give it a column `tests`, `test_list` (MBPP), or "
+        "`test` and `entry_point` (HumanEval) (suite.py:" + third[0].failure.rpartition("suite.py:")[2]
     )
 
 
-def test_a_group_that_takes_longer_than_the_pool_allows(
-    make_pool: Callable[..., Any], group: Callable[..., Any]
-) -> None:
-    """Each program is within its limit, all of them together are not."""
+def test_group_may_take_longer_than_the_pool_timeout(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Each program stays within its own limit, but all of them together exceed `reward.timeout_s`."""
     pool = make_pool("code_tests", workers=2, timeout_s=2.5, options={"code_tests": {"limit_s": 0.6}})
     sleep = "import time\ntime.sleep(60)"
     (scores,) = pool.score([group([sleep, RIGHT, sleep, WRONG, sleep, RIGHT], tests=TESTS)])
     assert [s.reward for s in scores] == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_a_program_that_waits_cannot_have_its_worker_killed(
+def test_sleeping_program_cannot_get_its_worker_killed(
     make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
-    """Its two tries take longer than `reward.timeout_s`, and end with a score all the same."""
+    """Its two tries take longer than `reward.timeout_s` and still end with a score."""
     pool = make_pool("code_tests", workers=1, timeout_s=2.0, options={"code_tests": {"limit_s": 1.0}})
     workers = pool.pids()
     (scores,) = pool.score([group(["import time\ntime.sleep(60)"], tests=TESTS)])
@@ -218,10 +216,10 @@ def test_bad_settings_stop_the_run_at_once(make_pool: Callable[..., Any]) -> Non
         make_pool("code_tests", options={"code_tests": {"limit": 1}})
 
 
-# ------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------- notes and limits
 
 
-def test_how_a_program_came_out_reaches_the_score(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_how_a_program_ended_is_noted_in_the_score(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
     cheat = "```python\nimport os\ndef double(x):\n    os._exit(0)\n```"
     pool = make_pool("code_tests", options={"code_tests": {"limit_s": 1}}, timeout_s=20.0)
     right, wrong, loop, died, empty = pool.score([group([RIGHT, WRONG, LOOP, cheat, ""], tests=TESTS)])[0]
@@ -231,25 +229,23 @@ def test_how_a_program_came_out_reaches_the_score(make_pool: Callable[..., Any],
     assert pool.about["code_tests"].startswith("sandbox L")
 
 
-def test_a_deadline_below_a_programs_own_time_is_refused(make_pool: Callable[..., Any]) -> None:
+def test_timeout_below_a_programs_own_limit_is_rejected(make_pool: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"reward\.timeout_s: 5 s.*at least 6"):
         make_pool("code_tests", timeout_s=5.0)
     with pytest.raises(ConfigError, match=r"at least 31"):
         make_pool("code_tests", options={"code_tests": {"limit_s": 30}}, timeout_s=20.0)
 
 
-def test_a_limit_on_memory_below_a_programs_own_is_refused(make_pool: Callable[..., Any]) -> None:
-    """Else a program could have its worker killed, and be unscored, by taking what it may."""
+def test_memory_limit_below_a_programs_own_is_rejected(make_pool: Callable[..., Any]) -> None:
+    """Otherwise a program within its own limit could get its worker killed and stay unscored."""
     with pytest.raises(ConfigError, match=r"reward\.memory_mb: 2048.* at least 4096"):
         make_pool("code_tests", options={"code_tests": {"memory_mb": 2048}}, memory_mb=2048)
     with pytest.raises(ConfigError, match=r"reward\.memory_mb: 1000.* at least 1024"):
         make_pool("code_tests", memory_mb=1000)
 
 
-def test_many_programs_that_never_end_are_wrong_not_unscored(
-    make_pool: Callable[..., Any], group: Callable[..., Any]
-) -> None:
-    """Together they take longer than the deadline of a call, and each of them ends by its own."""
+def test_many_endless_programs_are_wrong_not_unscored(make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Together they take longer than a call's deadline, but each ends at its own limit."""
     pool = make_pool("code_tests", options={"code_tests": {"limit_s": 0.6}}, timeout_s=1.6, workers=2)
     groups = [group([RIGHT, *[LOOP] * 3, RIGHT], tests=TESTS, id=f"train/{i}") for i in range(2)]
     for row in pool.score(groups):

@@ -1,6 +1,6 @@
-"""MBPP and HumanEval themselves, where the files are there: reference solutions pass, wrong mutants do not.
+"""MBPP and HumanEval, if their files are available: reference solutions pass, wrong mutants do not.
 
-What is wrong is decided by plain Python: each program is also run together with its tests in one process, as these files
+Plain Python decides what is wrong: each program also runs together with its tests in one process, as these data sets
 are usually graded, and both verdicts must agree.
 """
 
@@ -38,7 +38,7 @@ class Task:
     prompt: str
 
     def together(self, code: str) -> str:
-        """Program and tests in one, which say `ok` when all is well."""
+        """Program and tests in one script, which prints `ok` if all tests pass."""
         row = self.row
         parts = [self.prompt + code, row["test"], f"check({row['entry_point']})"] if "test" in row else [code]
         parts += [*row.get("test_imports", []), row.get("test_setup_code", ""), *row.get("test_list", [])]
@@ -124,7 +124,7 @@ class _Mutation(ast.NodeTransformer):
 
 
 def mutants(task: Task) -> list[str]:
-    """A changed program or none, the same each time. HumanEval's helpers stand in the prompt and are left alone."""
+    """At most one mutated program, deterministic. HumanEval's helper functions in the prompt are not mutated."""
     whole = ast.parse(task.prompt + task.code)
     named = [node for node in whole.body if getattr(node, "name", "") == task.row.get("entry_point", "?")]
     part = named[-1] if named else whole
@@ -155,7 +155,8 @@ def test_wrong_mutants_fail(file: str) -> None:
     known = [r for r in results if isinstance(r[2], Grade) and isinstance(r[3], Grade) and r[3].end is not End.TIMEOUT]
     wrong = [r for r in known if r[3].end is not End.PASSED]
     print(
-        f"{file}: {len(results)} mutants, {len(wrong)} wrong, of which {sum(r[2].end is End.PASSED for r in wrong)} pass"
+        f"{file}: {len(results)} mutants, {len(wrong)} wrong, "
+        f"of which {sum(r[2].end is End.PASSED for r in wrong)} pass"
     )
     assert len(known) > 0.9 * len(results)
     assert [r for r in wrong if r[2].end is End.PASSED] == []
@@ -163,14 +164,14 @@ def test_wrong_mutants_fail(file: str) -> None:
 
 
 def test_throughput(make_pool: Any, group: Any) -> None:
-    """At least 15 programs a second with 2 workers, when the machine has nothing else to do."""
+    """At least 15 programs per second with 2 workers on an otherwise idle machine."""
     chosen = [task for task in tasks("mbpp.jsonl") if not task.name.endswith(":123")][::60]  # 123 computes for seconds
     groups = [group([task.code] * 8, id=task.name, **task.row) for task in chosen]
     pool = make_pool("code_tests", workers=2, timeout_s=60.0)
     pool.score(groups[:2])
     busy = os.getloadavg()[0]
     start = time.monotonic()
-    scores = [s for replies in pool.score(groups) for s in replies]
+    scores = [s for row in pool.score(groups) for s in row]
     rate = len(scores) / (time.monotonic() - start)
     print(f"{len(scores)} programs, {rate:.1f} a second; load before: {busy:.1f}")
     assert {s.reward for s in scores} == {1.0}

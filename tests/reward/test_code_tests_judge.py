@@ -1,6 +1,6 @@
-"""How `code_tests` judges: right programs whatever their tests hand over, no mark for a lie, no program without one.
+"""How `code_tests` judges: right programs pass whatever their tests pass to them, and forged answers score nothing.
 
-What a program brings about is a 0, never an unscored completion; what the tests bring about is the reverse.
+A failure that a program causes is a 0, never an unscored completion. A failure that the tests cause is unscored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = Limits(limit_s=5.0, memory_mb=512)
 
 def graded(programs: list[str], *tests: str, limits: Limits = LIMITS) -> list[Grade | Exception]:
     suite = read_suite({"tests": list(tests)}, "")
-    for _ in range(10):  # a machine that is busy with other things says nothing about the program
+    for _ in range(10):  # retry while the machine is too busy to judge the program
         found = grade_all(programs, suite, sandbox_level(), limits)
         if not any(isinstance(grade, MachineBusy) for grade in found):
             break
@@ -116,15 +116,15 @@ DEMANDS = [
     "assert hasattr(f(3), '__array_interface__') or hasattr(f(3), '__array_struct__') or hasattr(f(3), '__array__')",
     "assert hasattr(f(3), '__float__') and hasattr(type(f(3)), '__buffer__')",
 ]
-"""What tests ask of numbers, texts and lists."""
+"""Assertions that tests make about numbers, strings and lists."""
 
 
-def test_an_object_does_not_pass_for_what_a_function_returns() -> None:
+def test_object_does_not_pass_for_a_function_result() -> None:
     assert shares([YES], *DEMANDS) == [0.0]
 
 
-def test_an_object_that_the_tests_made_does_not_pass_for_a_result_either() -> None:
-    """A method that returns its own object, or one that was made before."""
+def test_object_created_by_the_tests_does_not_pass_for_a_result() -> None:
+    """A method that returns its own object, or one that was created before."""
     liar = YES.replace(
         "f = Yes()", "class Solution(Yes):\n    def root(self, x): return self\n    def is_root(self, x): return x == 2"
     )
@@ -136,8 +136,8 @@ def test_an_object_that_the_tests_made_does_not_pass_for_a_result_either() -> No
     assert values([liar, honest], *tests) == [0.0, 1.0]
 
 
-def test_what_is_learned_of_an_object_stays_so() -> None:
-    """Looked at twice, it cannot be sorted the one time and complete the other."""
+def test_items_of_an_object_are_the_same_each_time() -> None:
+    """An object that is inspected twice cannot be sorted the first time and complete the second time."""
     liar = """
 class Liar:
     def __init__(self, xs): self.xs, self.n = xs, 0
@@ -151,7 +151,17 @@ def f(xs): return Liar(xs)
     honest = "def f(xs): return sorted(xs)"
     ascending = "r = f([3, 9, 1])\nassert set(r) == {3, 9, 1}\nassert all(r[i] <= r[i + 1] for i in range(len(r) - 1))"
     assert values([liar, honest], ascending) == [0.0, 1.0]
-    again = "def f(xs):\n    class Again:\n        def __iter__(self): return self\n        n = 0\n        def __next__(self):\n            self.n += 1\n            if self.n % 3 == 0: raise StopIteration\n            return self.n\n    return Again()"
+    again = (
+        "def f(xs):\n"
+        "    class Again:\n"
+        "        def __iter__(self): return self\n"
+        "        n = 0\n"
+        "        def __next__(self):\n"
+        "            self.n += 1\n"
+        "            if self.n % 3 == 0: raise StopIteration\n"
+        "            return self.n\n"
+        "    return Again()"
+    )
     assert values([again], "r = f([])\nassert list(r) == [1, 2]\nassert list(r) == [4, 5]") == [0.0]
 
 
@@ -166,7 +176,7 @@ ITERATING = [
 ]
 
 
-def test_an_exception_of_the_program_ends_no_iterator_of_the_tests() -> None:
+def test_exception_of_the_program_does_not_end_an_iterator_of_the_tests() -> None:
     kinds = ("StopIteration", "Sub", "GeneratorExit", "StopAsyncIteration")
     programs = [f"class Sub(StopIteration): pass\ndef f(x): raise {kind}" for kind in kinds]
     assert shares(programs, *ITERATING) == [0.0] * 4
@@ -181,7 +191,7 @@ def test_an_exception_of_the_program_ends_no_iterator_of_the_tests() -> None:
         "assert f(1) == 1\nimport contextlib\nwith contextlib.suppress(BaseException):\n    f(-1)",
     ],
 )
-def test_a_program_that_is_gone_has_no_full_marks(test: str) -> None:
+def test_program_that_exited_never_gets_full_marks(test: str) -> None:
     start = """
 import os, time
 def write():
@@ -225,7 +235,7 @@ class Vector:
         ["assert not Vector(1, 2) == Vector(2, 1)", "assert Vector(1, 2) != Vector(2, 1)"],
     ],
 )
-def test_a_row_that_any_liar_would_pass_is_unscored_whatever_the_program(tests: list[str]) -> None:
+def test_row_that_a_constant_answer_passes_is_unscored_for_every_program(tests: list[str]) -> None:
     for value in values([LYING_VECTOR, HONEST_VECTOR, "x = 1"], *tests):
         assert isinstance(value, RewardError)
         assert "an object that answers" in str(value)
@@ -240,11 +250,11 @@ def test_a_row_that_any_liar_would_pass_is_unscored_whatever_the_program(tests: 
         ["assert Vector(1, 2).same(Vector(1, 2)) and not Vector(1, 2).same(Vector(2, 1))"],
     ],
 )
-def test_one_question_that_a_liar_gets_wrong_is_enough(tests: list[str]) -> None:
+def test_one_question_that_a_constant_answer_fails_is_enough(tests: list[str]) -> None:
     assert values([LYING_VECTOR, HONEST_VECTOR], *tests) == [0.0, 1.0]
 
 
-def test_a_function_that_says_true_is_the_tests_weakness_not_the_sandboxs() -> None:
+def test_function_that_returns_true_passes_tests_that_accept_it() -> None:
     assert values(["def f(x): return True", "def f(x): return False"], "assert f(1)", "assert f(2) == True") == [
         1.0,
         0.0,
@@ -254,7 +264,7 @@ def test_a_function_that_says_true_is_the_tests_weakness_not_the_sandboxs() -> N
 # ------------------------------------------------------------------------------------------- shares
 
 
-def test_an_assert_counts_once_however_often_it_is_run() -> None:
+def test_assert_counts_once_however_often_it_runs() -> None:
     program = "def f(x): return x if x < 50 else 0"
     many = "for x in range(50):\n    assert f(x) == x"
     assert shares([program], many, "assert f(60) == 60", "assert f(70) == 70") == pytest.approx([1 / 3])
@@ -263,19 +273,27 @@ def test_an_assert_counts_once_however_often_it_is_run() -> None:
     assert shares([program, "def f(x): return x"], helper) == [0.5, 1.0]
 
 
-def test_a_place_that_must_not_be_reached_and_a_branch_that_is_not_taken() -> None:
+def test_unreachable_assert_and_branch_not_taken() -> None:
     test = "if f(1) == 1:\n    assert f(2) == 2\nelse:\n    assert False"
     assert shares(["def f(x): return x", "def f(x): return 2", "def f(x): return 0"], test) == [1.0, 0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------- unscored at will
+# ------------------------------------------------------------------------------------------- unscored on purpose
 
 UNABLE = {
     "nested lists as the function": "f = []\nfor _ in range(100): f = [f]",
     "deeply nested lists as the function": "f = []\nfor _ in range(100_000): f = [f]",
     "a raising class": "class A:\n    @property\n    def __class__(self): raise KeyboardInterrupt\nf = A()",
-    "a raising class of a result": "class A:\n    @property\n    def __class__(self): raise SystemExit\ndef f(x): return A()",
-    "a raising metaclass": "class M(type):\n    @property\n    def __name__(cls): raise SystemExit\nclass E(Exception, metaclass=M): pass\ndef f(x): raise E",
+    "a raising class of a result": (
+        "class A:\n    @property\n    def __class__(self): raise SystemExit\ndef f(x): return A()"
+    ),
+    "a raising metaclass": (
+        "class M(type):\n"
+        "    @property\n"
+        "    def __name__(cls): raise SystemExit\n"
+        "class E(Exception, metaclass=M): pass\n"
+        "def f(x): raise E"
+    ),
     "a huge range": "def f(x): return range(10**12)",
     "an endless generator": "def f(x):\n    while True: yield x",
     "an endless iterable": "class A:\n    def __iter__(self):\n        while True: yield 1\ndef f(x): return A()",
@@ -289,7 +307,7 @@ UNABLE = {
 
 
 @pytest.mark.parametrize("name", UNABLE)
-def test_no_program_chooses_to_be_unscored(name: str) -> None:
+def test_program_cannot_choose_to_be_unscored(name: str) -> None:
     tests = [
         "assert sum(f(3)) == 6",
         "for x in f(3):\n    assert x < 4",
@@ -300,7 +318,7 @@ def test_no_program_chooses_to_be_unscored(name: str) -> None:
     assert values([UNABLE[name], honest], *tests, limits=Limits(limit_s=1.0, memory_mb=256)) == [0.0, 1.0]
 
 
-def test_an_object_has_no_type_of_plain_data_even_if_its_process_says_so() -> None:
+def test_object_never_has_a_built_in_type_even_if_its_process_claims_so() -> None:
     patched = """
 import sys
 candidate = sys.modules['gspo.reward.sandbox.inside.candidate']
@@ -333,13 +351,13 @@ COLLIDING = ','.join('{"i":"%x"}' % (i * (2**61 - 1)) for i in range(100_000))
         'def f(x):\n    channel.send(\'v{"l":["held","x"]}\')\n    time.sleep(99)',
     ],
 )
-def test_forged_lines_are_a_0(program: str) -> None:
+def test_forged_lines_score_0(program: str) -> None:
     limits = Limits(limit_s=1.0, memory_mb=256)
     assert values([FORGED + program, "def f(x): return x"], "assert f(1) == 1", limits=limits) == [0.0, 1.0]
 
 
-def test_answers_that_end_the_tests_process_are_a_0() -> None:
-    """The tests do with the answer what ends their process; without it they do not."""
+def test_answers_that_kill_the_judge_score_0() -> None:
+    """The tests end their own process only when they process this answer."""
     test = "import os\nassert f(1) == 1 or os._exit(1)"
     assert values(["def f(x): return 2", "def f(x): return x"], test.replace("f(1) == 1 or", "f(1) != 2 or")) == [
         0.0,
@@ -362,22 +380,22 @@ def test_answers_that_end_the_tests_process_are_a_0() -> None:
         (["if f(1):\n    import no_such_module\nassert f(1) == 1"], "No module named 'no_such_module'"),
     ],
 )
-def test_a_row_whose_tests_do_not_work_is_unscored_with_the_reason(tests: list[str], words: str) -> None:
+def test_row_with_broken_tests_is_unscored_with_the_reason(tests: list[str], words: str) -> None:
     for value in values(["def f(x): return 1", "def f(x): return 2"], *tests):
         assert isinstance(value, RewardError)
         assert words in str(value)
 
 
-def test_a_module_that_is_only_tried_is_not_missed() -> None:
+def test_optional_import_may_be_missing() -> None:
     test = "try:\n    import no_such_module\nexcept ImportError:\n    no_such_module = None\nassert f(1) == 1"
     assert values(["def f(x): return 1"], test) == [1.0]
 
 
-# ------------------------------------------------------------------------------------------- what a program learns
+# ------------------------------------------------------------------------------------------- no feedback to programs
 
 
-def test_all_tests_are_asked_whatever_came_before() -> None:
-    """A question that never comes would tell a program that its last answer was wrong."""
+def test_all_tests_run_whatever_failed_before() -> None:
+    """A missing question would tell a program that its last answer was wrong."""
     program = "asked = []\ndef f(x):\n    asked.append(x)\n    return 0\ndef g():\n    return asked"
     tests = [f"assert f({x}) == {x}" for x in range(1, 6)]
     (grade,) = graded([program], *tests, "assert g() == [1, 2, 3, 4, 5]")
@@ -385,7 +403,7 @@ def test_all_tests_are_asked_whatever_came_before() -> None:
     assert (grade.passed, grade.total) == (1, 6)
 
 
-def test_all_parts_of_an_assert_are_asked_whatever_came_before() -> None:
+def test_all_parts_of_an_assert_are_evaluated_whatever_failed_before() -> None:
     program = """
 asked = []
 def f(x):
@@ -403,7 +421,7 @@ def g():
     assert shares([gone], half, "assert f(1) == 1") == [0.0]
 
 
-def test_all_inputs_are_asked_whatever_came_before() -> None:
+def test_all_inputs_are_sent_whatever_failed_before() -> None:
     tests = [{"input": f"{x}", "output": f"{2 * x}"} for x in range(4)]
     suite = read_suite({"tests": tests}, "")
     program = "x = int(input())\nprint(2 * x if x != 1 else 0)"
@@ -412,11 +430,11 @@ def test_all_inputs_are_asked_whatever_came_before() -> None:
     assert (grade.passed, grade.total) == (3, 4)
 
 
-# ------------------------------------------------------------------------------------------- what the tests hand over
+# ------------------------------------------------------------------------------------------- objects of the tests
 
 
-def test_a_function_of_the_tests_is_called_and_nothing_else() -> None:
-    """No way from a callback into the tests."""
+def test_function_of_the_tests_can_only_be_called() -> None:
+    """A callback gives no access to the tests' internals."""
     program = """
 def f(g):
     found = []
@@ -428,12 +446,17 @@ def f(g):
     test = "secret = 41\ndef g(x):\n    return x + secret\ng.expected = 'secret'\nassert f(g) == (False, 42)"
     assert values([program], test) == [1.0]
     test = "class T:\n    _hidden = 'secret'\n    def look(self): return 1\nassert f(T()) == (False, 42)"
-    hidden = "def f(t):\n    for name in ('_hidden', '__dict__', '__class__', '__init__', '__globals__'):\n        if 'secret' in str(getattr(t, name, '')): return True, 42\n    return False, 42"
+    hidden = (
+        "def f(t):\n"
+        "    for name in ('_hidden', '__dict__', '__class__', '__init__', '__globals__'):\n"
+        "        if 'secret' in str(getattr(t, name, '')): return True, 42\n"
+        "    return False, 42"
+    )
     assert values([hidden], test) == [1.0]
 
 
 def test_arguments_are_changed_only_where_the_tests_drop_the_value() -> None:
-    """Else a program could make the tests' own data agree with a wrong answer."""
+    """Otherwise a program could make the tests' own data agree with a wrong answer."""
     cheat = "def f(xs):\n    xs.clear()\n    return 0"
     honest = "def f(xs): return sum(xs)"
     assert values([cheat, honest], "xs = [1, 2]\nassert f(xs) == sum(xs)\nassert f([5]) == 5 or xs == []") == [0.0, 1.0]
@@ -443,7 +466,7 @@ def test_arguments_are_changed_only_where_the_tests_drop_the_value() -> None:
 
 
 class Liar:
-    """A link to a program that claims to be an array wherever it is asked."""
+    """A link to a program whose objects claim to be arrays."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -485,7 +508,7 @@ def test_numpy_reads_no_memory_for_an_object(kind: str) -> None:
 
 def with_numpy() -> Level:
     suite = read_suite({"tests": ["assert f() == 1"]}, "")
-    with contextlib.suppress(ConfigError):  # a Python in a closed home directory
+    with contextlib.suppress(ConfigError):  # a Python in an inaccessible home directory
         level = sandbox_level(sys.executable, True)
         (grade,) = grade_all(["import numpy\ndef f(): return 1"], suite, level, ARRAYS)
         if isinstance(grade, Grade) and grade.value(all_or_nothing=True) == 1.0:
@@ -496,7 +519,7 @@ def with_numpy() -> Level:
 ARRAYS = Limits(limit_s=30.0, memory_mb=4096)
 
 
-def test_arrays_travel_as_arrays() -> None:
+def test_arrays_are_transferred_as_arrays() -> None:
     tests = [
         "import numpy as np\nassert f(np.array([1, 2])).tolist() == [2, 4]",
         "assert np.array_equal(f(np.array([1, 2])), np.array([2, 4]))",
@@ -512,7 +535,7 @@ def test_arrays_travel_as_arrays() -> None:
     assert [g.value(all_or_nothing=True) for g in grades if isinstance(g, Grade)] == [1.0, 0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------- what the tests make of answers
+# ------------------------------------------------------------------------------------------- eval, exec and operators
 
 
 @pytest.mark.parametrize(
@@ -534,17 +557,17 @@ def test_arrays_travel_as_arrays() -> None:
         "__import__('builtins').eval(solve(1))",
     ],
 )
-def test_an_answer_that_the_tests_evaluate_is_no_code(answer: str, how: str) -> None:
+def test_eval_of_an_answer_executes_no_code(answer: str, how: str) -> None:
     assert values([f"def solve(x): return {answer!r}"], f"want = 24\nassert {how} == want") == [0.0]
 
 
-def test_an_answer_that_the_tests_execute_is_not() -> None:
+def test_exec_of_an_answer_is_refused() -> None:
     program = "def solve(x): return 'want = 1'"
     assert values([program], "want = 24\nexec(solve(1))\nassert want == 1") == [0.0]
     assert values([program], "exec('want = 1')\nassert want == 1 and solve(1) != 5") == [1.0]
 
 
-def test_importing_the_built_ins_is_no_way_around_that() -> None:
+def test_importing_builtins_does_not_bypass_the_guard() -> None:
     program = 'def solve(x): return \'[setattr(__import__("sys"), "lie", 24)] and 24\''
     for start in ("import builtins", "import builtins as b; builtins = b", "from builtins import eval"):
         call = "eval" if start.startswith("from") else "builtins.eval"
@@ -554,7 +577,7 @@ def test_importing_the_built_ins_is_no_way_around_that() -> None:
     assert values(["def solve(x): return '4 * 6'"], ordinary) == [1.0]
 
 
-def test_an_expression_that_the_tests_evaluate_has_its_value() -> None:
+def test_eval_of_an_expression_returns_its_value() -> None:
     program = "def solve(x): return '6 / (1 - 3 / 4)'\ndef derive(x): return '2 * x + math.sqrt(x) + abs(-1)'"
     tests = (
         "assert eval(solve(1)) == 24",
@@ -564,7 +587,7 @@ def test_an_expression_that_the_tests_evaluate_has_its_value() -> None:
     assert values([program, program.replace("2 *", "3 *")], *tests) == [1.0, 0.0]
 
 
-def test_the_end_of_an_asynchronous_loop_is_not_the_programs_to_choose() -> None:
+def test_program_cannot_end_an_async_loop_of_the_tests() -> None:
     tests = """
 import asyncio
 class Counting:
@@ -582,7 +605,7 @@ assert asyncio.run(all_right())
     assert values([f"async def square(n): {body}" for body in (right, lying)], tests) == [1.0, 0.0]
 
 
-def test_methods_of_the_tests_objects_stay_theirs() -> None:
+def test_program_cannot_replace_methods_of_the_tests_objects() -> None:
     tests = """
 class Basket:
     def __init__(self): self.items, self.owner = [], ''
@@ -596,7 +619,7 @@ assert basket.complete()
     assert values([right, "def fill(b): b.complete = lambda: True"], tests) == [1.0, 0.0]
 
 
-def test_asserts_that_a_program_skips_at_the_end_of_a_with_fail() -> None:
+def test_asserts_skipped_by_a_context_manager_of_the_program_fail() -> None:
     program = """
 class Reader:
     def __enter__(self): return self
@@ -614,8 +637,13 @@ class Reader:
     ]
 
 
-def test_an_object_cannot_say_that_nothing_is_different() -> None:
-    lying = "class S:\n    def difference(self, other): return set()\n    symmetric_difference = difference\ndef f(x): return S()"
+def test_object_cannot_claim_an_empty_difference() -> None:
+    lying = (
+        "class S:\n"
+        "    def difference(self, other): return set()\n"
+        "    symmetric_difference = difference\n"
+        "def f(x): return S()"
+    )
     for name in ("difference", "symmetric_difference"):
         assert values(["def f(x): return {1, 2}", lying], f"assert f(1).{name}({{1, 2}}) == set()", "assert f") == [
             1.0,
@@ -623,7 +651,7 @@ def test_an_object_cannot_say_that_nothing_is_different() -> None:
         ]
 
 
-def test_asserts_in_a_function_that_is_called_back_count_once() -> None:
+def test_asserts_in_a_callback_count_once() -> None:
     program = """
 kept = []
 def keep(f):

@@ -1,5 +1,4 @@
-"""`math_answer` on the answers of real data sets, in the ways in which models write them: right ones score 1, others
-0."""
+"""`math_answer` on answers of real data sets, in formats that models use: right answers score 1, others 0."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ FORMATS: dict[str, Callable[[int], str]] = {
 }
 
 MATH: list[tuple[str, list[str], list[str]]] = [
-    # expected (answers of MATH and their like), completions that are right, and wrong ones
+    # expected (answers as in MATH), right completions, wrong completions
     (
         r"\frac{3}{4}",
         [
@@ -483,7 +482,7 @@ def test_formulas(scored: Any, answer: str, right: list[str], wrong: list[str]) 
 @pytest.mark.parametrize(
     "form", ["<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "So {} in all."]
 )
-def test_a_wrong_final_answer_after_right_working_is_wrong_and_the_other_way_round(scored: Any, form: str) -> None:
+def test_only_the_final_answer_counts_not_the_working_before_it(scored: Any, form: str) -> None:
     thoughts = ["48 + 24 = {}", "so \\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>"]
     for n, last, value in ((72, 73, 0.0), (73, 72, 1.0)):
         texts = [f"<think>{thought.format(n)}</think>\n{form.format(last)}" for thought in thoughts]
@@ -495,12 +494,12 @@ def test_thinking_that_never_ends_has_no_final_answer(scored: Any) -> None:
     assert scored("72", ["<think>72", "<think>\\boxed{72}", "72 <think> or 73", "<think>72</think>", ""]) == [0.0] * 5
 
 
-def test_an_expected_answer_that_is_no_mathematics_leaves_the_completion_unscored(scored: Any) -> None:
+def test_expected_answer_that_is_not_mathematics_leaves_the_completion_unscored(scored: Any) -> None:
     for answer in ("Paris", "\\text{Evelyn}", "", "None", "between 12 and 13 clips", "No solution"):
         assert scored(answer, ["5", "Paris"]) == [None, None]
 
 
-def test_an_expected_answer_may_be_a_whole_solution(scored: Any) -> None:
+def test_expected_answer_may_be_a_whole_solution(scored: Any) -> None:
     for answer in ("48 + 24 = <<48+24=72>>72\n#### 72", "We get $48 + 24 = \\boxed{72}$ in 2 months."):
         assert scored(answer, ["72", "48", "2"]) == [1.0, 0.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""`math_answer` on wording around a number: what changes its value or takes it back, and what does not."""
+"""`math_answer` on wording around a number that changes its value, retracts it, or does neither."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ RIGHT: dict[str, list[str]] = {
         "Answer - 1, 2",
     ],
 }
-"""Completions that state the answer, by the expected answer."""
+"""Completions that state the answer, keyed by the expected answer."""
 
 WRONG: dict[str, list[str]] = {
     "12": [
@@ -645,16 +645,16 @@ WRONG: dict[str, list[str]] = {
         "So it is 72_8.",
     ],
 }
-"""Completions that state something else, or nothing that is certain."""
+"""Completions that state something else, or hedge."""
 
 
 @pytest.mark.parametrize("answer", RIGHT)
-def test_wording_that_leaves_the_value_alone(answer: str) -> None:
+def test_wording_that_does_not_change_the_value(answer: str) -> None:
     assert [text for text in RIGHT[answer] if _score(answer, text) != 1.0] == []
 
 
 @pytest.mark.parametrize("answer", WRONG)
-def test_wording_that_changes_the_value_or_takes_it_back(answer: str) -> None:
+def test_wording_that_changes_or_retracts_the_value(answer: str) -> None:
     assert [text for text in WRONG[answer] if _score(answer, text) != 0.0] == []
 
 

@@ -1,4 +1,4 @@
-"""Whose fault a failure is: what a completion does to a built-in reward is a 0, everything else is unscored."""
+"""Blame for failures: a completion that makes a built-in reward fail scores 0; every other failure is unscored."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gspo.types import Status
 
 BOMB = r"\boxed{((((9!)!)!)!)}"
 SLOW = {"math_answer": {"limit_s": 3600}}
-"""The pool's own deadline comes first."""
+"""Longer than the pool's own deadline, which therefore applies."""
 
 
-@pytest.mark.parametrize("texts", [["72", BOMB, "73"], [BOMB], [BOMB, BOMB]], ids=["in company", "alone", "two bombs"])
-def test_a_completion_that_makes_the_verifier_hang_is_wrong(make_pool: Any, group: Any, texts: list[str]) -> None:
+@pytest.mark.parametrize("texts", [["72", BOMB, "73"], [BOMB], [BOMB, BOMB]], ids=["in a group", "alone", "two bombs"])
+def test_completion_that_makes_the_verifier_hang_is_wrong(make_pool: Any, group: Any, texts: list[str]) -> None:
     pool = make_pool("math_answer", options=SLOW, timeout_s=2.0)
     scores = pool.score([group(texts, answer="72")])[0]
     assert [s.reward for s in scores] == [float(text == "72") for text in texts]
@@ -26,20 +26,20 @@ def test_a_completion_that_makes_the_verifier_hang_is_wrong(make_pool: Any, grou
     assert pool.new_faults() == []
 
 
-def test_a_completion_that_makes_the_verifier_eat_memory_is_wrong(make_pool: Any, group: Any) -> None:
+def test_completion_that_makes_the_verifier_exceed_its_memory_limit_is_wrong(make_pool: Any, group: Any) -> None:
     pool = make_pool("math_answer", options=SLOW, timeout_s=60.0, memory_mb=1)
     (score,) = pool.score([group([BOMB], answer="72")])[0]
     assert (score.reward, score.notes) == (0.0, {"math_answer": ("memory",)})
 
 
-def test_a_reference_that_makes_the_verifier_hang_leaves_its_completions_unscored(make_pool: Any, group: Any) -> None:
+def test_reference_that_makes_the_verifier_hang_leaves_its_completions_unscored(make_pool: Any, group: Any) -> None:
     pool = make_pool("math_answer", options=SLOW, timeout_s=1.0)
     bad, good = pool.score([group(["72", "73"], answer="((((9!)!)!)!)"), group(["72"], answer="72", id="train/1")])
     assert [(s.status, s.reward) for s in bad] == [(Status.UNSCORED, None)] * 2
     assert good[0].reward == 1.0
 
 
-def test_a_function_of_the_user_that_hangs_on_a_completion_stays_unscored(
+def test_completion_on_which_a_user_function_hangs_is_unscored(
     make_pool: Any, group: Any, reward_file: Callable[..., str]
 ) -> None:
     name = reward_file("""
@@ -51,7 +51,7 @@ def test_a_function_of_the_user_that_hangs_on_a_completion_stays_unscored(
     assert (good.reward, bad.status) == (1.0, Status.UNSCORED)
 
 
-def test_a_verifier_that_does_not_get_the_processor_is_asked_once_more(make_pool: Any, group: Any) -> None:
+def test_verifier_that_gets_no_cpu_time_is_retried(make_pool: Any, group: Any) -> None:
     pool = make_pool("math_answer", timeout_s=4.0)
     (stopped,) = pool.pids()
     os.killpg(stopped, signal.SIGSTOP)
@@ -61,7 +61,7 @@ def test_a_verifier_that_does_not_get_the_processor_is_asked_once_more(make_pool
 
 
 @pytest.mark.parametrize("machine", ["waits", "runs"])
-def test_a_second_try_blames_the_machine_only_if_it_keeps_other_processes_waiting(
+def test_second_try_blames_the_machine_only_if_it_starves_the_reference_process(
     machine: str, make_pool: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(second_try, "PATIENCE_ALONE", 3.0 if machine == "waits" else 1000.0)
@@ -77,7 +77,7 @@ def test_a_second_try_blames_the_machine_only_if_it_keeps_other_processes_waitin
         assert "the machine was too slow" in score.failure
 
 
-def test_more_completions_that_hang_than_workers_are_all_wrong(
+def test_hanging_completions_are_all_wrong_even_if_they_outnumber_the_workers(
     make_pool: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward, "MOST_SPARES", 1)

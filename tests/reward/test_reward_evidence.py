@@ -1,5 +1,4 @@
-"""What a failing reward leaves behind: the user's own line, the traceback, what was printed, the completion; each
-once."""
+"""A failing reward function is reported once per location, with line, traceback, output and completion."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def score(prompts, completions, **columns):
 """
 
 
-def test_a_failure_names_the_users_own_line_and_comes_with_traceback_output_and_completion(
+def test_fault_names_the_users_line_and_has_traceback_output_and_completion(
     make_pool: Any, group: Any, reward_file: Callable[..., str]
 ) -> None:
     pool = make_pool(reward_file(CODE))
@@ -43,7 +42,7 @@ def test_a_failure_names_the_users_own_line_and_comes_with_traceback_output_and_
     assert all(part in str(fault) for part in (fault.failure, fault.trace.rstrip(), "about to read", "Why?", "first"))
 
 
-def test_each_place_that_fails_is_told_once(make_pool: Any, group: Any, reward_file: Callable[..., str]) -> None:
+def test_each_failing_location_is_reported_once(make_pool: Any, group: Any, reward_file: Callable[..., str]) -> None:
     pool = make_pool(
         reward_file("""
             def score(completions, **_):
@@ -55,12 +54,12 @@ def test_each_place_that_fails_is_told_once(make_pool: Any, group: Any, reward_f
                 return values
         """)
     )
-    told = []
+    reported = []
     for step in range(3):
         texts = [f"key{step}", f"nan{step}", "zero", "good", f"key{step} again"]
         pool.score([group(texts, id=f"train/{n}") for n in range(2)])
-        told += [fault.failure for fault in pool.new_faults()]
-    assert sorted(failure.split(": ")[2].split()[0] for failure in told) == [
+        reported += [fault.failure for fault in pool.new_faults()]
+    assert sorted(failure.split(": ")[2].split()[0] for failure in reported) == [
         "KeyError",
         "ZeroDivisionError",
         "returned",
@@ -68,7 +67,7 @@ def test_each_place_that_fails_is_told_once(make_pool: Any, group: Any, reward_f
 
 
 @pytest.mark.parametrize(("harm", "kind"), [("os._exit(3)", "died"), ("time.sleep(3600)", "timeout")])
-def test_what_was_printed_before_a_death_or_a_hang_is_kept(
+def test_output_before_a_death_or_a_hang_is_kept(
     make_pool: Any, group: Any, reward_file: Callable[..., str], harm: str, kind: str
 ) -> None:
     code = f"import os, time\ndef score(completions, **_):\n    print('last words', flush=True)\n    {harm}\n"
@@ -83,14 +82,15 @@ def test_what_was_printed_before_a_death_or_a_hang_is_kept(
 # ------------------------------------------------------------------------------------------------- in a run
 
 
-class Said:
-    """Hears what a run says."""
+class RecordingDisplay:
+    """Records the messages of a run."""
 
     def __init__(self, display: Any) -> None:
-        self.display, self.said = display, []  # type: Any, list[str]
+        self.display = display
+        self.messages: list[str] = []
 
     def message(self, text: str) -> None:
-        self.said.append(text)
+        self.messages.append(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.display, name)
@@ -101,13 +101,13 @@ def failing(tiny: Callable[..., Config], folder: Path, body: str, *overrides: st
     return replace(tiny(*overrides), reward=replace(tiny().reward, functions=(f"{folder}/mine.py:score",)))
 
 
-def test_a_run_that_a_reward_stops_leaves_the_traceback_and_the_completions(
+def test_run_stopped_by_a_reward_keeps_the_traceback_and_the_completions(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     config = failing(tiny, tmp_path, f"raise ValueError('ouch hf_{'x1' * 17}')", "steps=3", "eval.every=0")
-    heard = Said(display)
+    recording = RecordingDisplay(display)
     with pytest.raises(RewardError, match=r"ouch .*\(mine\.py:3\).*reward_errors/01\.txt"):
-        train(config, heard)
+        train(config, recording)
     run = Path(config.run_dir)
     (file,) = (run / "reward_errors").iterdir()
     text = file.read_text()
@@ -116,14 +116,14 @@ def test_a_run_that_a_reward_stops_leaves_the_traceback_and_the_completions(
     assert "---- printed\nhello" in text
     assert records[0]["text"] in text
     assert "ouch [hidden]" in text
-    assert "x1x1" not in text  # a secret in the message, nor in the line of the file that raised
+    assert "x1x1" not in text  # neither in the message nor in the source line that raised
     assert len(records) == 16
     assert all(record["failure"].startswith("raised: score: ValueError: ouch") for record in records)
-    assert sum("reward_errors/01.txt" in said for said in heard.said) == 1
+    assert sum("reward_errors/01.txt" in message for message in recording.messages) == 1
     assert [e["step"] for e in read_jsonl(run / "events.jsonl") if e["event"] == "reward failed"] == [1]
 
 
-def test_the_evidence_holds_no_secrets(
+def test_fault_files_contain_no_secrets(
     tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "a-value-of-no-shape")
@@ -140,16 +140,16 @@ def test_the_evidence_holds_no_secrets(
         assert secret not in written
 
 
-def test_a_fault_of_every_step_is_told_once(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+def test_fault_in_every_step_is_reported_once(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
     body = "return [ValueError('a few') if len(c) % 4 == 0 else len(c) % 3 for c in completions]"
     config = failing(tiny, tmp_path, body, "steps=3", "reward.max_unscored_fraction=1")
-    heard = Said(display)
-    train(config, heard)
+    recording = RecordingDisplay(display)
+    train(config, recording)
     assert len(list((Path(config.run_dir) / "reward_errors").iterdir())) == 1
-    assert sum("a few" in said and "reward_errors/01.txt" in said for said in heard.said) == 1
+    assert sum("a few" in message and "reward_errors/01.txt" in message for message in recording.messages) == 1
 
 
-def test_a_first_evaluation_without_a_score_stops_the_run_before_the_first_step(
+def test_first_evaluation_without_any_score_stops_the_run_before_the_first_step(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     config = failing(tiny, tmp_path, "raise ValueError('ouch')", "reward.max_unscored_fraction=1")
@@ -160,7 +160,7 @@ def test_a_first_evaluation_without_a_score_stops_the_run_before_the_first_step(
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_the_command_of_the_error_continues_the_run_once_the_reward_is_fixed(
+def test_command_in_the_error_resumes_the_run_once_the_reward_is_fixed(
     tiny: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
 ) -> None:
     config = failing(tiny, tmp_path, "raise ValueError('ouch')", "steps=1", f"eval.every={every}")

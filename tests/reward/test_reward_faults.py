@@ -1,6 +1,6 @@
-"""Reward functions that misbehave: the guilty reply is unscored with the reason, every other score is untouched.
+"""Reward functions that misbehave: the affected completion is unscored with the reason, all other scores are unchanged.
 
-Each function gives `1.0` for a good reply and misbehaves on the reply `bad`.
+Each function returns `1.0` for a good completion and misbehaves on the completion `bad`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def code(bad: str, extra: str = "") -> str:
 
 
 def check_innocent(scores, guilty):
-    """All but the reply at `guilty` have their score."""
+    """Check that all completions except the one at `guilty` have their score."""
     others = [s for i, s in enumerate(scores) if i != guilty]
     assert [(s.status, s.reward, s.correct, s.failure) for s in others] == [(Status.SCORED, 1.0, True, None)] * len(
         others
@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("bad", "failure"), CASES)
-def test_one_bad_reply(make_pool, reward_file, group, bad, failure):
+def test_one_bad_completion(make_pool, reward_file, group, bad, failure):
     pool = make_pool(reward_file(code(bad)))
     scores = pool.score([group(["a", "bad", "b", "c"]), group(["d", "e"])])
     score = check_innocent(scores[0], 1)
@@ -108,17 +108,17 @@ def test_odd_but_fine(make_pool, reward_file, group, good, value):
 @pytest.mark.parametrize(
     ("result", "failure"),
     [
-        ("[1.0]", "nonsense: score: returned 1 values for 3 replies"),
-        ("[1.0] * (len(completions) + 1)", "nonsense: score: returned 4 values for 3 replies"),
+        ("[1.0]", "nonsense: score: returned 1 values for 3 completions"),
+        ("[1.0] * (len(completions) + 1)", "nonsense: score: returned 4 values for 3 completions"),
         ("1.0", "nonsense: score: returned 1.0 (float) instead of a list"),
         ("None", "nonsense: score: returned None (NoneType) instead of a list"),
         ("'1' * len(completions)", "nonsense: score: returned '111' (str) instead of a list"),
         ("{c: 1.0 for c in completions}", "nonsense: score: returned"),
-        ("iter(int, 1)", "nonsense: score: returned a different number of values for 3 replies"),
+        ("iter(int, 1)", "nonsense: score: returned a different number of values for 3 completions"),
     ],
 )
 def test_wrong_shape_of_the_result(make_pool, reward_file, group, result, failure):
-    """It says nothing of any reply of that call, and trying them alone could make it look right by chance."""
+    """No completion of the call is scored or retried: alone, the result could have the right shape by chance."""
     pool = make_pool(
         reward_file(f"""
             def score(completions, **_):
@@ -138,7 +138,7 @@ def test_arrays_and_tuples_are_lists(make_pool, reward_file, group):
         assert [s.reward for s in pool.score([group(["a", "b"])])[0]] == [1.0, 2.0]
 
 
-def test_mutated_arguments_reach_nobody_else(make_pool, reward_file, group):
+def test_mutated_arguments_do_not_affect_other_calls(make_pool, reward_file, group):
     name = reward_file("""
         def score(prompts, completions, tags, setting, **_):
             values = []
@@ -162,7 +162,7 @@ def test_mutated_arguments_reach_nobody_else(make_pool, reward_file, group):
         "os.kill(os.getpid(), signal.SIGSTOP)",
     ],
 )
-def test_a_hang_costs_only_its_own_reply(make_pool, reward_file, group, bad):
+def test_hang_costs_only_its_own_completion(make_pool, reward_file, group, bad):
     pool = make_pool(reward_file(code(bad)), timeout_s=0.7, workers=2)
     began = time.monotonic()
     scores = pool.score([group(["a", "b"]), group(["a", "bad", "b", "c"]), group(["d", "e"])])
@@ -174,7 +174,7 @@ def test_a_hang_costs_only_its_own_reply(make_pool, reward_file, group, bad):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_function_that_always_hangs_is_given_up(make_pool, reward_file, group, workers):
+def test_function_that_always_hangs_is_given_up(make_pool, reward_file, group, workers):
     pool = make_pool(reward_file(code("time.sleep(60)")), timeout_s=0.5, workers=workers)
     began = time.monotonic()
     scores = pool.score([group(["bad"] * 6, id=f"train/{g}") for g in range(8)])
@@ -186,13 +186,13 @@ def test_a_function_that_always_hangs_is_given_up(make_pool, reward_file, group,
 
 
 @pytest.mark.parametrize("harm", ["time.sleep(60)", "os._exit(1)"])
-def test_however_many_are_guilty_the_innocent_keep_their_scores(make_pool, reward_file, group, harm):
+def test_good_completions_keep_their_scores_however_many_are_bad(make_pool, reward_file, group, harm):
     pool = make_pool(reward_file(code(harm)), timeout_s=2.0, workers=2)
     for scores in pool.score([group(["a", "b", "bad", "c"], id=f"train/{g}") for g in range(4)]):
         check_innocent(scores, 2)
 
 
-def test_a_function_that_fails_only_on_groups_is_called_reply_by_reply(make_pool, reward_file, group):
+def test_function_that_fails_only_on_groups_is_called_per_completion(make_pool, reward_file, group):
     name = reward_file("""
         import time
         def score(completions, **_):
@@ -205,7 +205,7 @@ def test_a_function_that_fails_only_on_groups_is_called_reply_by_reply(make_pool
     assert all(s.reward == 2.0 for g in scores for s in g)
 
 
-def test_a_worker_killed_from_outside_costs_nothing(make_pool, reward_file, group, tmp_path):
+def test_worker_killed_from_outside_costs_no_score(make_pool, reward_file, group, tmp_path):
     log = tmp_path / "log"
     pool = make_pool(
         reward_file(f"""
@@ -238,7 +238,7 @@ def test_a_worker_killed_from_outside_costs_nothing(make_pool, reward_file, grou
     assert [[s.reward for s in g] for g in scores] == [[10.0 * g + i for i in range(1 + g % 2)] for g in range(30)]
 
 
-def test_a_worker_killed_while_idle_is_replaced(make_pool, reward_file, group):
+def test_worker_killed_while_idle_is_replaced(make_pool, reward_file, group):
     pool = make_pool(reward_file(code("pass")))
     (pid,) = pool.pids()
     os.kill(pid, signal.SIGKILL)
@@ -249,7 +249,7 @@ def test_a_worker_killed_while_idle_is_replaced(make_pool, reward_file, group):
 
 
 def test_nothing_leaks(make_pool, reward_file, group, children):
-    """File descriptors, zombies and threads after many failures, and after closing."""
+    """No file descriptors, zombies or threads leak after many failures, or after closing."""
     before, threads = children(), threading.active_count()
     descriptors = len(os.listdir("/proc/self/fd"))
     pool = make_pool(reward_file(code("os._exit(1)")), timeout_s=2.0, workers=2)
@@ -272,7 +272,7 @@ def test_children_of_a_hanging_function_die_with_it(make_pool, reward_file, grou
     assert not _alive(int(note.read_text()))
 
 
-def test_a_grandchild_that_holds_the_pipes_does_not_hide_a_death(make_pool, reward_file, group):
+def test_grandchild_that_holds_the_pipes_does_not_hide_a_death(make_pool, reward_file, group):
     pool = make_pool(reward_file(code("os.fork() and os._exit(7); time.sleep(5)")), timeout_s=4.0)
     began = time.monotonic()
     assert check_innocent(pool.score([group(["a", "bad"])])[0], 1).failure == "died: score: exit code 7"
@@ -280,7 +280,7 @@ def test_a_grandchild_that_holds_the_pipes_does_not_hide_a_death(make_pool, rewa
 
 
 def test_workers_die_with_a_killed_trainer(reward_file, tmp_path):
-    """Also in the middle of a call that never ends, and though the pool's thread started them."""
+    """Even during a call that never ends, and although a thread of the pool started them."""
     name = reward_file(f"""
         import os, time
         def score(completions, **_):
@@ -292,8 +292,10 @@ from gspo.config import RewardConfig
 from gspo.reward.reward import RewardPool
 from gspo.types import Completion, Prompt, StopReason
 pool = RewardPool(RewardConfig(functions=({name!r},), workers=2))
-reply = Completion(prompt_id="p", sample=0, token_ids=(), text="", logp_sampler=(), stop=StopReason.EOS, version=0)
-pool.score([(Prompt(id="p", content="", text="", token_ids=()), [reply])])
+completion = Completion(
+    prompt_id="p", sample=0, token_ids=(), text="", logp_sampler=(), stop=StopReason.EOS, version=0
+)
+pool.score([(Prompt(id="p", content="", text="", token_ids=()), [completion])])
 """
     trainer = subprocess.Popen([sys.executable, "-c", script])
     pid = _wait_for(tmp_path / "pid")
@@ -307,7 +309,7 @@ pool.score([(Prompt(id="p", content="", text="", token_ids=()), [reply])])
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    """Make Ctrl-C raise even if the tests were started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -366,7 +368,7 @@ def test_closing_while_another_thread_scores(make_pool, reward_file, group, tmp_
     assert caught == ["the reward pool was closed while it was scoring"]
 
 
-def test_a_worker_that_cannot_be_started_again_is_an_error_not_a_hang(make_pool, reward_file, group, tmp_path):
+def test_worker_that_cannot_be_restarted_is_an_error_not_a_hang(make_pool, reward_file, group, tmp_path):
     flag = str(tmp_path / "broken")
     pool = make_pool(
         reward_file(code("open(FLAG, 'w'); os._exit(1)", f"FLAG = {flag!r}; assert not os.path.exists(FLAG)"))
@@ -377,7 +379,7 @@ def test_a_worker_that_cannot_be_started_again_is_an_error_not_a_hang(make_pool,
     check_innocent([None, *pool.score([group(["a"])])[0]], 0)
 
 
-def test_two_threads_may_score_at_once(make_pool, reward_file, group):
+def test_two_threads_can_score_concurrently(make_pool, reward_file, group):
     pool = make_pool(reward_file(code("raise ValueError")), workers=2)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Functions that cannot be used are refused when the pool is built, in one line that names the place and the remedy."""
+"""Building a pool rejects unusable functions with a one-line error that names the location and the fix."""
 
 from __future__ import annotations
 
@@ -74,19 +74,17 @@ def test_bad_settings(make_pool, functions, settings, words):
     assert words in message
 
 
-def test_an_unknown_option_of_a_users_function(make_pool, reward_file):
+def test_unknown_option_of_a_user_function(make_pool, reward_file):
     name = reward_file("def score(completions, scale=1): return [scale] * len(completions)")
     kind, message = refused(make_pool, name, options={name: {"scael": 2}})
     assert kind is ConfigError
     assert "did you mean scale?" in message
 
 
-def test_a_file_may_import_its_neighbours_and_hides_no_standard_module(make_pool, reward_file, group):
-    reward_file("VALUE = 3.0", "neighbour.py")
+def test_file_can_import_its_siblings_and_shadows_no_standard_module(make_pool, reward_file, group):
+    reward_file("VALUE = 3.0", "sibling.py")
     reward_file("raise AssertionError('hid the standard library')", "random.py")
-    name = reward_file(
-        f"import neighbour, random\nrandom.random()\n{GOOD.replace('1.0', 'neighbour.VALUE')}", "json.py"
-    )
+    name = reward_file(f"import sibling, random\nrandom.random()\n{GOOD.replace('1.0', 'sibling.VALUE')}", "json.py")
     assert make_pool(name).score([group(["a"])])[0][0].reward == 3.0
 
 

@@ -1,4 +1,4 @@
-"""Lines that functions or libraries write into a worker's pipe: ignored, or a failure of that call, never of the run."""
+"""Data that functions or libraries write into a worker's pipe is ignored or fails that call, never the run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize("data", JUNK)
-def test_a_line_that_is_no_answer_is_ignored(
+def test_line_that_is_not_an_answer_is_ignored(
     make_pool: Any, group: Any, reward_file: Callable[..., str], data: str
 ) -> None:
     pool = make_pool(reward_file(CODE.format(data=data)))
@@ -63,7 +63,7 @@ def test_a_line_that_is_no_answer_is_ignored(
 
 
 @pytest.mark.parametrize("data", [*FORGED, "b'x' * 2**25"])
-def test_a_forged_answer_fails_its_call_alone(
+def test_forged_answer_fails_only_its_own_call(
     make_pool: Any, group: Any, reward_file: Callable[..., str], data: str
 ) -> None:
     pool = make_pool(reward_file(CODE.format(data=data)), timeout_s=120.0)  # 32 MiB take a while on a busy machine
@@ -72,7 +72,7 @@ def test_a_forged_answer_fails_its_call_alone(
     assert (bad.status, bad.failure.partition(": ")[0]) == (Status.UNSCORED, "died")
 
 
-def test_a_line_that_is_printed_while_the_functions_are_loaded_is_ignored(
+def test_line_printed_while_the_functions_load_is_ignored(
     make_pool: Any, group: Any, reward_file: Callable[..., str]
 ) -> None:
     code = """

@@ -1,4 +1,4 @@
-"""What a batch of replies becomes when all goes well: calling convention, weights, statuses, order."""
+"""Scoring a batch of completions without faults: calling convention, weights, statuses, order."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_empty_batches_and_groups(make_pool, reward_file, group):
     assert [len(s) for s in pool.score([group([]), group(["a"]), group([])])] == [0, 1, 0]
 
 
-def test_any_text_survives_the_way_to_the_function(make_pool, reward_file, group):
+def test_any_text_reaches_the_function_unchanged(make_pool, reward_file, group):
     texts = ["", "\ud800 lone", "\x00\x1b[31m", "line\nbreak\u2028", "🦀" * 1000, "x" * 2_000_000]
     pool = make_pool(
         reward_file("""
@@ -150,7 +150,7 @@ def test_columns_that_are_not_json_are_named(make_pool, reward_file, group):
     assert pool.score([group(["a"])])[0][0].reward == 1.0
 
 
-def test_not_a_number_in_a_column_is_the_users_business(make_pool, reward_file, group):
+def test_nan_in_a_column_reaches_the_function(make_pool, reward_file, group):
     pool = make_pool(reward_file("def score(completions, x): return [float(v != v) for v in x]"))
     assert pool.score([group(["a"], x=float("nan"))])[0][0].reward == 1.0
 
@@ -165,7 +165,7 @@ def test_a_file_edited_during_the_run_changes_nothing(make_pool, reward_file, gr
     assert pool.score([group(["a"])])[0][0].reward == 1.0
 
 
-def test_a_closed_pool_says_so(make_pool, reward_file, group):
+def test_closed_pool_raises_an_error(make_pool, reward_file, group):
     pool = make_pool(reward_file("def score(completions, **_): return [1] * len(completions)"))
     pool.close()
     pool.close()

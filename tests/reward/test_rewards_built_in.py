@@ -1,4 +1,4 @@
-"""The built-in rewards' verdicts, through a pool, as a run gets them."""
+"""Scores of the built-in rewards, through a pool as in a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo.types import Status
 HALF = r"so \boxed{\frac{1}{2}}"
 
 MATH = [
-    # expected, reply, reward
+    # expected, text, reward
     ("0.5", HALF, 1.0),
     ("1/2", HALF, 1.0),
     (r"\frac{1}{2}", "The answer is 0.5.", 1.0),
@@ -52,7 +52,7 @@ MATH = [
     ("3x+1", "3", 0.0),
     ("3x+1", r"\boxed{1+3x}", 1.0),
     ("x^2+1", "1", 0.0),
-    # an expected answer that is no mathematics: nobody can say that the reply is wrong
+    # the expected answer is not mathematics, so the completion cannot be called wrong
     ("Paris", "Paris", None),
     ("Paris", "72", None),
     ("between 12 and 13 clips", "13", None),
@@ -61,7 +61,7 @@ MATH = [
 ]
 
 EXACT = [
-    # options, expected, reply, reward
+    # options, expected, text, reward
     ({}, "Paris", "  Paris\n", 1.0),
     ({}, "New York", "New \n York", 1.0),
     ({}, "Paris", "paris", 0.0),
@@ -97,7 +97,7 @@ EXACT = [
 ]
 
 LAST_NUMBER = [
-    # expected, reply, reward
+    # expected, text, reward
     ("3/4", "It is 3/4.", 1.0),
     ("3/4", "It is 4.", 0.0),
     ("4", "It is 3/4.", 0.0),
@@ -123,8 +123,8 @@ def math_pool():
 @pytest.mark.parametrize("chat", [False, True])
 def test_math_answer(math_pool, group, chat):
     content = [{"role": "user", "content": "?"}] if chat else "?"
-    scores = math_pool.score([group([reply], content=content, answer=answer) for answer, reply, _ in MATH])
-    got = [(answer, reply, score.reward) for (answer, reply, _), (score,) in zip(MATH, scores, strict=True)]
+    scores = math_pool.score([group([text], content=content, answer=answer) for answer, text, _ in MATH])
+    got = [(answer, text, score.reward) for (answer, text, _), (score,) in zip(MATH, scores, strict=True)]
     assert got == MATH
 
 
@@ -134,10 +134,10 @@ def test_math_answer_abstains_rather_than_saying_wrong(math_pool, group):
 
 
 def test_math_answer_with_a_marker(make_pool, group):
-    """Without one, math-verify would take the number that stands after the word "answer"."""
+    """Without a marker, math-verify would take the number after the word "answer"."""
     pool = make_pool("math_answer", options={"math_answer": {"marker": "####"}})
-    replies = ["as an answer: 9 / 45 = 20%\n#### 21", "as an answer: 19\n#### 20", "20", "#### 19\n#### 20"]
-    assert [s.reward for s in pool.score([group(replies, answer="20")])[0]] == [0.0, 1.0, 0.0, 1.0]
+    texts = ["as an answer: 9 / 45 = 20%\n#### 21", "as an answer: 19\n#### 20", "20", "#### 19\n#### 20"]
+    assert [s.reward for s in pool.score([group(texts, answer="20")])[0]] == [0.0, 1.0, 0.0, 1.0]
 
 
 BOMBS = [
@@ -153,15 +153,15 @@ BOMBS = [
 ]
 
 
-def test_bombs_hurt_only_themselves(group):
-    """A bomb is wrong, never unscored, and what comes before and after keeps its score."""
+def test_bombs_affect_only_their_own_score(group):
+    """A bomb is wrong, never unscored, and completions before and after it keep their scores."""
     right, wrong = "#### 72", "#### 71"
-    replies = [right, wrong]
+    texts = [right, wrong]
     for bomb in BOMBS:
-        replies += [bomb, right, wrong]
-    order = random.Random(0).sample(range(len(replies)), len(replies))
-    groups = [group(replies[:10], answer="72"), group(replies[10:], answer="72")]
-    groups.append(group([replies[i] for i in order[:8]], answer="72"))
+        texts += [bomb, right, wrong]
+    order = random.Random(0).sample(range(len(texts)), len(texts))
+    groups = [group(texts[:10], answer="72"), group(texts[10:], answer="72")]
+    groups.append(group([texts[i] for i in order[:8]], answer="72"))
     config = RewardConfig(functions=("math_answer",), options={"math_answer": {"limit_s": 0.3}}, timeout_s=60.0)
     with RewardPool(config) as pool:
         scores = pool.score(groups)
@@ -174,39 +174,39 @@ def test_exact_answer(make_pool, group):
     for options in ({}, {"marker": "####"}, {"ignore_case": True}, {"numbers": False}):
         rows = [row for row in EXACT if row[0] == options]
         pool = make_pool("exact_answer", options={"exact_answer": options})
-        scores = pool.score([group([reply], answer=answer) for _, answer, reply, _ in rows])
+        scores = pool.score([group([text], answer=answer) for _, answer, text, _ in rows])
         assert [(*row[:3], s.reward) for row, (s,) in zip(rows, scores, strict=True)] == rows
         pool.close()
 
 
 def test_last_number(make_pool, group):
-    scores = make_pool("last_number").score([group([reply], answer=answer) for answer, reply, _ in LAST_NUMBER])
-    got = [(answer, reply, score.reward) for (answer, reply, _), (score,) in zip(LAST_NUMBER, scores, strict=True)]
+    scores = make_pool("last_number").score([group([text], answer=answer) for answer, text, _ in LAST_NUMBER])
+    got = [(answer, text, score.reward) for (answer, text, _), (score,) in zip(LAST_NUMBER, scores, strict=True)]
     assert got == LAST_NUMBER
 
 
 def test_task_answer_does_not_read_the_thinking(make_pool, group):
     pool = make_pool(task=("addition", {}))
-    replies = ["<think>8</think>1+6=7|7", "<think>1+6=7|7</think>8", "<think>1+6=7|7", "1+6=7|7"]
-    assert [s.reward for s in pool.score([group(replies, answer="7")])[0]] == [1.0, 0.0, 0.0, 1.0]
+    texts = ["<think>8</think>1+6=7|7", "<think>1+6=7|7</think>8", "<think>1+6=7|7", "1+6=7|7"]
+    assert [s.reward for s in pool.score([group(texts, answer="7")])[0]] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_task_answer_is_the_default_for_a_generated_task(make_pool, group):
     problem = build_task("addition", {"digits": 2}).generate(random.Random(0))
     pool = make_pool(task=("addition", {"digits": 2}))
-    replies = [problem.demonstration, problem.demonstration + "0", ""]
-    scores = pool.score([group(replies, content=problem.prompt, answer=problem.answer, **problem.columns)])[0]
+    texts = [problem.demonstration, problem.demonstration + "0", ""]
+    scores = pool.score([group(texts, content=problem.prompt, answer=problem.answer, **problem.columns)])[0]
     assert pool.names == ("task_answer",)
     assert [(s.reward, s.correct) for s in scores] == [(1.0, True), (0.0, False), (0.0, False)]
 
 
-def test_task_answer_beside_another(make_pool, group):
+def test_task_answer_with_a_second_reward(make_pool, group):
     options = {"reply_format": {"pattern": "[0-9|+=;]*"}}
     pool = make_pool("task_answer", "reply_format", task=("addition", {}), weights=(1.0, 0.5), options=options)
     assert [s.reward for s in pool.score([group(["|7", "7", "?"], answer="7")])[0]] == [1.5, 0.5, 0.0]
 
 
-def test_a_bad_task_is_refused(make_pool):
+def test_bad_task_is_rejected(make_pool):
     for task in (("no_such_task", {}), ("addition", {"digit": 2})):
         with pytest.raises(ConfigError, match=r"data\.task"):
             make_pool(task=task)
@@ -219,11 +219,11 @@ def test_a_column_with_the_name_of_an_option_is_not_the_option(make_pool, group)
 
 def test_reply_format(make_pool, group):
     pool = make_pool("reply_format", options={"reply_format": {"pattern": "<think>.*</think>.*"}})
-    replies = ["<think>a\nb</think> 7", "x<think></think>", "<think>", ""]
-    assert [s.reward for s in pool.score([group(replies)])[0]] == [1.0, 0.0, 0.0, 0.0]
+    texts = ["<think>a\nb</think> 7", "x<think></think>", "<think>", ""]
+    assert [s.reward for s in pool.score([group(texts)])[0]] == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_pattern_that_backtracks_for_ever(make_pool, group):
+def test_pattern_that_backtracks_forever_times_out(make_pool, group):
     pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     good, bad = pool.score([group(["aab", "a" * 60])])[0]
     assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"reply_format": ("timeout",)})

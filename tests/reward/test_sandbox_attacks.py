@@ -1,8 +1,8 @@
-"""Attacks S1 to S25, at every level of sandbox that this machine has.
+"""Attacks S1 to S25, at every sandbox level that this machine supports.
 
-Each attack scores 0 within its limit, its neighbours' scores do not change, and the host is as it was before. Attacks that
-try something note what came of it; the tests read the notes, so an attack that was never made does not pass for one
-that was stopped.
+Each attack scores 0 within its limit, other programs' scores do not change, and the host is unchanged. Attacks record
+their outcomes, and the tests check the records, so an attack that was never made does not count as one that was
+stopped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SECRET = "hunter2-planted-in-the-environment"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy this machine is, it comes to an end with each program."""
+    """Give each program enough time even on a busy machine."""
     monkeypatch.setattr(clock, "PATIENCE_ALONE", PATIENT)
 
 
@@ -75,7 +75,7 @@ def level(request: pytest.FixtureRequest, found: list[Level | str]) -> Level:
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[dict[str, Any]]:
-    """Things on the host that anybody may use, so that it is the sandbox that stops a program and not the file modes."""
+    """World-accessible resources on the host, so it is the sandbox that stops a program and not the file modes."""
     folder = Path(tempfile.mkdtemp(prefix="gspo-attack-", dir="/tmp"))
     folder.chmod(0o777)
     (folder / "file").write_text(SECRET)
@@ -117,12 +117,12 @@ def places() -> Iterator[dict[str, Any]]:
 
 
 def test_this_machine_has_a_sandbox(found: list[Level | str]) -> None:
-    """Never skipped: where there is none, the other tests here would prove nothing."""
+    """Never skipped: without a sandbox, the other tests here would prove nothing."""
     assert [level for level in found if isinstance(level, Level)], f"install bubblewrap: {found}"
 
 
 JUDGED = [name for name in ATTACKS if name.startswith(("S12", "S13", "S20"))]
-"""Attacks on the verdict, which is reached in the same way at every level."""
+"""Attacks on the verdict, which is computed in the same way at every level."""
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in JUDGED])
@@ -142,19 +142,19 @@ def test_attack_on_the_verdict_at_every_level(name: str, level: Level, places: M
 
 
 def attack_fails(attack: Attack, level: Level, places: Mapping[str, Any]) -> None:
-    grade, seconds, neighbour = graded(attack, level, places)
+    grade, seconds, other = graded(attack, level, places)
     assert isinstance(grade, Grade), grade
     assert grade.end in attack.ends, grade
     assert grade.value(all_or_nothing=True) == 0.0
     assert seconds < PATIENT / clock.PATIENCE * longest_s(attack.limits.limit_s)
-    assert isinstance(neighbour, Grade), neighbour
-    assert neighbour.end is End.PASSED, neighbour
+    assert isinstance(other, Grade), other
+    assert other.end is End.PASSED, other
     if attack.check:
         attack.check(notes_of(attack, level, places), places)
 
 
 def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) -> None:
-    """One judge for all of them: what one program answers does not change the next one's verdict."""
+    """One judge serves all of them, and one program's answers do not change the next one's verdict."""
     attacks = [filled(a, places) for a in ATTACKS.values() if a.suite is ASSERTS]
     programs = [program for attack in attacks for program in (attack, GOOD)] + [BAD]
     grades = grade_all(programs, ASSERTS, level, LIMITS)
@@ -167,7 +167,7 @@ def test_attacks_among_honest_programs(level: Level, places: Mapping[str, Any]) 
 
 @pytest.fixture(scope="module")
 def user() -> tuple[str, dict[str, Any]]:
-    """A Python that can import the package as somebody who is not root, and how to become that."""
+    """A Python that an unprivileged user can run with this package, and the arguments to become that user."""
     if os.geteuid() != 0:
         return sys.executable, {}
     identity = {"user": 65534, "group": 65534, "extra_groups": []}
@@ -182,7 +182,7 @@ def user() -> tuple[str, dict[str, Any]]:
 
 
 def test_as_an_ordinary_user(level: Level, places: Mapping[str, Any], user: tuple[str, dict[str, Any]]) -> None:
-    """Trainer and program have the same user here: file modes and signals' own rules protect nothing."""
+    """Trainer and program run as the same user, so file modes and signal permissions protect nothing."""
     python, identity = user
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "WANDB_API_KEY": SECRET}
     arguments = [python, "-m", "sandbox_attacks", str(level.number), json.dumps({**places, "pid": os.getpid()})]
@@ -211,7 +211,7 @@ print(json.dumps([notes_of(attack, l, places) for l in (level, unsafe)]))
 
 
 def test_secret_in_the_trainers_environment(level: Level, user: tuple[str, dict[str, Any]]) -> None:
-    """S8, S9: planted when the trainer starts. Without the sandbox the same program does read it."""
+    """S8, S9: the secret is set when the trainer starts. Without the sandbox the same program can read it."""
     python, identity = user
     environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "HF_TOKEN": SECRET, "PATH": os.environ["PATH"]}
     arguments = [python, "-c", ENVIRON, str(level.number)]
@@ -253,7 +253,7 @@ print(json.dumps(counts))
 
 
 def test_threads_are_counted_by_sandbox_and_not_by_user(level: Level, user: tuple[str, dict[str, Any]]) -> None:
-    """Neighbors that take all the threads they can get leave an honest program, which began before them, its own."""
+    """Programs that start as many threads as they can do not take threads away from one that started earlier."""
     python, identity = user
     environment = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PATH": os.environ["PATH"]}
     arguments = [python, "-c", NEIGHBORS, str(level.number), STARTER]
@@ -264,7 +264,7 @@ def test_threads_are_counted_by_sandbox_and_not_by_user(level: Level, user: tupl
     assert honest == 20
 
 
-# ------------------------------------------------------------------------------------------- nothing is left behind
+# ------------------------------------------------------------------------------------------- clean-up
 
 
 def test_a_second_program_sees_nothing_of_the_first(level: Level, places: Mapping[str, Any]) -> None:
@@ -274,7 +274,8 @@ import builtins
 def leave():
     for place in ("/tmp", ".", "/", "/dev", "/dev/shm", "/var/tmp", PLACE):
         attempt(place, lambda: open(os.path.join(place, PLANT + "-left"), "w").write("x"))
-    attempt("shared memory", lambda: __import__("multiprocessing.shared_memory").shared_memory.SharedMemory("left", True, 10))
+    shared_memory = lambda: __import__("multiprocessing.shared_memory").shared_memory
+    attempt("shared memory", lambda: shared_memory().SharedMemory("left", True, 10))
     attempt("segment", lambda: call(29 if X86 else 194, 4243, 4096, 0o1666))
     attempt("key", lambda: call(248 if X86 else 217, b"user", b"left", b"x", 1, -4))
 leave()
@@ -298,7 +299,7 @@ attempt("segment", lambda: call(29 if X86 else 194, 4243, 4096, 0))
 
 
 def processes_of_this_test() -> set[int]:
-    """Sandboxed processes that were started by this one, wherever they are now."""
+    """Sandboxed processes that this process started, even if they were reparented."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -311,7 +312,7 @@ def processes_of_this_test() -> set[int]:
 
 
 def test_nothing_is_left_running_or_open(level: Level, children: Any) -> None:
-    """S18, F21: no process, no zombie, no descriptor."""
+    """S18, F21: no process, zombie or descriptor remains."""
     sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD
     hang = "import time\ndef solve(x): time.sleep(60)"
     limits = replace(SHORT, limit_s=0.2)
@@ -389,7 +390,7 @@ def test_five_hundred_programs(level: Level) -> None:
 
 
 def test_the_probe_notices_a_level_that_leaks(level: Level) -> None:
-    """Without the filter, without files closed off: the probe says what a program could do."""
+    """Without the filter and without file restrictions, the probe lists what a program could do."""
     unsafe = Level(number=0, python=level.python, own_users=level.own_users)
     assert flaw(unsafe)
 
@@ -402,9 +403,10 @@ def test_programs_never_run_as_root(level: Level) -> None:
 
 
 def test_what_programs_may_do(level: Level) -> None:
-    """The sandbox is not in the way of ordinary programs: threads, asyncio, the standard library, deep recursion."""
+    """The sandbox does not restrict ordinary programs: threads, asyncio, the standard library, deep recursion."""
     program = """
-import asyncio, collections, datetime, decimal, fractions, functools, heapq, itertools, json, math, random, re, statistics
+import asyncio, collections, datetime, decimal, fractions, functools, heapq, itertools, json, math, random, re
+import statistics
 import string, sys, tempfile, threading, typing, dataclasses, unicodedata, zlib, hashlib, bisect, copy, enum, operator
 
 @dataclasses.dataclass
@@ -432,7 +434,7 @@ def solve(x):
 
 @pytest.fixture(scope="module")
 def packed(level: Level) -> Iterator[Level]:
-    """The same level with a Python of its own that has packages in all the places where they are installed."""
+    """The same level with a separate Python that has packages in every location where they can be installed."""
     home = Path(tempfile.mkdtemp(prefix="gspo-python-", dir="/tmp"))
     home.chmod(0o755)
     query = "import os, sys; print(os.path.dirname(os.__file__), os.path.basename(os.path.dirname(os.__file__)))"
@@ -464,13 +466,15 @@ def test_without_packages_only_the_standard_library_can_be_read(packed: Level) -
     program = """
 import glob, importlib.util, site
 folders = [folder for pattern in ("lib/*/*-packages", "lib/*-packages") for folder in glob.glob(HOME + "/" + pattern)]
-folders += [HOME + "/lib/" + name for name in (VERSION + "/site-packages", VERSION + "/dist-packages", "python3/dist-packages")]
+names = (VERSION + "/site-packages", VERSION + "/dist-packages", "python3/dist-packages")
+folders += [HOME + "/lib/" + name for name in names]
 folders += ["/usr/lib/python3/dist-packages", "/usr/local/lib/" + VERSION + "/dist-packages"]
 attempt("as it is", lambda: __import__("installed"))
 for folder in folders:
     attempt("read " + folder, lambda: open(folder + "/installed.py").read())
     attempt("open " + folder, lambda: os.open("installed.py", os.O_RDONLY, dir_fd=os.open(folder, os.O_PATH)))
-    attempt("load " + folder, lambda: importlib.util.spec_from_file_location("x", folder + "/installed.py").loader.get_code("x"))
+    spec = importlib.util.spec_from_file_location("x", folder + "/installed.py")
+    attempt("load " + folder, lambda: spec.loader.get_code("x"))
     attempt("any module " + folder, lambda: open(glob.glob(folder + "/*.py")[0]).read())
 sys.path += folders
 for folder in folders: site.addsitedir(folder)
@@ -507,7 +511,7 @@ attempt("pip", lambda: __import__("ensurepip").version())
     ],
 )
 def test_exit_codes_of_programs_that_close_their_output(last: str, end: End, level: Level) -> None:
-    """Plain Python is asked first: the sandbox must not know better."""
+    """The sandbox must report the same exit code as plain Python."""
     program = f"import os, sys, time\nx = str(2 * int(input()))\n{last}\n"
     run = subprocess.run([level.python.real, "-S", "-c", program], input="3\n", capture_output=True, text=True)
     assert (run.returncode == 0 and run.stdout.strip() == "6") is (end is End.PASSED)

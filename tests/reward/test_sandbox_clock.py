@@ -1,4 +1,4 @@
-"""Who is to blame for a slow program, and one program at a time."""
+"""Blame for slow programs, and the lock that lets one program run alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def level(request: pytest.FixtureRequest) -> Level:
 
 
 class Machine:
-    """A process whose figures are set by the test: nothing here depends on a real clock."""
+    """A fake process whose times the test sets, so nothing here depends on a real clock."""
 
     def __init__(self, cpu: float = 0.0, waited: float = 0.0) -> None:
         self.cpu, self.wait = cpu, waited
@@ -49,17 +49,19 @@ class Machine:
 
 
 def outcome(*, spent: float, waited: float = 0.0, reference: float | None = None) -> tuple[str, float]:
-    """What a program of limit 1 s comes to that has these shares of the time that passes, and when, in seconds."""
+    """The outcome, and when it is reached, for a program with a limit of 1 s and these fractions of the elapsed
+    time."""
     box: Any = Machine(cpu=5.0, waited=5.0)
-    beside: Any = None if reference is None else Machine(cpu=7.0)
-    clock = Clock(box, 1.0, beside)
+    reference_box: Any = None if reference is None else Machine(cpu=7.0)
+    clock = Clock(box, 1.0, reference_box)
     clock.start()
     start = clock.deadline - 1.0
     while True:
         passed = clock.deadline - start
-        box.cpu, box.wait = 5.0 + spent * passed, 5.0 + waited * passed
-        if beside:
-            beside.cpu = 7.0 + (reference or 0.0) * passed
+        box.cpu = 5.0 + spent * passed
+        box.wait = 5.0 + waited * passed
+        if reference_box:
+            reference_box.cpu = 7.0 + (reference or 0.0) * passed
         try:
             clock.extend()
         except (DeadlinePassed, ProgramWaited, MachineBusy) as error:
@@ -91,21 +93,21 @@ def test_who_is_to_blame(shares: dict[str, float], end: str, least: float, most:
     assert least - 1e-6 <= seconds <= most + 1e-6
 
 
-def test_the_clock_stands_still_while_the_tests_run() -> None:
+def test_clock_pauses_while_the_tests_run() -> None:
     box: Any = Machine()
-    beside: Any = Machine()
-    clock = Clock(box, 1.0, beside)
+    reference_box: Any = Machine()
+    clock = Clock(box, 1.0, reference_box)
     for _ in range(5):
         clock.start()
         took = clock.stop()
         assert took < 0.5
-        beside.cpu += 1.0  # the reference goes on meanwhile
+        reference_box.cpu += 1.0  # the reference keeps running
     clock.start()
     assert clock.deadline - time.monotonic() > 0.5
-    clock.extend()  # it may still run: the reference's time was not the program's
+    clock.extend()  # does not raise: the reference's CPU time while the tests run does not count
 
 
-def test_many_threads_use_more_than_passes() -> None:
+def test_threads_together_cannot_exceed_the_limit() -> None:
     box: Any = Machine()
     clock = Clock(box, 1e-9, None)
     clock.start()
@@ -121,13 +123,15 @@ def test_many_threads_use_more_than_passes() -> None:
 
 
 LIMITS = replace(SHORT, limit_s=1.5)
-"""Long enough to be caught at work, on a busy machine too."""
+"""Long enough to be stopped while it computes, even on a busy machine."""
 
 
 @contextmanager
 def stopping(most: int) -> Iterator[list[int]]:
-    """A machine that lets a sandboxed process run for 0.3 s and no longer; so many processes, which it yields."""
-    over, mine, stopped = threading.Event(), set(descendants(os.getpid())), list[int]()
+    """Stop up to `most` sandboxed processes once each has used 0.3 s of CPU time. Yields the stopped processes."""
+    over = threading.Event()
+    mine = set(descendants(os.getpid()))
+    stopped: list[int] = []
 
     def hold() -> None:
         while len(stopped) < most and not over.wait(0.01):
@@ -146,8 +150,8 @@ def stopping(most: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_machine_that_stands_still_is_no_zero(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that computes, and the process beside it, are stopped from outside before they have had their time."""
+def test_stalled_machine_does_not_score_0(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A computing program and its reference process are stopped from outside before they reach the limit."""
     monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 2.0)
     with stopping(99):
         (grade,) = grade_all(["def solve(x):\n    while True: pass"], CALLS, level, LIMITS)
@@ -156,9 +160,7 @@ def test_a_machine_that_stands_still_is_no_zero(level: Level, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("suite", [CALLS, OUTPUT], ids=["calls", "stdin"])
-def test_a_program_that_waits_is_tried_again_and_scores_0(
-    suite: Any, level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sleeping_program_is_retried_and_scores_0(suite: Any, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gspo.reward.sandbox.clock.PATIENCE_ALONE", 100.0)  # however busy this machine is
     modes: list[str] = []
     init = Box.__init__
@@ -172,11 +174,11 @@ def test_a_program_that_waits_is_tried_again_and_scores_0(
     (grade,) = grade_all([program], suite, level, SHORT)
     assert isinstance(grade, Grade), grade
     assert (grade.end, grade.value(all_or_nothing=True)) == (End.TIMEOUT, 0.0)
-    assert len(modes) == 3  # twice the program, once the reference
+    assert len(modes) == 3  # the program twice, the reference once
 
 
-def test_a_program_that_keeps_the_tests_talking_scores_0(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that gives everybody a third of a processor: neither side uses its limit before the first deadline."""
+def test_program_that_keeps_the_tests_asking_scores_0(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process gets a third of a CPU, so neither side uses its limit before the first deadline."""
     for module in ("clock", "grade"):
         monkeypatch.setattr(f"gspo.reward.sandbox.{module}.PATIENCE_ALONE", 100.0)
     used = Box.cpu_s
@@ -188,7 +190,7 @@ def test_a_program_that_keeps_the_tests_talking_scores_0(level: Level, monkeypat
     assert grade.end is End.TIMEOUT
 
 
-def test_a_program_that_was_stopped_once_has_its_second_try(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_was_stopped_once_gets_a_second_try(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PATIENCE", "PATIENCE_ALONE"):
         monkeypatch.setattr(f"gspo.reward.sandbox.clock.{name}", 100.0)  # however busy this machine is
     program = "import time\nwhile time.process_time() < 1.0: pass\n" + GOOD
@@ -202,7 +204,7 @@ def test_a_program_that_was_stopped_once_has_its_second_try(level: Level, monkey
 # ------------------------------------------------------------------------------------------- turns
 
 
-def test_alone_means_that_no_other_runs() -> None:
+def test_exclusive_turn_excludes_all_others() -> None:
     events: list[str] = []
     inside, leave = threading.Event(), threading.Event()
 
@@ -220,7 +222,7 @@ def test_alone_means_that_no_other_runs() -> None:
     first.start()
     inside.wait()
     with turn(alone=False, patience_s=60.0):
-        pass  # side by side is no matter
+        pass  # shared turns do not block each other
     second = threading.Thread(target=alone)
     second.start()
     time.sleep(0.1)
@@ -231,6 +233,6 @@ def test_alone_means_that_no_other_runs() -> None:
     assert events == ["other ends", "alone"]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_waiting_for_a_turn_is_bounded() -> None:
     with turn(alone=True, patience_s=60.0), turn(alone=True, patience_s=0.05), turn(alone=False, patience_s=0.05):
         pass

@@ -1,4 +1,4 @@
-"""Finding a sandbox: the strongest that works, a refusal that names the remedy, and the filter by itself."""
+"""The probe picks the strongest sandbox that works, or raises an error with the fix. Also tests the seccomp filter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gspo.reward.sandbox.probe import sandbox_level
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """Every test probes anew."""
+    """Clear the cached probe result for every test."""
     probe._best.cache_clear()
     yield
     probe._best.cache_clear()
@@ -46,19 +46,19 @@ def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_level_says_what_it_is() -> None:
+def test_level_describes_itself() -> None:
     level = sandbox_level()
     assert level.number in (5, 6)
     assert str(level).startswith(f"L{level.number} {level.name} (")
     assert level.python.version in str(level)
 
 
-def test_it_is_tried_once() -> None:
+def test_probe_runs_once() -> None:
     assert sandbox_level() is sandbox_level()
 
 
 @pytest.mark.usefixtures("no_sandbox")
-def test_without_a_sandbox_it_refuses() -> None:
+def test_missing_sandbox_is_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
         code_tests.check()
     message = str(caught.value)
@@ -69,7 +69,7 @@ def test_without_a_sandbox_it_refuses() -> None:
 
 
 @pytest.mark.usefixtures("no_sandbox")
-def test_the_explicit_wish_to_go_on_without() -> None:
+def test_allow_unsafe_continues_without_a_sandbox() -> None:
     with pytest.warns(RewardWarning, match="NO SANDBOX"):
         level = sandbox_level(allow_unsafe=True)
     assert level.number == 0
@@ -78,7 +78,7 @@ def test_the_explicit_wish_to_go_on_without() -> None:
     assert grade.end is End.PASSED
 
 
-def test_the_wish_is_not_heeded_where_there_is_a_sandbox() -> None:
+def test_allow_unsafe_is_ignored_if_a_sandbox_works() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sandbox_level(allow_unsafe=True).number in (5, 6)
@@ -100,7 +100,7 @@ def test_a_warning_from_a_worker_reaches_the_trainer(make_pool: Any, reward_file
 
 
 def test_bubblewrap_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that forbids user namespaces: the next level is taken, and the reason is known."""
+    """As in a container that forbids user namespaces: the probe uses the next level and reports the reason."""
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     tmp_path.chmod(0o755)
@@ -113,7 +113,7 @@ def test_bubblewrap_that_does_not_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert level.number == 6
 
 
-def test_a_python_that_is_not_there() -> None:
+def test_missing_python_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"code_tests\.python: no Python that .* /no/python: no such program.*; set it to"
     ):
@@ -121,7 +121,7 @@ def test_a_python_that_is_not_there() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has files that others cannot read")
-def test_a_python_in_a_closed_home(tmp_path: Path) -> None:
+def test_python_in_an_inaccessible_home_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     (tmp_path / "python").symlink_to("/usr/bin/python3")
     with pytest.raises(ConfigError, match="as user"):
@@ -149,8 +149,8 @@ def test_installed_packages_on_request(tmp_path_factory: pytest.TempPathFactory)
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def test_what_programs_can_read_is_in_memory() -> None:
-    """Else the first program to read a file would leave a trace that another can measure."""
+def test_files_that_programs_can_read_are_cached() -> None:
+    """Otherwise the first program to read a file would leave a trace that another can measure."""
     path = f"{sandbox_level().python.listed[0]}/this.py"
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -170,15 +170,15 @@ def test_what_programs_can_read_is_in_memory() -> None:
     "wrapper",
     [("/bin/false",), ("/bin/echo", "v"), ("/no/such/program",), ("/bin/sh", "-c", "echo why >&2; exit 3", "--")],
 )
-def test_a_sandbox_that_fails_is_no_zero(wrapper: tuple[str, ...]) -> None:
+def test_sandbox_failure_does_not_score_0(wrapper: tuple[str, ...]) -> None:
     level = Level(number=5, python=sandbox_level().python, own_users=False, wrapper=wrapper)
     grades = grade_all([GOOD], CALLS, level, LIMITS)
     assert [type(grade) for grade in grades] == [SandboxError]
     assert "\n" not in str(grades[0])
 
 
-def test_a_process_that_cannot_confine_itself_runs_no_program() -> None:
-    """The filter knows no machine of that name: the process says so and ends before it reads a program."""
+def test_process_that_cannot_confine_itself_runs_no_program() -> None:
+    """The filter does not support this machine: the process reports that and ends before it reads a program."""
     level = sandbox_level()
     source = [(name, text.replace('"x86_64"', '"none"').replace('"aarch64"', '"none2"')) for name, text in _sources()]
     code = marshal.dumps([(name, compile(text, name, "exec", dont_inherit=True)) for name, text in source])
@@ -199,7 +199,7 @@ def test_every_sandbox_of_root_has_its_own_user() -> None:
     assert identity(False)["user"] == 65534
 
 
-def test_start_has_a_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gspo.reward.sandbox.box.START_S", 0.2)
     level = Level(number=5, python=sandbox_level().python, own_users=False, wrapper=("/bin/sleep", "9", "#"))
     start = time.monotonic()
@@ -215,7 +215,7 @@ EPERM, ENOSYS = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
 def run_filter(code: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """What the kernel would do: an interpreter for the few instructions that the filter uses."""
+    """Interpret the BPF instructions that the filter uses, as the kernel would."""
     data = struct.pack("IIQ6Q", number, architecture, 0, *(arguments + (0,) * 6)[:6])
     steps = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
     accumulator, at = 0, 0
@@ -269,7 +269,7 @@ def test_the_filter(machine: str) -> None:
         EPERM,
         EPERM,
     ]
-    flags = (0x22, 0x20022, 0x2022, 0x8002, 0x40022)  # anonymous, a stack; locked, read ahead, huge
+    flags = (0x22, 0x20022, 0x2022, 0x8002, 0x40022)  # anonymous, stack; locked, populate, huge pages
     assert [does(mmap, 0, 0, 0, flag) for flag in flags] == [ALLOW, ALLOW, EPERM, EPERM, EPERM]
     assert [does(socketpair, family) for family in (1, 2, 16)] == [ALLOW, EPERM, EPERM]
     assert [does(sendto, 0, 0, 0, 0, address) for address in (0, 1, 2**32)] == [ALLOW, EPERM, EPERM]
@@ -282,7 +282,7 @@ HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_numbers_of_system_calls(machine: str) -> None:
-    """Against the kernel's own lists, where they are installed; that of aarch64 is the generic one."""
+    """Compare with the kernel headers, if they are installed; aarch64 uses the generic list."""
     header = Path("/usr/include") / HEADERS[machine]
     if not header.exists():
         pytest.skip("no kernel headers")

@@ -1,4 +1,4 @@
-"""Reading a row's tests: what the program is asked for, what is counted, and what is said of a row that is no good."""
+"""Parsing a row's tests: names taken from the program, assert counts, and errors for invalid rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_humaneval() -> None:
     assert suite(chat, test=test, entry_point="f").prelude == prompt
 
 
-def test_own_forms() -> None:
+def test_own_formats() -> None:
     pairs = [{"input": "1\n", "output": "2\n"}, {"input": ["1", "2"], "output": "3"}]
     assert suite(tests=pairs).pairs == (("1\n", "2\n"), ("1\n2", "3"))
     assert suite(tests=json.dumps(pairs)).pairs == (("1\n", "2\n"), ("1\n2", "3"))
@@ -69,7 +69,7 @@ def test_own_forms() -> None:
         (["def close(a, b):\n    return a - b < 1\nassert close(f(1), 2)"], ("f",), ()),
     ],
 )
-def test_what_is_taken_from_the_program(tests: list[str], names: tuple[str, ...], modules: tuple[str, ...]) -> None:
+def test_names_taken_from_the_program(tests: list[str], names: tuple[str, ...], modules: tuple[str, ...]) -> None:
     found = suite(test_list=tests)
     assert (found.names, found.modules) == (names, modules)
 
@@ -89,21 +89,21 @@ def test_what_is_taken_from_the_program(tests: list[str], names: tuple[str, ...]
         ({"tests": [{"input": 1, "output": "1"}]}, "tests[0].input: must be text"),
         ({"tests": [{"input": "1", "output": "1"}, "assert f()"]}, "one kind per row"),
         ({"tests": [{"input": "x" * 2**21, "output": "1"}]}, "longer than"),
-        ({"tests": [{"function": "f(1)", "args": [], "expected": 1}]}, "no function's name"),
+        ({"tests": [{"function": "f(1)", "args": [], "expected": 1}]}, "is not a function name"),
         ({"tests": [{"function": "f", "args": 1, "expected": 1}]}, "args must be a list"),
         ({"tests": [{"function": "f", "args": [float("nan")], "expected": 1}]}, "is not JSON"),
         ({"test_list": []}, "test_list: must be a list"),
         ({"test_list": "assert f(1)"}, "test_list: must be a list"),
         ({"test_list": ["assert f("]}, "test_list[0]: not Python"),
-        ({"test_list": ["assert f(1)", "f(1)"]}, "test_list[1]: has no assert"),
-        ({"test_list": ["assert f(1)", "assert True"]}, "test_list[1]: has no assert"),
+        ({"test_list": ["assert f(1)", "f(1)"]}, "test_list[1]: contains no assert"),
+        ({"test_list": ["assert f(1)", "assert True"]}, "test_list[1]: contains no assert"),
         ({"test_list": ["assert 1 == 1"]}, "call no function of the program"),
         ({"test_list": ["assert f(1)"], "test_setup_code": "x ="}, "test_setup_code: not Python"),
         ({"test_list": ["assert f(1)"], "test_imports": [1]}, "must be text"),
         ({"test": "def check(c): assert c(1)"}, "needs a column `entry_point`"),
         ({"test": "assert f(1)", "entry_point": "f"}, "must define check"),
-        ({"test": "def check(c): pass", "entry_point": "f"}, "has no assert"),
-        ({"test": "def check(c): assert c(1)", "entry_point": "f; x"}, "entry_point: 'f; x' is no function's name"),
+        ({"test": "def check(c): pass", "entry_point": "f"}, "contains no assert"),
+        ({"test": "def check(c): assert c(1)", "entry_point": "f; x"}, "entry_point: 'f; x' is not a function name"),
     ],
 )
 def test_bad_rows(row: dict[str, Any], words: str) -> None:

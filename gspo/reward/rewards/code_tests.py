@@ -1,11 +1,11 @@
-"""1 when the reply's Python program passes the row's tests, else 0. Programs run in a sandbox; see docs/sandbox.md.
+"""1 if the completion's Python program passes the row's tests, else 0. Programs run in a sandbox; see docs/sandbox.md.
 
-The program is the reply's last fenced Python block (else its last unnamed block, else all of the reply). The row's tests
-are in `tests`, a list of one kind: `{"input": ..., "output": ...}` for standard input and output, `{"function": ...,
-"args": [...], "expected": ...}` for calls, or lines of test code with asserts; or in `test_list` as in MBPP; or in `test`
-and `entry_point` as in HumanEval. The program never sees what is expected of it. With `all_or_nothing = false` the score
-is the share of tests passed. A program that does not finish, dies or attacks scores 0; when the sandbox or the tests
-themselves fail, the reply stays unscored.
+The program is the completion's last fenced Python block, else its last unlabeled block, else the whole completion. The
+row's tests are in `tests`, a list of one kind: `{"input": ..., "output": ...}` for standard input and output,
+`{"function": ..., "args": [...], "expected": ...}` for calls, or lines of test code with asserts; or in `test_list` as
+in MBPP; or in `test` and `entry_point` as in HumanEval. The program never sees the expected values. With
+`all_or_nothing = false` the score is the fraction of tests passed. A program that does not finish, dies or attacks the
+sandbox scores 0. If the sandbox or the tests themselves fail, the completion stays unscored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from gspo.errors import ConfigError
+from gspo.reward.completion_text import completion_text
 from gspo.reward.function import NotedScore
-from gspo.reward.reply import reply_text
 from gspo.reward.sandbox import grade
 from gspo.reward.sandbox.grade import Grade, Grader, Limits
 from gspo.reward.sandbox.probe import sandbox_level
@@ -29,9 +29,10 @@ EXAMPLE: dict[str, Any] = {
 }
 _FENCES = ("python", "python3", "py")
 _TRICKS = re.compile(
-    r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b|\bget_objects\b|\batexit\b|\bbuiltins\b|/proc/"
+    r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b"
+    r"|\bget_objects\b|\batexit\b|\bbuiltins\b|/proc/"
 )
-"""What programs do that want a reward without solving the problem. Some of it has honest uses: it is counted, not punished."""
+"""Signs of reward hacking. Some have legitimate uses, so they are counted and not punished."""
 
 
 def score(
@@ -54,10 +55,10 @@ def score(
     limits = Limits(limit_s=limit_s, memory_mb=memory_mb)
     with ExitStack() as stack:
         graders = {suite: stack.enter_context(Grader(suite, level, limits)) for suite in set(suites)}
-        programs = [program_of(reply_text(c)) for c in completions]
+        programs = [program_of(completion_text(c)) for c in completions]
         grades = [graders[s].grade(program) for s, program in zip(suites, programs, strict=True)]
     return [
-        g if isinstance(g, Exception) else _noted(g, program, all_or_nothing)
+        g if isinstance(g, Exception) else _noted_score(g, program, all_or_nothing)
         for g, program in zip(grades, programs, strict=True)
     ]
 
@@ -68,14 +69,14 @@ def about(python: str = "", packages: bool = False, allow_unsafe: bool = False, 
 
 
 def longest_s(limit_s: float = 5.0, **options: Any) -> float:
-    """Each program has its own limit on time, so a call of many that do not end is slow and does not hang."""
+    """Each program has its own time limit, so a call with many that time out is slow but does not hang."""
     return grade.longest_s(limit_s)
 
 
-def _noted(graded: Grade, program: str, all_or_nothing: bool) -> NotedScore:
-    """The value, how the program came out, and whether it tries something."""
-    notes = (str(graded.end), *(("trick",) if _TRICKS.search(program) else ()))
-    return NotedScore(graded.value(all_or_nothing=all_or_nothing), *notes)
+def _noted_score(result: Grade, program: str, all_or_nothing: bool) -> NotedScore:
+    """The value, annotated with how the program ended and whether it shows signs of reward hacking."""
+    notes = (str(result.end), *(("trick",) if _TRICKS.search(program) else ()))
+    return NotedScore(result.value(all_or_nothing=all_or_nothing), *notes)
 
 
 def check(
@@ -86,7 +87,7 @@ def check(
     packages: Any = False,
     allow_unsafe: Any = False,
 ) -> None:
-    """Refuse unusable options, and a machine without a sandbox, before the run starts."""
+    """Reject invalid options, and a machine without a sandbox, before the run starts."""
     where = "reward.options.code_tests"
     if not _is_number(limit_s) or not 0 < limit_s <= 3600:
         raise ConfigError(f"{where}.limit_s: {limit_s!r}: must be a number of seconds above 0")
@@ -101,27 +102,31 @@ def check(
     sandbox_level(python, packages, allow_unsafe)
 
 
-def program_of(reply: str) -> str:
-    """The program in a reply. A block that was never closed goes to the end of the reply."""
+def program_of(completion: str) -> str:
+    """The program in a completion. A block that is never closed extends to the end of the completion."""
     named: str | None = None
     unnamed: str | None = None
     block: list[str] | None = None
     label = ""
-    for line in reply.split("\n"):
+    for line in completion.split("\n"):
         mark = line.strip()
         if block is None and mark.startswith("```"):
-            block, label = [], mark[3:].strip().lower()
+            block = []
+            label = mark[3:].strip().lower()
         elif block is not None and mark == "```":
-            named, unnamed = _kept(block, label, named, unnamed)
+            named, unnamed = _latest_blocks(block, label, named, unnamed)
             block = None
         elif block is not None:
             block.append(line)
     if block is not None:
-        named, unnamed = _kept(block, label, named, unnamed)
-    return named if named is not None else unnamed if unnamed is not None else reply
+        named, unnamed = _latest_blocks(block, label, named, unnamed)
+    return named if named is not None else unnamed if unnamed is not None else completion
 
 
-def _kept(block: list[str], label: str, named: str | None, unnamed: str | None) -> tuple[str | None, str | None]:
+def _latest_blocks(
+    block: list[str], label: str, named: str | None, unnamed: str | None
+) -> tuple[str | None, str | None]:
+    """The last Python block and the last unlabeled block, once `block` is closed."""
     text = "\n".join(block)
     return (text, unnamed) if label in _FENCES else (named, text if not label else unnamed)
 

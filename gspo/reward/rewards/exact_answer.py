@@ -1,10 +1,10 @@
-"""1 when the completion is the `answer` column, else 0.
+"""1 if the completion equals the `answer` column, else 0.
 
-Compared is the completion's text after the last `marker`, or all of it without one; a completion that lacks the
-marker is wrong. Thinking (`<think>`) is left out, and so are the tags of `<answer>`. White space at the ends is
-dropped and runs of it count as one space. When both sides are numbers they are compared as numbers, so `1,234`,
-`1234`, `1234.0` and `1.234e3` are equal (`numbers = false` switches that off). `ignore_case` ignores case. The
-expected answer may be text, a number, or a list of which any will do; without one (null, empty list) this abstains.
+The text after the last `marker` is compared, or the whole completion if no marker is set; a completion without the
+marker is wrong. Thinking (`<think>`) and the tags of `<answer>` are ignored. Surrounding whitespace is stripped and
+runs of whitespace count as one space. If both sides are numbers they are compared as numbers, so `1,234`, `1234`,
+`1234.0` and `1.234e3` are equal; `numbers = false` disables that. `ignore_case` ignores case. The expected answer may
+be text, a number, or a list of accepted answers. Without an expected answer (null, empty list) this abstains.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from decimal import Decimal
 from typing import Any
 
 from gspo.data.numbers import plain
+from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import whole_answer
-from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {
     "reply": "36 and 36 make\n#### 1,072",
@@ -41,14 +41,14 @@ def score(
         text = " ".join(text.split())
         return number if number is not None else text.casefold() if ignore_case else text
 
-    def one(reply: str, expected: Any) -> float | None:
+    def score_one(completion: str, expected: Any) -> float | None:
         accepted = [e for e in (expected if isinstance(expected, list) else [expected]) if e is not None]
         if not accepted:
             return None
-        said = whole_answer(reply, marker)
+        said = whole_answer(completion, marker)
         return float(said is not None and value(said) in [value(str(e)) for e in accepted])
 
-    return [one(reply_text(c), a) for c, a in zip(completions, answer, strict=True)]
+    return [score_one(completion_text(c), a) for c, a in zip(completions, answer, strict=True)]
 
 
 def _number(text: str) -> Decimal | None:

@@ -1,13 +1,13 @@
-"""1 when the completion's final answer equals the `answer` column as mathematics, else 0.
+"""1 if the completion's final answer is mathematically equal to the `answer` column, else 0.
 
 `\\boxed{\\frac12}`, `0.5` and `1/2` are equal; so are `1,234` and `1234`, `1.2e4` and `12000`, `50%` and `0.5` or
-`50`. Which part of a completion is its final answer is said in `gspo/reward/final_answer.py`; a completion without
-one, or with several that differ, is wrong. With `marker` (`####`) only what follows its last occurrence is read, and
-a completion without it is wrong. When the *expected* answer cannot be read as mathematics, this abstains: nobody can
-say that the completion is wrong (of words with one number, `72 clips`, the number counts; for `Paris` use
-`exact_answer`). Numbers are compared exactly; a decimal also equals what rounds, or is cut, to it if it has 6
-significant digits (`0.333333` and `1/3`). Formulas are compared by math-verify. An answer that takes more than
-`limit_s` of processor time to read and compare (`9^{9^{9^9}}`) is wrong.
+`50`. `gspo/reward/final_answer.py` defines which part of a completion is its final answer; a completion without one, or
+with several that differ, is wrong. With `marker` (`####`), only the text after its last occurrence is read, and a
+completion without it is wrong. If the *expected* answer cannot be parsed as mathematics, this abstains. From words with
+a single number (`72 clips`), the number is taken; for `Paris` use `exact_answer`. Numbers are compared exactly. A
+decimal with at least 6 significant digits also equals any value that rounds or truncates to it (`0.333333` and `1/3`).
+Formulas are compared by math-verify. An answer that takes more than `limit_s` seconds of CPU time to parse and compare
+(`9^{9^{9^9}}`) is wrong.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sympy import Expr, Float, Rational
 from gspo.data.numbers import Number
 from gspo.errors import ConfigError
 from gspo.reward.answer import Answer, read_expected, read_stated
+from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import FinalAnswer, final_answer
 from gspo.reward.function import NotedScore
-from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {"reply": "So it is $\\boxed{\\frac{1}{2}}$.", "columns": {"answer": "0.5"}, "options": {}}
 
 PRECISE = 6
-"""Significant digits from which on a decimal may stand for what rounds to it."""
+"""Minimum number of significant digits for a decimal to equal values that round to it."""
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=-1),)
 _HUGE = re.compile(r"[0-9]{400}|\^\s*\{?\s*[0-9]{6}|[0-9]{5}\s*[)}]*\s*!|!\s*!|\^[^+=,]{0,40}\^[^+=,]{0,40}\^")
 _TOWER = re.compile(r"\^\s*\{?\s*([0-9]{1,3})\s*\^\s*\{?\s*([0-9]+)")
-"""What no answer needs, and a computer does not finish."""
+"""Powers and factorials that are too large to evaluate. No real answer needs them."""
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat whole completions
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings contain whole completions
 
 
 def score(
@@ -56,12 +56,12 @@ def score(
     **columns: Any,
 ) -> list[float | None]:
     expected = {text: _expected(text, limit_s) for text in set(map(str, answer))}
-    stated = [final_answer(reply_text(c), marker) for c in completions]
+    stated = [final_answer(completion_text(c), marker) for c in completions]
     return [_score(expected[str(a)], s, limit_s) for a, s in zip(answer, stated, strict=True)]
 
 
 def check(marker: Any = "", limit_s: Any = 2) -> None:
-    """Refuse unusable options before the run starts."""
+    """Reject invalid options before the run starts."""
     if not isinstance(marker, str):
         raise ConfigError(f"reward.options.math_answer.marker: {marker!r}: must be text")
     if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= 3600:
@@ -69,7 +69,7 @@ def check(marker: Any = "", limit_s: Any = 2) -> None:
 
 
 def _expected(text: str, limit_s: float) -> Answer | None:
-    """The expected answer; None if it is no mathematics."""
+    """The expected answer; `None` if it cannot be parsed as mathematics."""
     try:
         with _processor_limit(limit_s):
             found = read_expected(text)
@@ -89,14 +89,14 @@ def _score(expected: Answer | None, stated: FinalAnswer | None, limit_s: float) 
 
 
 def _right(expected: Answer, stated: FinalAnswer) -> bool:
-    """Every statement is the expected answer, or all of them together are the list that it is."""
+    """Whether every statement equals the expected answer, or all of them together form the expected list."""
     if all(_equal(expected, read_stated(text, stated, expected)) for text in stated.texts):
         return True
     together = len(stated.texts) > 1 and bool(expected.items)
     return together and _equal(expected, read_stated(", ".join(stated.texts), stated, expected))
 
 
-# ------------------------------------------------------------------------------------------------- comparing
+# ------------------------------------------------------------------------------------------------- comparison
 
 
 def _equal(expected: Answer, given: Answer | None) -> bool:
@@ -104,7 +104,7 @@ def _equal(expected: Answer, given: Answer | None) -> bool:
         return False
     if expected.choice or given.choice:
         return expected.choice == given.choice or (expected.text == given.text)
-    if {expected.base, given.base} - {0, 10}:  # the digits of base 8 are right without it, and in no other base
+    if {expected.base, given.base} - {0, 10}:  # the digits may omit the expected base, but not name another one
         return expected.base not in (0, 10) and expected.text == given.text and given.base in (0, expected.base)
     if expected.items or given.items:
         return _equal_lists(expected, given)
@@ -114,7 +114,7 @@ def _equal(expected: Answer, given: Answer | None) -> bool:
         return True
     try:
         return _equal_formulas(expected, given)
-    except Exception:  # two things that cannot be compared are not equal; a timeout is no Exception and passes through
+    except Exception:  # what cannot be compared is not equal; a timeout is a BaseException and propagates
         return False
 
 
@@ -144,7 +144,7 @@ def _equal_numbers(expected: Number, given: Number) -> bool:
     if expected.value == given.value or _rounds(expected.value, given) or _rounds(given.value, expected):
         return True
     if expected.percent == given.percent:
-        return False  # else 50% is 50 where a percentage is asked for, and 0.5 elsewhere
+        return False  # only if one side has a percent sign may 50% equal 50 or 0.5
     share, percentage = (given, expected) if expected.percent else (expected, given)
     return share.value * 100 == percentage.value or _rounds(share.value * 100, percentage)
 
@@ -154,7 +154,7 @@ def _in_dollars(amount: Number) -> Number:
 
 
 def _rounds(value: Fraction, decimal: Number) -> bool:
-    """Whether a value is this decimal, as it was written, when rounded or cut."""
+    """Whether a value rounds or truncates to this decimal at its written precision."""
     if not decimal.places or decimal.digits < PRECISE:
         return False
     scale = 10**decimal.places
@@ -168,7 +168,8 @@ def _equal_formulas(expected: Answer, given: Answer) -> bool:
     if not (_is_number(left) and _is_number(right)):
         return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
     a, b = left.evalf(40), right.evalf(40)
-    precision = "1e-13" if left.has(Float) or right.has(Float) else "1e-30"  # of the size: math-verify's 5e-7 is of 1
+    # A relative tolerance: math-verify's own is absolute (5e-7), which would accept any two tiny numbers.
+    precision = "1e-13" if left.has(Float) or right.has(Float) else "1e-30"
     if abs(a - b) <= max(abs(a), abs(b)) * Float(precision, 40):
         return True
     formula, number = (b, expected.number) if expected.number else (a, given.number)
@@ -181,7 +182,7 @@ def _equal_formulas(expected: Answer, given: Answer) -> bool:
 
 
 def _meaning(answer: Answer) -> Any:
-    """What math-verify makes of a formula; None if nothing."""
+    """The formula as math-verify parses it; `None` if it cannot."""
     if answer.number:
         return Rational(answer.number.value.numerator, answer.number.value.denominator)
     found = _parsed(answer.text)
@@ -193,13 +194,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _usable(answer: Answer) -> bool:
-    """Whether an expected formula can be read and, if it is a number, computed: else every completion would fail on it."""
+    """Whether an expected formula can be parsed and, if it is a number, evaluated. If not, no completion can match."""
     meaning = _meaning(answer)
     return meaning is not None and (not _is_number(meaning) or bool(meaning.evalf(40).is_number))
 
 
 def _formulas(answer: Answer) -> Iterator[Answer]:
-    """The parts of an answer that math-verify has to read."""
+    """The parts of an answer that math-verify has to parse."""
     for item in answer.items:
         yield from _formulas(item)
     if not (answer.items or answer.number or answer.choice or answer.base):
@@ -207,12 +208,12 @@ def _formulas(answer: Answer) -> Iterator[Answer]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What a formula means; nothing if it means nothing."""
+    """The parsed formula; empty if it cannot be parsed."""
     if _HUGE.search(text) or any(int(high) * math.log10(max(int(low), 1)) > 5 for low, high in _TOWER.findall(text)):
         return []
     try:
         return parse(f"${text}$", _TARGETS, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
-    except Exception:  # no formula, whatever the reason; a timeout is no Exception and passes through
+    except Exception:  # not a formula; a timeout is a BaseException and propagates
         return []
 
 
@@ -221,9 +222,9 @@ def _parsed(text: str) -> list[Any]:
 
 @contextmanager
 def _processor_limit(limit_s: float) -> Iterator[None]:
-    """Raise `TimeoutException` after that much processor time: a busy machine takes none of it."""
+    """Raise `TimeoutException` after that much CPU time, so the result does not depend on how busy the machine is."""
     before = signal.signal(signal.SIGPROF, _raise)
-    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.1)  # again and again: a library may catch the first
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.1)  # repeats, because a library may swallow the first exception
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""The generated task's own verdict on the completion. The default reward when `data.task` is set.
+"""The generated task's own score of the completion. The default reward if `data.task` is set.
 
-Thinking (`<think>`) is left out; thinking that never ends leaves an empty completion. `task` and `task_options` come
+Thinking (`<think>`) is removed; thinking that never ends leaves an empty completion. `task` and `task_options` come
 from `data.task` and `data.task_options`.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.data.task import Task, build_task
+from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import after_thinking
-from gspo.reward.reply import reply_text
 
 EXAMPLE: dict[str, Any] = {"reply": "1+2=3|3", "columns": {"answer": "3"}, "options": {"task": "addition"}}
 
@@ -26,17 +26,17 @@ def score(
     task_options: Mapping[str, Any] = {},
     **columns: Any,
 ) -> list[float]:
-    built = _built(task, json.dumps(task_options))
+    built_task = _cached_task(task, json.dumps(task_options))
     rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
-    said = [after_thinking(reply_text(c)) or "" for c in completions]
-    return [built.score(text, row) for text, row in zip(said, rows, strict=True)]
+    texts = [after_thinking(completion_text(c)) or "" for c in completions]
+    return [built_task.score(text, row) for text, row in zip(texts, rows, strict=True)]
 
 
 def check(task: str, task_options: Mapping[str, Any] = {}) -> None:
-    """Refuse an unknown task or option before the run starts; building it here also keeps that out of the deadlines."""
-    _built(task, json.dumps(task_options))
+    """Reject an unknown task or option before the run starts. This also builds the task outside of any deadline."""
+    _cached_task(task, json.dumps(task_options))
 
 
 @functools.cache
-def _built(task: str, options: str) -> Task:
+def _cached_task(task: str, options: str) -> Task:
     return build_task(task, json.loads(options))

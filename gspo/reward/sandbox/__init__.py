@@ -1,5 +1,5 @@
-"""Model-written programs, run where they can do no harm and judged where they cannot reach.
+"""Run model-written programs in one sandboxed process and their tests in another.
 
-`probe` finds the strongest sandbox of this machine, `box` owns one process in it, `suite` reads a row's tests, `grade`
-brings program and tests together. `inside` is what runs in there.
+`probe` finds the strongest sandbox this machine supports, `box` owns one sandboxed process, `suite` parses a row's
+tests, and `grade` runs a program against them. `inside` holds the code that runs inside the sandbox.
 """

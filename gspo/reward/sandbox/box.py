@@ -1,8 +1,8 @@
-"""One sandboxed process, from its start to its end.
+"""One sandboxed process, from start to exit.
 
-In: a level, and lines to send. Out: the lines that come back, or `DeadlinePassed` / `ProcessExited`. Invariant: every wait has a deadline on
-a monotonic clock, what comes back has a largest size, and the process with all it started is gone when `close` returns.
-A process that cannot be started or confined is a `SandboxError`: our failure, never the program's.
+In: a level, and lines to send. Out: the lines that come back, or `DeadlinePassed` / `ProcessExited`. Invariant: every
+wait has a deadline on a monotonic clock, answers have a maximum size, and the process and all its descendants are gone
+when `close` returns. A process that cannot be started or confined is a `SandboxError`, never the program's fault.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from gspo.reward.sandbox.interpreter import ENVIRONMENT, INSIDE
 from gspo.reward.sandbox.level import Level, identity, settings
 
 START_S = 30.0
-"""For starting a process: a machine may be busy."""
+"""Time limit for starting a process. It is generous because the machine may be busy."""
 
 
+# The code of `inside` arrives on stdin as marshaled code objects, so the sandbox needs no access to this package.
 _BOOTSTRAP = f"""
 import marshal, os, sys
 sys.path[:] = [folder for folder in sys.path if folder]
@@ -55,22 +56,24 @@ class SandboxError(RewardError):
 
 
 class DeadlinePassed(Exception):
-    """The deadline passed."""
+    """No answer arrived before the deadline."""
 
 
 class ProcessExited(Exception):
-    """The process ended, or broke the protocol: how."""
+    """The process ended or violated the protocol. The message says how."""
 
 
 class Box:
-    """Owns a process. Belongs to the thread that made it: the kernel ends the process with that thread."""
+    """Owns a sandboxed process. Belongs to the thread that created it: the kernel kills the process with that
+    thread."""
 
     def __init__(self, level: Level, role: str, *, mode: str = "calls", limit_s: float, memory_mb: int) -> None:
         user = identity(level.own_users)
-        told = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level)}
-        header = marshal.dumps((level.python.code, role, told), 2)
+        limits = {"mode": mode, "memory": memory_mb * 2**20, "cpu_s": math.ceil(limit_s) + 1, **settings(level)}
+        header = marshal.dumps((level.python.code, role, limits), 2)
         self._pending = b"%8d" % len(header) + header
-        self._received, self._token = bytearray(), b""
+        self._received = bytearray()
+        self._token = b""
         try:
             self._process = subprocess.Popen(
                 level.command(_BOOTSTRAP),
@@ -100,43 +103,41 @@ class Box:
         try:
             line = self.receive(time.monotonic() + START_S)
         except (DeadlinePassed, ProcessExited) as error:
-            words = (
-                self._last_words() or f"no answer in {START_S:g} s" * isinstance(error, DeadlinePassed) or str(error)
-            )
-            raise SandboxError(f"sandbox: cannot start a process: {words}") from None
+            reason = f"no answer in {START_S:g} s" if isinstance(error, DeadlinePassed) else str(error)
+            raise SandboxError(f"sandbox: cannot start a process: {self._last_words() or reason}") from None
         if line != READY.encode():
             raise SandboxError(f"sandbox: an unexpected first line: {one_line(line)}")
         for pid in (self.pid, *descendants(self.pid)):
-            _offer(pid)
+            _prefer_for_oom_kill(pid)
 
     def ask(self, line: bytes, deadline: float) -> bytes:
-        """Send a line and wait for the one that answers it."""
+        """Send a request and wait for its answer."""
         self.check_silence()
-        self.tell(line)
+        self.send(line)
         return self.receive(deadline)
 
     def check_silence(self) -> None:
-        """Whatever has come before the question is no answer to it."""
+        """Raise `ProcessExited` if the process wrote anything without being asked."""
         if self._poller.poll(0):
-            self._take()
+            self._read_available()
         if self._received:
             raise ProcessExited("protocol: it wrote without being asked")
 
-    def tell(self, line: bytes) -> None:
-        """Send a line, with a token that its answer must repeat."""
+    def send(self, line: bytes) -> None:
+        """Queue a request with a random token that its answer must repeat. `receive` writes it."""
         self._token = os.urandom(TOKEN // 2).hex().encode()
         self._pending += self._token + line + b"\n"
 
     def waited(self) -> float:
-        """Seconds that the process and what it started were ready to run and the machine was busy with others."""
+        """Seconds that the process and its descendants were runnable but waited for a CPU."""
         return sum(map(_waited, [self.pid, *descendants(self.pid)]))
 
     def cpu_s(self) -> float:
-        """Processor time of the process and what it started, with all threads, also of those that have ended."""
+        """CPU time of the process and its descendants, including threads and reaped children."""
         return processor_seconds(self.pid)
 
     def close(self) -> None:
-        """End the process and wait for it. May be called twice."""
+        """Kill the process and wait for it. May be called twice."""
         self._process.kill()
         for pipe in self._pipes:
             pipe.close()
@@ -155,29 +156,29 @@ class Box:
         return process.stdin, process.stdout, process.stderr
 
     def receive(self, deadline: float) -> bytes:
-        """The next line. After `DeadlinePassed` it may be asked for again."""
+        """The next line. May be called again after `DeadlinePassed`."""
         while b"\n" not in self._received:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlinePassed
-            self._watch_for_room()
+            self._poll_for_writing()
             for descriptor, _ in self._poller.poll(1000 * left + 1):
-                self._take() if descriptor == self._pipes[1].fileno() else self._give()
+                self._read_available() if descriptor == self._pipes[1].fileno() else self._write_pending()
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray()
         if rest or not line.startswith(self._token):
-            raise ProcessExited("protocol: it wrote what it was not asked for")
+            raise ProcessExited("protocol: it wrote more than the answer")
         return bytes(line[len(self._token) :])
 
-    def _watch_for_room(self) -> None:
-        into = self._pipes[0].fileno()
+    def _poll_for_writing(self) -> None:
+        requests = self._pipes[0].fileno()
         if self._pending:
-            self._poller.register(into, select.POLLOUT)
-        else:
+            self._poller.register(requests, select.POLLOUT)
+        else:  # otherwise an always writable pipe would make `receive` spin
             with suppress(KeyError):
-                self._poller.unregister(into)
+                self._poller.unregister(requests)
 
-    def _give(self) -> None:
+    def _write_pending(self) -> None:
         try:
             self._pending = self._pending[os.write(self._pipes[0].fileno(), self._pending[: 2**16]) :]
         except BlockingIOError:
@@ -185,7 +186,7 @@ class Box:
         except OSError:
             raise ProcessExited("died: it ended") from None
 
-    def _take(self) -> None:
+    def _read_available(self) -> None:
         try:
             data = os.read(self._pipes[1].fileno(), 2**16)
         except BlockingIOError:
@@ -204,13 +205,14 @@ class Box:
         return ""
 
 
-def _offer(pid: int) -> None:
-    """Should the machine run out of memory, the kernel ends this process first, and not the trainer."""
+def _prefer_for_oom_kill(pid: int) -> None:
+    """If the machine runs out of memory, the kernel kills this process first, not the trainer."""
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def _waited(pid: int) -> float:
+    # The second field of schedstat is the run-queue wait time in nanoseconds.
     with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
     return 0.0

@@ -1,14 +1,14 @@
-"""How long a program may take, and who is to blame when it takes longer.
+"""A program's deadline, and whether the program or the machine is to blame when it passes.
 
-In: a program's process, its limit, and in its second try a reference. Out: deadlines, or why there are no more: `DeadlinePassed` (the
-program), `ProgramWaited` (not known yet), `MachineBusy` (the machine). Invariant: a program that uses more processor time than its limit
-is to blame, and so is one that does not run although it could have; what it does cannot make it look like one that is
-kept waiting.
+In: a program's process, its time limit, and on its second try a reference process. Out: deadlines, or the reason why
+there are no more: `DeadlinePassed` (the program is to blame), `ProgramWaited` (not known yet), `MachineBusy` (the
+machine is to blame). Invariant: a program that uses more CPU time than its limit is to blame, and so is one that could
+have run but did not. A program cannot disguise itself as one that the machine starved.
 
-Its own figures do not tell these apart: a program that takes naps of a microsecond on a busy machine, or has many threads,
-waits for a processor most of the time, as an honest one does there. They only decide how long the first try may take. The
-second try has a process beside it that does nothing but run. Once that has had the limit in processor time, the program
-could have had it too. If neither has had it in all that time, the machine is to blame.
+A program's own statistics cannot tell these cases apart: on a busy machine, a program that sleeps for microseconds or
+has many threads waits for a CPU most of the time, just like a well-behaved one. They only decide how long the first try
+may take. The second try runs next to a reference process that only busy-loops. Once the reference has used the limit in
+CPU time, the program could have, too. If neither has used it in all that time, the machine is to blame.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import time
 from gspo.reward.sandbox.box import Box, DeadlinePassed
 
 SLACK = 0.1
-"""Of the limit: not worth another wait."""
-PATIENCE, PATIENCE_ALONE = 3.0, 10.0
-"""How many times its limit a program may take when the machine is busy, at first and in its second try."""
+"""Fraction of the limit that is not worth another wait."""
+PATIENCE = 3.0
+"""Multiple of its limit that a program may take in its first try if the machine is busy."""
+PATIENCE_ALONE = 10.0
+"""Multiple of its limit that a program may take in its second try if the machine is busy."""
 _CORES = os.cpu_count() or 1
 
 
 class ProgramWaited(Exception):
-    """The time is over, and the program did not use it: it waited, or the machine let it wait."""
+    """The time is up but the program did not use it: it slept, or the machine starved it."""
 
 
 class MachineBusy(TimeoutError):
@@ -34,64 +36,70 @@ class MachineBusy(TimeoutError):
 
 
 class Clock:
-    """Runs while the program works, and stands still while the tests do."""
+    """Runs while the program works and pauses while the tests do."""
 
     def __init__(self, box: Box, limit_s: float, reference: Box | None) -> None:
-        self._box, self._limit_s, self._reference = box, limit_s, reference
-        self._used, self._allowed, self._since = 0.0, limit_s, 0.0
-        self._waited, self._cpu_s = box.waited(), box.cpu_s()
+        self._box = box
+        self._limit_s = limit_s
+        self._reference = reference
+        self._used = 0.0
+        self._allowed = limit_s
+        self._since = 0.0
+        self._waited = box.waited()
+        self._cpu_s = box.cpu_s()
         self.reference_s = self._reference_since = 0.0
 
     def start(self) -> None:
-        """The program is asked something."""
+        """Start the clock: the program receives a request."""
         self._since = time.monotonic()
         self._reference_since = self._reference.cpu_s() if self._reference else 0.0
 
     def stop(self) -> float:
-        """It has answered, or will not: seconds since `start`."""
+        """Pause the clock and return the seconds since `start`. The program answered, or never will."""
         took = time.monotonic() - self._since
         self._used += took
-        self.reference_s = self._reference_had()
+        self.reference_s = self._reference_cpu_s()
         return took
 
     @property
     def deadline(self) -> float:
-        """When to look again, on the monotonic clock."""
+        """The current deadline on the monotonic clock."""
         return self._since - self._used + self._allowed
 
     def extend(self) -> None:
-        """Move the deadline, which has passed; raises when the time is over."""
+        """Move a deadline that has passed, or raise if the time is up."""
         fair = self._fair() if self._reference is None else self._fair_alone()
         if fair > self._allowed:
             self._allowed = fair
-        elif self._spent() >= (1 - SLACK) * self._limit_s or self._reference_had() >= (1 - SLACK) * self._limit_s:
+        elif max(self._spent(), self._reference_cpu_s()) >= (1 - SLACK) * self._limit_s:
             raise DeadlinePassed
         elif self._reference is None:
             raise ProgramWaited
         else:
-            waited = self._allowed - max(self._spent(), self._reference_had())
-            raise MachineBusy(f"a program waited {waited:.1f} s for a processor; use fewer reward.workers")
+            waited = self._allowed - max(self._spent(), self._reference_cpu_s())
+            raise MachineBusy(f"a program waited {waited:.1f} s for a CPU; use fewer reward.workers")
 
     def check(self) -> None:
-        """Several threads use more processor time than passes on the wall."""
+        """Raise `DeadlinePassed` if several threads together used more CPU time than the limit."""
+        # The first comparison saves a read of /proc: in less wall time than this, no program can exceed the limit.
         if self._used * _CORES > self._limit_s and self._spent() > self._limit_s:
             raise DeadlinePassed
 
     def _fair(self) -> float:
-        """The limit, and the time that other processes took."""
+        """The limit plus the time that the program waited for other processes."""
         waited = self._box.waited() - self._waited
         fair = min(self._limit_s + waited, PATIENCE * self._limit_s)
         return fair if fair - self._allowed > SLACK * self._limit_s else 0.0
 
     def _fair_alone(self) -> float:
-        """Long enough for the program or the reference to use up the limit, should it run all the time from now on."""
-        missing = self._limit_s - max(self._spent(), self._reference_had())
+        """Long enough for the program or the reference to use up the limit if it runs without pause from now on."""
+        missing = self._limit_s - max(self._spent(), self._reference_cpu_s())
         fair = min(self._allowed + missing, PATIENCE_ALONE * self._limit_s)
         return fair if missing > SLACK * self._limit_s else 0.0
 
     def _spent(self) -> float:
         return self._box.cpu_s() - self._cpu_s
 
-    def _reference_had(self) -> float:
-        """Processor time of the reference while the program worked."""
+    def _reference_cpu_s(self) -> float:
+        """CPU time of the reference while the program worked."""
         return self.reference_s + (self._reference.cpu_s() - self._reference_since if self._reference else 0.0)

@@ -1,10 +1,10 @@
-"""Program and tests brought together, in two processes that never see each other.
+"""Grade programs with tests that run in a separate process.
 
-In: programs and a `Suite`. Out: a `Grade` per program, or the exception that kept it from being graded. Invariant: the
-program's process gets inputs and nothing else; what it answers is carried as text to the judge's process, where the
-tests run. What the program does wrong, down to taking its sandbox or the judge with it, is its grade; what the sandbox or
-the tests do wrong is an exception, never a 0. Which of the two it is, a program cannot choose: the tests are tried
-without any program first, and only what fails there is their fault.
+In: programs and a `Suite`. Out: a `Grade` per program, or the exception that prevented grading. Invariant: the
+program's process receives inputs and nothing else. Its answers are passed as text to the judge's process, where the
+tests run. Whatever the program does wrong determines its grade, even if it kills its sandbox or the judge. Failures of
+the sandbox or the tests are exceptions, never a 0. A program cannot choose between the two: the tests first run without
+any program, and only what fails then is their fault.
 """
 
 from __future__ import annotations
@@ -28,46 +28,48 @@ from gspo.reward.sandbox.suite import Suite
 from gspo.reward.sandbox.turn import turn
 
 PROGRAM = 2**18
-"""Characters of a program."""
+"""Maximum length of a program in characters."""
 SPARE_S = 1.0
-"""The tests' own time, after a program has used all of its."""
+"""Time for the tests themselves, after a program has used up its own."""
 PREPARE_S = 10.0
-"""For reading the tests."""
+"""Time limit for parsing the tests."""
 JUDGE_S = 3600.0
-"""Processor time of a judge, which serves many programs."""
-SPIN, SPIN_S = b'"while True: pass"', 0.1
-"""A program that never waits, and the time to hand it over."""
+"""CPU time limit of a judge, which serves many programs."""
+SPIN = b'"while True: pass"'
+"""The reference program: it never waits."""
+SPIN_S = 0.1
+"""Time to send the reference program."""
 LOADED = b"vnull"
 _FIX = "fix the row, or set reward.options.code_tests.packages = true if a package is missing"
 _SIGXFSZ = 25
 
 
 class End(StrEnum):
-    """How a program came out."""
+    """How a program ended."""
 
     PASSED = "passed"
     WRONG = "wrong"
-    """A test did not hold."""
+    """A test failed."""
     ERROR = "error"
-    """It raised, or is no Python."""
+    """It raised, or is not valid Python."""
     TIMEOUT = "timeout"
     DIED = "died"
     """Its process ended before the tests did."""
     OUTPUT = "output"
     """It wrote too much."""
     PROTOCOL = "protocol"
-    """It wrote into the pipe that carries its answers."""
+    """It wrote into the answer pipe."""
     EMPTY = "empty"
     """There is no program."""
 
 
 class JudgeExited(Exception):
-    """The tests' process ended in the middle of a program's tests."""
+    """The judge's process ended during a program's tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """What the tests said of one program."""
+    """The test result of one program."""
 
     passed: int = 0
     total: int
@@ -83,15 +85,15 @@ class Grade:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     limit_s: float
     memory_mb: int
 
 
 def longest_s(limit_s: float) -> float:
-    """What one program may take at most, whatever it does: two waits for a turn, two tries and a repeated one, and the tests'
-    own time in each."""
+    """The most time that grading one program can take: two waits for a turn, two tries and a repeated one, each with
+    the tests' own time."""
     return (6 * PATIENCE + 2 * PATIENCE_ALONE + 3) * limit_s + 4 * SPARE_S + 2 * START_S
 
 
@@ -102,28 +104,30 @@ def grade_all(programs: Sequence[str], suite: Suite, level: Level, limits: Limit
 
 
 class Grader:
-    """Owns the judge, which serves all programs that are tested in the same way."""
+    """Owns the judge, which serves all programs with the same tests."""
 
     def __init__(self, suite: Suite, level: Level, limits: Limits) -> None:
-        self._suite, self._level, self._limits = suite, level, limits
+        self._suite = suite
+        self._level = level
+        self._limits = limits
         self._judge: _Judge | None = None
-        self._unusable: RewardError | None = None
-        """Why no program can be tested in this way."""
+        self._suite_error: RewardError | None = None
+        """Why these tests cannot be used for any program."""
 
     def grade(self, program: str) -> Grade | Exception:
-        """One program's grade."""
+        """Grade one program."""
         if not program.strip() or not _encodable(program):
             return self._grade(0, "empty: there is no program")
         if len(program) > PROGRAM:
             return self._grade(0, f"error: the program is longer than {PROGRAM} characters")
-        source = encode(self._suite.program(program), len).encode()
+        source = encode(self._suite.program(program), len).encode()  # plain text, so the reference callback is unused
         try:
-            return self._twice(source)
+            return self._grade_with_retry(source)
         except (RewardError, MachineBusy) as error:
             return error
 
     def close(self) -> None:
-        """End the judge."""
+        """Kill the judge."""
         if self._judge is not None:
             self._judge.close()
         self._judge = None
@@ -134,26 +138,26 @@ class Grader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _twice(self, source: bytes) -> Grade:
-        """Among others, and once more alone if it took its time without using it."""
+    def _grade_with_retry(self, source: bytes) -> Grade:
+        """Run it next to other programs, and retry it alone if its time passed without CPU use."""
         grade = self._by_output if self._suite.pairs else self._by_judge
         patience_s = PATIENCE * self._limits.limit_s
         try:
             with turn(alone=False, patience_s=patience_s):
                 return grade(source, None)
         except ProgramWaited:
-            with turn(alone=True, patience_s=patience_s), self._spinning() as reference:
+            with turn(alone=True, patience_s=patience_s), self._reference_process() as reference:
                 return grade(source, reference)
 
     @contextmanager
-    def _spinning(self) -> Iterator[Box]:
-        """A process that never waits, in a sandbox of the same kind: what it gets of the machine, a program could have."""
+    def _reference_process(self) -> Iterator[Box]:
+        """A busy-looping process in a sandbox of the same kind. A program could get as much CPU time as it does."""
         with Box(self._level, "candidate", limit_s=JUDGE_S, memory_mb=self._limits.memory_mb) as reference:
             reference.ready()
             try:
                 reference.ask(SPIN, time.monotonic() + SPIN_S)
             except DeadlinePassed:
-                pass  # as it should
+                pass  # expected: the program never answers
             except ProcessExited as error:
                 raise SandboxError(f"sandbox: the reference process ended: {error}") from None
             yield reference
@@ -167,8 +171,10 @@ class Grader:
         return self._grade(sum(not why for why in results), next(filter(None, results), ""))
 
     def _outputs(self, program: _Program) -> Iterator[str]:
-        """For each test why it failed, or nothing. A program that failed one is asked all the same: it would learn from
-        a question that never comes."""
+        """For each test the reason it failed, or an empty string.
+
+        All tests run even after a failure. Otherwise a program could infer from a missing request that it was wrong.
+        """
         for given, expected in self._suite.pairs:
             answer = program.ask(encode(given, len).encode())
             why = program.gone or _difference(answer, expected)
@@ -177,9 +183,10 @@ class Grader:
                 return
 
     def _by_judge(self, source: bytes, reference: Box | None) -> Grade:
-        if self._unusable is not None:
-            raise self._unusable
-        start, retried = time.monotonic(), False
+        if self._suite_error is not None:
+            raise self._suite_error
+        start = time.monotonic()
+        retried = False
         while True:
             try:
                 return self._conversation(source, reference)
@@ -187,7 +194,7 @@ class Grader:
                 self.close()
                 if time.monotonic() - start > self._limits.limit_s / 2 or retried:
                     return self._grade(0, f"died: its answers end the tests' process: {error}")
-                retried = True  # by chance, or by what the program answered: then it happens again
+                retried = True  # if the program's answers killed the judge, it happens again; otherwise it was chance
 
     def _conversation(self, source: bytes, reference: Box | None) -> Grade:
         with self._box("candidate") as box:
@@ -204,27 +211,30 @@ class Grader:
                 try:
                     self._blame(self._judge, program)
                 finally:
-                    self.close()  # it is still busy with this program
+                    self.close()  # the judge is still busy with this program
                 return self._grade(0, f"timeout: with its answers the tests take more than {self._limits.limit_s:g} s")
             except (RewardError, MachineBusy, ProgramWaited) as error:
                 self.close()
                 if isinstance(error, RewardError) and not isinstance(error, SandboxError):
-                    self._unusable = error
+                    self._suite_error = error
                 raise
 
     def _blame(self, judge: _Judge, program: _Program) -> None:
-        """The tests are not done in time. The rule of `Clock`: the program is to blame if they computed for that long, or could
-        have; else it is tried alone, and then the machine is to blame."""
+        """Decide who is to blame for tests that exceed their time, by the rule of `Clock`.
+
+        The program is to blame if the tests used that much CPU time, or could have. Otherwise the program is retried
+        alone, and if that does not help, the machine is to blame.
+        """
         enough_s = (1 - SLACK) * self._limits.limit_s
         if judge.spent_s() >= enough_s:
             return
         if program.reference is None:
             raise ProgramWaited
-        if program.reference_beside_s() < enough_s:
-            raise MachineBusy("a program's tests waited for a processor; use fewer reward.workers")
+        if program.reference_test_s() < enough_s:
+            raise MachineBusy("a program's tests waited for a CPU; use fewer reward.workers")
 
     def _judged(self, verdict: Mapping[str, Any], program: _Program) -> Grade:
-        """A program that is gone never has full marks, whatever the tests made of its end."""
+        """The grade for a verdict. A program that exited never gets full marks, whatever the tests say."""
         passed, total = verdict["passed"], verdict["total"]
         gone = program.gone or verdict["gone"]
         if passed == total and not gone:
@@ -249,25 +259,27 @@ class _Program:
     """The candidate's process, with a clock that runs while it works."""
 
     def __init__(self, box: Box, limit_s: float, reference: Box | None) -> None:
-        self._box, self._limit_s, self.reference = box, limit_s, reference
+        self._box = box
+        self._limit_s = limit_s
+        self.reference = reference
         self._clock = Clock(box, limit_s, reference)
         self._reference_before_s = reference.cpu_s() if reference else 0.0
         self.deadline = time.monotonic() + limit_s + SPARE_S
-        """When the tests must be done with it; what it takes itself is added."""
+        """When the tests must be done with it. The program's own time is added."""
         self.gone = ""
         """Why there are no more answers."""
 
-    def reference_beside_s(self) -> float:
-        """Processor time of the reference while the tests worked."""
+    def reference_test_s(self) -> float:
+        """CPU time of the reference while the tests worked."""
         return self.reference.cpu_s() - self._reference_before_s - self._clock.reference_s if self.reference else 0.0
 
     def ask(self, line: bytes) -> bytes:
-        """Its answer; empty when it is gone."""
+        """The program's answer; empty if it is gone."""
         if self.gone:
             return b""
         try:
             self._box.check_silence()
-            self._box.tell(line)
+            self._box.send(line)
             answer = self._receive()
             if answer[:1] not in (b"v", b"e", b"c", b"o") or not answer.isascii():
                 raise ProcessExited("protocol: an answer of unknown form")
@@ -295,26 +307,29 @@ class _Program:
 
 
 class _Judge:
-    """The judge's process: carries its questions to a program and the answers back."""
+    """The judge's process. Forwards its questions to a program and the answers back."""
 
     def __init__(self, box: Box, suite: Suite, limits: Limits) -> None:
-        self._box, self._limits, self._suite = box, limits, suite
+        self._box = box
+        self._limits = limits
+        self._suite = suite
         self._ready = False
         self._waited = self._cpu_s = 0.0
         self._own_s = 0.0
-        """What the tests take without a program."""
+        """Time that the tests take without a program."""
 
     def prepare(self) -> None:
-        """Wait for the process, tell it the tests, and let it try them without a program."""
+        """Wait for the process, send it the tests, and run them once without a program."""
         if not self._ready:
             self._box.ready()
             self._start()
-            self._try()
+            self._dry_run()
             self._ready = True
 
-    def _try(self) -> None:
-        """Whatever goes wrong here is the tests' own doing. Afterwards it is the program's."""
-        start, limit_s = time.monotonic(), self._limits.limit_s
+    def _dry_run(self) -> None:
+        """Run the tests without a program. A failure here is the tests' fault; a later one is the program's."""
+        start = time.monotonic()
+        limit_s = self._limits.limit_s
         self._waited = self._box.waited()
         try:
             answer = self._ask(b"t", start + limit_s + SPARE_S)
@@ -337,15 +352,16 @@ class _Judge:
             raise RewardError(f"the row's tests do not work: {why}; {_FIX}")
 
     def verdict(self, program: _Program) -> dict[str, Any]:
-        """What the tests say. Raises `DeadlinePassed` or `JudgeExited` when the program's answers are too much for them."""
-        self._waited, self._cpu_s = self._box.waited(), self._box.cpu_s()
+        """The tests' verdict. Raises `DeadlinePassed` or `JudgeExited` if the program's answers overwhelm the judge."""
+        self._waited = self._box.waited()
+        self._cpu_s = self._box.cpu_s()
         try:
             return self._converse(program)
         except ProcessExited as error:
             raise JudgeExited(str(error)) from None
 
     def spent_s(self) -> float:
-        """Processor time of the tests since the last program began."""
+        """CPU time of the tests since the last program started."""
         return self._box.cpu_s() - self._cpu_s
 
     def close(self) -> None:
@@ -354,18 +370,21 @@ class _Judge:
     def _converse(self, program: _Program) -> dict[str, Any]:
         line = b"."
         while True:
-            answer = self._ask(line, program.deadline + self._own_s, program if program.reference else None)
-            if answer[:1] == b"!":
-                verdict: dict[str, Any] = decode(answer[1:].decode(), no_references)
+            message = self._ask(line, program.deadline + self._own_s, program if program.reference else None)
+            if message[:1] == b"!":
+                verdict: dict[str, Any] = decode(message[1:].decode(), no_references)
                 return verdict
-            reply = program.ask(answer[1:])
-            line = b"x" + program.gone.encode() if program.gone else b"=" + reply
+            answer = program.ask(message[1:])
+            line = b"x" + program.gone.encode() if program.gone else b"=" + answer
 
     def _ask(self, line: bytes, deadline: float, alone: _Program | None = None) -> bytes:
-        """The judge's next line. It gets back the time that it waited for a processor, as a program does; beside a
-        reference, it has the time until one of the two has had the limit."""
+        """The judge's next message.
+
+        Like a program, the judge gets back the time that it waited for a CPU. With a reference process, it may take
+        until one of the two has used the limit in CPU time.
+        """
         self._box.check_silence()
-        self._box.tell(line)
+        self._box.send(line)
         most = deadline + (PATIENCE - 1) * self._limits.limit_s
         allowed = deadline
         while True:
@@ -376,7 +395,7 @@ class _Judge:
                 if fair - allowed > SLACK * self._limits.limit_s:
                     allowed = fair
                 elif alone and time.monotonic() < deadline + PATIENCE_ALONE * self._limits.limit_s:
-                    missing = self._limits.limit_s - max(self.spent_s(), alone.reference_beside_s())
+                    missing = self._limits.limit_s - max(self.spent_s(), alone.reference_test_s())
                     if missing <= SLACK * self._limits.limit_s:
                         raise
                     allowed = time.monotonic() + missing
@@ -409,7 +428,7 @@ def _difference(answer: bytes, expected: str) -> str:
 
 
 def _plain(text: str) -> list[str]:
-    """Lines without the white space at their ends, and without empty lines at the end."""
+    """Lines without trailing whitespace, and without trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -421,7 +440,8 @@ def _raised(answer: bytes) -> str:
 
 
 def _parsed(answer: bytes, kind: bytes) -> Any:
-    """The JSON that a program's process sent. It is read, never built: a program must not keep this process busy."""
+    """The JSON that a program's process sent. Tagged values are not decoded, so a program cannot keep this process
+    busy."""
     try:
         return parse(answer[1:].decode()) if answer[:1] == kind else None
     except ValueRefused:
@@ -433,5 +453,5 @@ def _reason(why: str) -> str:
 
 
 def _encodable(program: str) -> bool:
-    """Whether it is text at all: a sampler can cut a character in half."""
+    """Whether it is valid text. A completion can be truncated in the middle of a character."""
     return not any("\ud800" <= c <= "\udfff" for c in program)

@@ -1,7 +1,7 @@
-"""The Python that runs programs: which one, what it needs to read, and our own code compiled for it.
+"""The Python interpreter for programs: its path, the files it needs, and our own modules compiled for it.
 
-In: a path, or nothing. Out: an `Interpreter`. Invariant: it was really started, by the user that programs run as, so a
-Python in a closed home directory is found out here and not in the middle of a run.
+In: a path, or nothing. Out: an `Interpreter`. Invariant: it was actually started as the user that programs run as, so a
+Python in an inaccessible home directory is rejected here and not during a run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gspo.reward.function import one_line
 
 INSIDE = "gspo.reward.sandbox.inside"
 MODULES = ("values", "seccomp", "landlock", "confine", "candidate", "evaluate", "remote", "link", "tally", "judge")
-"""In the order in which they import each other. A process runs those up to its role's."""
+"""In import order. A process executes the modules up to its role's."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache")
-"""Where shared libraries lie."""
+"""Locations of shared libraries."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-"""All that a program sees. The fixed hash seed makes the order of sets, and so the score, the same each time."""
+"""A program's whole environment. The fixed hash seed makes the order of sets, and therefore the score, reproducible."""
 _LIMIT_S = 30.0
 
 PACKAGES = ("site-packages", "dist-packages", "ensurepip")
-"""Folders of installed packages, and of the one that installs them."""
+"""Folders of installed packages, and of pip's installer."""
 _LOCALES = "/usr/lib/locale"
 
 _QUERY = """
@@ -52,29 +52,29 @@ json.dump({"version": sys.version.split()[0], "prefix": sys.prefix, "base": sys.
 
 
 class InterpreterError(Exception):
-    """This Python cannot run programs: why."""
+    """This Python cannot run programs. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """A Python, ready to be started in a sandbox."""
+    """A Python interpreter, ready to be started in a sandbox."""
 
     path: str
     real: str
-    """The file itself, behind all links."""
+    """The file itself, with all symlinks resolved."""
     version: str
     packages: bool
     """Whether programs may import installed packages."""
     places: tuple[str, ...]
-    """Folders that hold all it needs, and more."""
+    """Folders that contain everything it needs, and more."""
     hidden: tuple[str, ...]
-    """Folders within those that programs must not see."""
+    """Folders within `places` that programs must not see."""
     readable: tuple[str, ...]
     """Files and folders that programs may read."""
     listed: tuple[str, ...]
-    """Folders of which they may see the names: without them, Python finds no module."""
+    """Folders that programs may list. Without them, Python finds no module."""
     code: bytes
-    """The modules of `inside`, compiled by it."""
+    """The modules of `inside`, compiled by this interpreter."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def choices(python: str, packages: bool) -> list[str]:
 
 
 def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpreter:
-    """Start it, outside the sandbox, on nothing but our own code."""
+    """Start it outside the sandbox, with our own code only, and collect what it needs."""
     found = shutil.which(path)
     if not found:
         raise InterpreterError(f"{path}: no such program")
@@ -125,8 +125,11 @@ def examine(path: str, packages: bool, identity: Mapping[str, Any]) -> Interpret
 
 
 def read_through(python: Interpreter) -> None:
-    """Read all that programs can read, so that whether a file is in memory, and when it was read last, tells nobody which
-    program has read it. Installed packages are too many for that."""
+    """Read every file that programs can read.
+
+    Programs could otherwise communicate through the page cache and access times: whether a file is cached would tell
+    which program has read it. Installed packages are skipped because there are too many.
+    """
     if python.packages:
         return
     for place in python.readable:
@@ -143,7 +146,7 @@ def _sources() -> list[tuple[str, str]]:
 
 
 def _files(path: str, answer: Mapping[str, Any], packages: bool) -> dict[str, tuple[str, ...]]:
-    """What programs may see of the file system."""
+    """The parts of the file system that programs may see."""
     places = _places(path, answer, packages)
     if packages:
         return {"places": places, "hidden": (), "readable": places, "listed": ()}
@@ -170,13 +173,13 @@ def _places(path: str, answer: Mapping[str, Any], packages: bool) -> tuple[str, 
 
 
 def _outermost(places: Sequence[str]) -> tuple[str, ...]:
-    """What exists of them, without what lies within another."""
+    """The paths that exist, without those inside another."""
     found = [place for place in dict.fromkeys(places) if os.path.exists(place)]
     return tuple(place for place in found if not any(place.startswith(f"{other}/") for other in found))
 
 
 def _folders(place: str, name: str) -> list[str]:
-    """Folders of that name in a place and in its folders, by their real paths."""
+    """Real paths of the folders with that name in a place and in its direct subfolders."""
     found = [path for pattern in (name, f"*/{name}") for path in Path(place).glob(pattern)]
     return [os.path.realpath(path) for path in found if path.is_dir()]
 

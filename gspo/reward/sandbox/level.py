@@ -1,11 +1,12 @@
-"""How strongly a process is closed in, and the command line that does it.
+"""Isolation levels of a sandboxed process, and the command line for each.
 
-In: what the probe found to work. Out: the arguments to start Python with. Invariant: whoever starts a run as root,
-programs never run as root.
+In: what the probe found to work. Out: the arguments to start Python with. Invariant: programs never run as root, even
+if root starts the run.
 
-Level 5 is bubblewrap: user, process, mount, network and IPC namespaces with nothing in them but the folders of Python and
-of shared libraries, read-only; where the kernel has Landlock, that leaves Python's own files of those. Level 6 is Landlock
-alone. Both go with the seccomp filter and the limits of `inside/confine.py`. Level 0 has limits only, and is used by explicit wish alone.
+Level 5 is bubblewrap: user, process, mount, network and IPC namespaces that contain only the folders of Python and of
+shared libraries, read-only. If the kernel has Landlock, it further restricts these to Python's own files. Level 6 is
+Landlock alone. Both add the seccomp filter and the limits of `inside/confine.py`. Level 0 has limits only, and is used
+only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ NAMES = {5: "bubblewrap", 6: "landlock", 0: "none"}
 NOBODY = 65534
 USERS = 64
 FIRST_USER = 0x7800_0000 + USERS * (int.from_bytes(os.urandom(3), "big") >> 3)
-"""Where nobody has users. One number per sandbox, so that the limit on processes is each sandbox's own."""
+"""A range of user ids that no system assigns. Each sandbox gets its own id, because the kernel counts the limit on
+processes per user."""
 _counter = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One working way to run a program."""
+    """One working configuration for running programs."""
 
     number: int
     python: Interpreter
     own_users: bool
-    """Whether each sandbox gets a user number of its own; only root can."""
+    """Whether each sandbox gets its own user id. Requires root."""
     wrapper: tuple[str, ...] = ()
-    """The command in front of Python."""
+    """The command prefix in front of Python."""
     detail: str = ""
-    """Versions, and what is missing."""
+    """Versions and missing features."""
 
     @property
     def name(self) -> str:
@@ -47,12 +49,12 @@ class Level:
         return f"L{self.number} {self.name}{f' ({self.detail})' if self.detail else ''}, {place}"
 
     def command(self, bootstrap: str) -> list[str]:
-        """What to start."""
+        """The command line that starts the process."""
         return [*self.wrapper, _run_as(self.python), *self.python.flags, "-c", bootstrap]
 
 
 def identity(own_users: bool) -> dict[str, Any]:
-    """Arguments for `subprocess`: another user, when this one is root."""
+    """Arguments for `subprocess`: an unprivileged user if this process runs as root."""
     if os.geteuid() != 0:
         return {}
     user = FIRST_USER + next(_counter) % USERS if own_users else NOBODY
@@ -60,7 +62,7 @@ def identity(own_users: bool) -> dict[str, Any]:
 
 
 def bubblewrap(program: str, python: Interpreter, *, old: bool, network: bool) -> tuple[str, ...]:
-    """The command in front of Python for level 5. `old`: before version 0.8; `network`: without a namespace for it."""
+    """The command prefix for level 5. `old` is for versions before 0.8; `network` omits the network namespace."""
     arguments = [program, *(() if old else ("--disable-userns",)), "--unshare-user", "--unshare-pid", "--unshare-ipc"]
     arguments += ["--unshare-uts", "--unshare-cgroup-try", *(() if network else ("--unshare-net",))]
     arguments += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -78,7 +80,7 @@ def bubblewrap(program: str, python: Interpreter, *, old: bool, network: bool) -
 
 
 def settings(level: Level) -> dict[str, Any]:
-    """What the inside must know of the level."""
+    """The settings that the code inside the sandbox needs."""
     return {
         "level": level.number,
         "readable": list(level.python.readable),
@@ -89,5 +91,5 @@ def settings(level: Level) -> dict[str, Any]:
 
 
 def _run_as(python: Interpreter) -> str:
-    """A virtual environment is found by the path, not by the file behind it."""
+    """The path to execute. Python locates its virtual environment by this path, so symlinks must not be resolved."""
     return python.path if python.packages else python.real

@@ -1,7 +1,8 @@
-"""Which sandbox this machine has: found by trying, not by looking.
+"""Find the strongest sandbox that works on this machine, by trying each one.
 
-In: which Python to use, and whether to go on without a sandbox. Out: the strongest `Level` that works, or a `ConfigError`
-with the remedy. Invariant: a level is used only after a program in it has tried to get out, in several ways, and failed.
+In: which Python to use, and whether to continue without a sandbox. Out: the strongest `Level` that works, or a
+`ConfigError` with the fix. Invariant: a level is used only after a program inside it tried several ways to escape and
+failed.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ def escapes(pid, file):
 
 
 def sandbox_level(python: str = "", packages: bool = False, allow_unsafe: bool = False) -> Level:
-    """The level that programs will run at. For the run header and `gspo doctor` too."""
+    """The level that programs run at. Also used by the run header and `gspo doctor`."""
     level, reasons = _best(python, packages)
     if level is not None:
         return level
     if not allow_unsafe:
         raise ConfigError(
-            f"sandbox: none works here ({'; '.join(reasons)}); install bubblewrap (apt-get install bubblewrap) or use a "
-            "kernel with Landlock (5.13 or newer), or set reward.options.code_tests.allow_unsafe = true to run model-written "
-            "programs with no protection"
+            f"sandbox: none works here ({'; '.join(reasons)}); install bubblewrap (apt-get install bubblewrap) or "
+            "use a kernel with Landlock (5.13 or newer), or set reward.options.code_tests.allow_unsafe = true to run "
+            "model-written programs with no protection"
         )
     warnings.warn(
-        f"code_tests: NO SANDBOX: model-written programs run with your rights (allow_unsafe = true): {'; '.join(reasons)}",
+        "code_tests: NO SANDBOX: model-written programs run with your rights (allow_unsafe = true): "
+        f"{'; '.join(reasons)}",
         RewardWarning,
         stacklevel=2,
     )
@@ -73,6 +75,7 @@ def _best(python: str, packages: bool) -> tuple[Level | None, tuple[str, ...]]:
     reasons: list[str] = []
     if not sys.platform.startswith("linux"):
         return None, (f"it needs Linux, not {sys.platform}",)
+    # A level counts only if it works: an installed bwrap may fail in a container that forbids user namespaces.
     for level in _candidates(interpreter, own_users):
         reason = flaw(level) if isinstance(level, Level) else level
         if isinstance(level, Level) and not reason:
@@ -83,7 +86,7 @@ def _best(python: str, packages: bool) -> tuple[Level | None, tuple[str, ...]]:
 
 
 def _candidates(python: Interpreter, own_users: bool) -> Iterator[Level | str]:
-    """Levels to try, strongest first, or why one is out of the question."""
+    """Levels to try, strongest first, or the reason why one is unavailable."""
     program = shutil.which("bwrap")
     if program is None:
         yield "bubblewrap: bwrap is not installed"
@@ -98,7 +101,7 @@ def _candidates(python: Interpreter, own_users: bool) -> Iterator[Level | str]:
 
 
 def flaw(level: Level) -> str:
-    """What is wrong with a level: it does not start, or a program gets out. Empty: nothing."""
+    """The reason why a level is unusable: it does not start, or a program can escape. Empty if it works."""
     question = json.dumps(["call", {"r": 0}, [os.getpid(), os.path.abspath(__file__)], {"d": []}]).encode()
     try:
         with Box(level, "candidate", limit_s=10.0, memory_mb=512) as box:
@@ -116,7 +119,7 @@ def flaw(level: Level) -> str:
 
 
 def _interpreter(python: str, packages: bool) -> tuple[Interpreter, bool]:
-    """The first Python that works, and whether sandboxes can have users of their own."""
+    """The first Python that works, and whether each sandbox can have its own user."""
     reasons = []
     for path in choices(python, packages):
         for own_users in (True, False) if os.geteuid() == 0 else (False,):

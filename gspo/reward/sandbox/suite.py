@@ -1,10 +1,11 @@
-"""A row's tests, read and checked before anything is run.
+"""Parse and check a row's tests before anything runs.
 
-In: the row's columns. Out: a `Suite`: texts for standard input with the expected output, or test code for the judge.
-Invariant: a row without tests is an error, never a success; nothing of a test is executed here, it is only parsed.
+In: the row's columns. Out: a `Suite`: standard inputs with the expected outputs, or test code for the judge. Invariant:
+a row without tests is an error, never a success. Tests are only parsed here, never executed.
 
-Three forms are read: `tests` (ours), `test_list` with `test_setup_code` and `test_imports` (MBPP), and `test` with
-`entry_point` and the prompt (HumanEval). Every assert is rewritten so that it is counted and the next one still runs.
+Three formats are supported: `tests` (our own), `test_list` with `test_setup_code` and `test_imports` (MBPP), and `test`
+with `entry_point` and the prompt (HumanEval). Every assert is rewritten so that it is counted and the next one still
+runs.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ _CALLABLE = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What a program is tested with."""
+    """The tests of a program."""
 
     pairs: tuple[tuple[str, str], ...] = ()
-    """Standard input and expected output; empty when the tests are code."""
+    """Standard input and expected output; empty if the tests are code."""
     steps: tuple[str, ...] = ()
-    """Test code, one step after the other; a step that raises is one failure."""
+    """Test code in order. A step that raises is one failure."""
     asserts: tuple[int, ...] = ()
-    """How many are written in each step."""
+    """Number of assert statements in each step."""
     names: tuple[str, ...] = ()
-    """What the steps take from the program."""
+    """Names that the steps use from the program."""
     modules: tuple[str, ...] = ()
     """Modules that the steps use without importing them."""
     imports: tuple[str, ...] = ()
-    """Modules that the steps import, come what may."""
+    """Modules that the steps import unconditionally."""
     prelude: str = ""
-    """Code that stands before both the program and the tests."""
+    """Code that precedes both the program and the tests."""
     entry_point: str = ""
 
     @property
@@ -52,7 +53,7 @@ class Suite:
         return len(self.pairs) or sum(self.asserts)
 
     def program(self, code: str) -> str:
-        """The whole program: with a prompt that is code, the reply may be its continuation or a function of its own."""
+        """The whole program. If the prompt is code, the completion may continue it or define the function itself."""
         if not self.prelude:
             return code
         defines = re.search(rf"^(?:(?:async\s+)?def|class)\s+{self.entry_point}\b|^{self.entry_point}\s*=", code, re.M)
@@ -60,7 +61,7 @@ class Suite:
 
 
 def read_suite(row: Mapping[str, Any], prompt: Any) -> Suite:
-    """The tests of a row. Raises `RewardError` with the field and the remedy."""
+    """The tests of a row. Raises `RewardError` with the field and the fix."""
     if row.get("tests") is not None:
         return _own(_parsed_json(row["tests"]), row)
     if row.get("test_list") is not None:
@@ -72,7 +73,7 @@ def read_suite(row: Mapping[str, Any], prompt: Any) -> Suite:
     )
 
 
-# ------------------------------------------------------------------------------------------- the three forms
+# ------------------------------------------------------------------------------------------- the three formats
 
 
 def _own(tests: Any, row: Mapping[str, Any]) -> Suite:
@@ -100,7 +101,8 @@ def _mbpp(row: Mapping[str, Any]) -> Suite:
 
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Suite:
-    test, entry_point = row["test"], _entry_point(row)
+    test = row["test"]
+    entry_point = _entry_point(row)
     if not _is_text(test) or not entry_point:
         raise RewardError(
             "test: needs a column `entry_point` with the name of the function that check() is called with"
@@ -112,19 +114,20 @@ def _humaneval(row: Mapping[str, Any], prompt: str) -> Suite:
 
 
 def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = "") -> Suite:
-    """The first part sets up, each of the others must assert something."""
+    """Build a suite. The first part is setup code; each other part must contain an assert."""
     (where, setup), *parts = named
     trees = [_parse(setup, where), *(_parse(text, place) for place, text in parts)]
     own, modules = _free_names(trees, entry_point, _defined(prelude))
     rewriter = _Rewriter()
     imports = sorted({name for tree in trees for name in _imports(tree)})
-    steps, asserts = [], []
+    steps = []
+    asserts = []
     for (place, _), tree in zip([(where, setup), *parts], trees, strict=True):
         before = rewriter.asserts
         steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
         asserts.append(rewriter.asserts - before)
         if not asserts[-1] and tree is not trees[0]:
-            raise RewardError(f"{place}: has no assert in it; write what must hold as an assert")
+            raise RewardError(f"{place}: contains no assert; write the condition to test as an assert")
     return Suite(
         steps=tuple(steps),
         asserts=tuple(asserts),
@@ -140,8 +143,11 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Turns asserts into reports to `__gspo__`, which counts them by their number. What else cannot be seen from within
-    the judge is marked too: calls whose value is dropped, and questions for an object's type or identity."""
+    """Turns asserts into calls of `__gspo__`, which counts them by number.
+
+    Operations that the judge could not intercept otherwise are rewritten, too: calls whose value is dropped, and checks
+    of an object's type or identity.
+    """
 
     def __init__(self) -> None:
         self.asserts = self._constants = 0
@@ -150,8 +156,8 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         test = node.test
         if isinstance(test, ast.Constant) and test.value:
-            return ast.Pass()  # it tests nothing
-        if isinstance(test, ast.Constant):  # a place that must not be reached
+            return ast.Pass()  # a true constant tests nothing
+        if isinstance(test, ast.Constant):  # a false constant marks a line that must not be reached
             self._constants += 1
         else:
             self.asserts += 1
@@ -160,7 +166,8 @@ class _Rewriter(ast.NodeTransformer):
         return [*(_report("needs", number, part) for part in parts), _report("holds", number, last)]
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
-        """An object of the program may catch what ends the block; then the asserts after that did not hold."""
+        """A context manager of the program may swallow an exception, so asserts that were skipped must count as
+        failed."""
         node.items = [self.visit(item) for item in node.items]
         body: list[ast.stmt] = []
         numbers: list[ast.expr] = []
@@ -204,7 +211,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _conjuncts(test: ast.expr) -> list[ast.expr]:
-    """The parts of `a and b`. All are asked: a question that never comes would tell a program that it was wrong."""
+    """The parts of `a and b`. All are evaluated: a missing request would tell the program that it was wrong."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return [part for value in test.values for part in _conjuncts(value)]
     return [test]
@@ -227,14 +234,14 @@ def _reporter(name: str) -> ast.expr:
 
 
 def _changing(call: ast.Call) -> ast.Call:
-    """A call whose value nobody looks at was made for what it does to its arguments."""
+    """Rewrite a call whose value is dropped: it is made for its effect on the arguments."""
     if isinstance(call.func, ast.Name) and call.func.id in dir(builtins):
         return call
     return ast.Call(_reporter("change"), [call.func, *call.args], call.keywords)
 
 
 def _dropping(test: ast.expr) -> ast.expr:
-    """`f(xs) is None` looks at no value either."""
+    """Rewrite `f(xs) is None`, which does not use the value either."""
     match test:
         case ast.Compare(ast.Call() as call, [ast.Is() | ast.Eq()], [ast.Constant(None)]):
             test.left = _changing(call)
@@ -242,7 +249,7 @@ def _dropping(test: ast.expr) -> ast.expr:
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Modules without which a test does not work; one that it tries to import is not among them."""
+    """Modules that the tests require. Imports inside `try` are optional and are skipped."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -253,10 +260,13 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _free_names(trees: Sequence[ast.Module], entry_point: str, helpers: set[str]) -> tuple[set[str], set[str]]:
-    """What the tests take from the program, and modules they use without importing them.
+    """The names that the tests use from the program, and modules they use without importing them.
 
-    Built-ins stay what they are, unless a built-in's name is all there is to test: MBPP has a function `sum`."""
-    used, bare, bound = set(), set(), set(helpers)
+    Names of built-ins refer to the built-ins, unless nothing else is tested: MBPP has a function `sum`.
+    """
+    used = set()
+    bare = set()
+    bound = set(helpers)
     for node in (n for tree in trees for n in ast.walk(tree)):
         bound |= _bound(node)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -301,7 +311,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _defined(text: str) -> set[str]:
-    """Names that a text defines, if it is code at all."""
+    """Names that a text defines; empty if it is not code."""
     try:
         return {name for node in ast.parse(text).body for n in ast.walk(node) for name in _bound(n)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -338,9 +348,11 @@ def _call(test: Any, where: str) -> str:
         raise RewardError(
             f"{where}: must have `input` and `output`, or `function`, `args` and `expected`, or be a line of test code"
         )
-    function, args, kwargs = test["function"], test.get("args") or [], test.get("kwargs") or {}
+    function = test["function"]
+    args = test.get("args") or []
+    kwargs = test.get("kwargs") or {}
     if not _is_text(function) or not _CALLABLE.fullmatch(function):
-        raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is no function's name")
+        raise RewardError(f"{where}.function: {one_line(repr(function), 60)} is not a function name")
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise RewardError(f"{where}: args must be a list and kwargs an object")
     for value in (args, kwargs, test["expected"]):
@@ -356,7 +368,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 
 def _unzipped(tests: Mapping[str, Any]) -> list[Any]:
-    """The form of APPS and TACO: inputs and outputs side by side."""
+    """Convert the format of APPS and TACO, with parallel lists of inputs and outputs."""
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise RewardError("tests: an object needs two lists of one length, `inputs` and `outputs`")
@@ -380,12 +392,12 @@ def _parsed_json(value: Any) -> Any:
 def _entry_point(row: Mapping[str, Any]) -> str:
     value = row.get("entry_point") or ""
     if value and not (_is_text(value) and value.isidentifier()):
-        raise RewardError(f"entry_point: {one_line(repr(value), 60)} is no function's name")
+        raise RewardError(f"entry_point: {one_line(repr(value), 60)} is not a function name")
     return str(value)
 
 
 def _text(prompt: Any) -> str:
-    """The prompt's own text; of a chat, its last message."""
+    """The text of a prompt, or of the last message of a chat."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
 
 

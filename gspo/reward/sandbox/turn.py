@@ -1,12 +1,12 @@
-"""Programs side by side, and now and then one alone.
+"""A machine-wide readers-writer lock: programs run concurrently, and occasionally one runs alone.
 
-In: whether a program must run alone. Out: its turn. Invariant: while one runs alone, no other grader of this machine that
-uses this installation runs a program, whatever process it is in; nobody waits longer than asked, and where locks do not
-work nobody waits at all.
+In: whether a program must run alone. Out: its turn. Invariant: while a program runs alone, no other grader on this
+machine that uses this installation runs a program, in any process. No grader waits longer than requested, and if file
+locks do not work, none waits at all.
 
-The locks are on two files of this package, which everybody who can import it can open and no program in a sandbox can.
-A program in a hurry passes through the gate; one that wants to be alone stays in it until the room is empty, so that those
-who come after it cannot keep it waiting.
+The locks are on two files of this package, which every process that can import it can open and no sandboxed program
+can. Programs take the gate lock first and the room lock second, and release the gate once they hold the room. A program
+that must run alone holds the gate until the room is empty, so later arrivals cannot starve it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TICK_S = 0.01
 
 @contextmanager
 def turn(*, alone: bool, patience_s: float) -> Iterator[None]:
-    """Hold a place among the running programs, or all of them. After `patience_s` it is taken for granted."""
+    """Hold the shared or exclusive lock. After `patience_s`, continue without it."""
     until = time.monotonic() + patience_s
     with open(_ROOM, "rb") as room:
         with open(_GATE, "rb") as gate:
@@ -40,6 +40,6 @@ def _take(file: IO[bytes], how: int, until: float) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 return
-        except OSError:  # a file system without locks
+        except OSError:  # the file system does not support locks
             return
         time.sleep(_TICK_S)

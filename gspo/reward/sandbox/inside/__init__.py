@@ -1,6 +1,6 @@
-"""What runs inside the sandbox: plain Python 3.8 and the standard library, sent there as compiled code.
+"""Code that runs inside the sandbox: plain Python 3.8 with the standard library only, sent there as compiled code.
 
-`confine` closes the door behind itself, `candidate` runs the program, `judge` runs the tests and `tally` counts their
-asserts. `link` carries the tests' questions, and `remote` stands for the program's objects. Both sides talk in the
-typed JSON of `values`. Nothing here knows both the program and the expected values.
+`confine` restricts the process, `candidate` runs the program, `judge` runs the tests and `tally` counts their asserts.
+`link` forwards the tests' questions to the program, and `remote` defines proxies for the program's objects. Both sides
+exchange the typed JSON of `values`. No process holds both the program and the expected values.
 """

@@ -1,12 +1,12 @@
-"""The program under test, served to the outside one question at a time.
+"""Serve the program under test, one request at a time.
 
-In: the program's text, then requests: function calls in typed JSON, or texts for its standard input. Out: one line per
-request. Invariant: no expected value ever enters this process, so nothing found in it, and nothing it writes, can stand in
-for the right answer; and no program's text is read before the process is confined.
+In: the program's source, then requests: function calls in typed JSON, or texts for its standard input. Out: one line
+per request. Invariant: no expected value ever enters this process, so the program cannot find or forge the right
+answer. The program's source is read only after the process is confined.
 
-After the token of its request, a line that comes back starts with `v` (a value), `e` (an exception: its kind, message,
-arguments and number), `c` (before there is an answer: a question about an object that the tests handed over, such as a
-function of theirs) or `o` (exit code and output).
+After the token of its request, an answer starts with `v` (a value), `e` (an exception: its kind, message, arguments and
+number), `c` (a question, before the answer, about an object that the tests passed in, such as a function of theirs) or
+`o` (exit code and output).
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ if TYPE_CHECKING:
     from typing import Any
 
 READY = "v"
-"""The first line of all."""
+"""The first line that a process sends."""
 TOKEN = 8
-"""Characters."""
+"""Length of a token in characters."""
 OUTPUT = 2**20
-"""Bytes of standard output of one test. A byte takes at most six characters of a message."""
+"""Maximum standard output of one test in bytes. A byte takes at most six characters of a message."""
 LONGEST_EXCEPTION = 2**16
-"""Characters. The arguments of a longer one stay behind."""
-_SIGKILL, _SIGXFSZ = 9, 25
+"""Maximum length of an exception in characters. A longer one is sent without its arguments."""
+_SIGKILL = 9
+_SIGXFSZ = 25
 
 
 def main(settings: dict[str, Any]) -> None:
     """Confine this process, then serve until the pipe closes."""
     requests, answers = confine.claim_pipes()
-    confine.close_files(settings)
+    confine.restrict_files(settings)
     _define_exit()
     forking = settings["mode"] == "stdin"
-    if not forking:
-        confine.close_calls(settings)
+    if not forking:  # the seccomp filter forbids fork, so each forked child installs it itself
+        confine.restrict_calls(settings)
     channel = Channel(requests, answers)
-    confine.hush()
+    confine.silence_stderr()
     channel.send(READY)
     source = decode(channel.next(), no_references)
     if forking:
@@ -54,10 +55,11 @@ def main(settings: dict[str, Any]) -> None:
 
 
 class _Module:
-    """The program, imported; its functions and objects are used from outside."""
+    """The program, imported as a module. The tests use its functions and objects from outside."""
 
     def __init__(self, source: str, channel: Channel) -> None:
-        self._source, self._channel = source, channel
+        self._source = source
+        self._channel = channel
         self._globals: dict[str, Any] = {}
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -70,7 +72,7 @@ class _Module:
             self._answer(lambda text=text: self._do(*self._decoded(text)))  # type: ignore[misc]
 
     def ask(self, *question: Any) -> Any:
-        """Use something that the tests handed over. Before they answer, they may have questions of their own."""
+        """Use an object that the tests passed in. Before they answer, they may ask questions of their own."""
         self._channel.send("c" + encode(list(question), self._refer))
         while True:
             what, *rest = self._decoded(self._channel.next())
@@ -95,24 +97,27 @@ class _Module:
         self._channel.send(line)
 
     def _raised(self, error: BaseException) -> str:
-        """The exception's kind, message, arguments and number."""
-        kind, message, number = self._kind(type(error)), _message(error), self._number(error)
+        """Encode an exception's kind, message, arguments and number."""
+        kind = self._kind(type(error))
+        message = _message(error)
+        number = self._number(error)
         try:
             text = encode([kind, message, list(error.args), number], self._refer)
             if len(text) < LONGEST_EXCEPTION:
                 return text
-        except BaseException:  # arguments that are no plain data, or refuse to be looked at
+        except BaseException:  # arguments that are not plain data, or that raise when accessed
             pass
         return encode([kind, message, None, number], len)
 
     def _kind(self, kind: type[BaseException]) -> Any:
-        """An exception's class: a built-in one by its name, else its number, its name and the classes it comes from."""
+        """An exception's class: a built-in by its name, any other by its number, name and base classes."""
         name = str(kind.__name__)[:100]
         if getattr(builtins, name, None) is kind:
             return name
         return [self._number(kind), name, [self._kind(b) for b in kind.__bases__ if issubclass(b, BaseException)]]
 
     def _number(self, value: Any) -> int:
+        # `_objects` keeps every numbered object alive; otherwise Python could reuse its id.
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
@@ -155,7 +160,7 @@ class _Module:
             return self._global(target)
         if what == "call":
             return target(*rest[0], **rest[1])
-        if what == "change":  # a call whose value the tests drop: they may look at what became of the arguments
+        if what == "change":  # the tests drop the value of this call but may inspect its arguments afterwards
             return [target(*rest[0], **rest[1]), *rest]
         value = _ACTIONS[what](target, *rest)
         return _Kept(value) if what in _KEEPING and _is_own(value) else value
@@ -167,7 +172,7 @@ class _Module:
 
 
 class _Kept:
-    """Around an object of the program's own class that holds plain data: it stays here all the same."""
+    """Wraps plain data of a class that the program defines, so that it stays in this process as an object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -178,7 +183,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _operate(target: Any, name: str, *others: Any) -> Any:
-    """An operator, or a built-in function that stands for one."""
+    """Apply an operator, or the built-in function that corresponds to one."""
     return (getattr(_operator, name, None) or getattr(builtins, name))(target, *others)
 
 
@@ -216,7 +221,7 @@ def _await(target: Any) -> Any:
 
 
 def _leave(target: Any, kind: Any, message: Any) -> Any:
-    """The end of a `with`, with the exception that ended it, if any."""
+    """Exit a `with` block, with the exception that ended it, if any."""
     error = None if kind is None else _exception(kind, [message])
     return bool(type(target).__exit__(target, error and type(error), error, None))
 
@@ -248,7 +253,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Lent:
-    """Something of the tests, which stays with them."""
+    """Proxy for an object of the tests, which stays in their process."""
 
     __slots__ = ("_module", "_number")
     if TYPE_CHECKING:
@@ -295,9 +300,9 @@ def _operator_of(name: str) -> Callable[..., Any]:
     return lambda self, *others: self._module.ask("op", self, name, *others)
 
 
-for _name in ("str", "repr", "len", "bool", "hash", "int", "float", "abs", "neg", *(
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains"
-)):  # fmt: skip
+_UNARY = "str repr len bool hash int float abs neg"
+_BINARY = "add sub mul truediv floordiv mod pow eq ne lt le gt ge getitem contains"
+for _name in (_UNARY + " " + _BINARY).split():
     setattr(_Object, f"__{_name}__", _operator_of(_name))
 
 
@@ -316,15 +321,15 @@ def _lend(module: _Module, kind: str, number: int, name: str) -> Any:
 
 
 def _import_numpy() -> None:
-    """The tests hand over an array, so the program gets one, whether it imports numpy or not."""
+    """Import numpy because the tests pass an array, whether the program imports numpy or not."""
     try:
         __import__("numpy")
-    except Exception:  # there is none: it gets lists
+    except Exception:  # numpy is not installed: the program gets lists
         return
 
 
 def _named(module: str, name: str) -> Any:
-    """What the standard library has under a name."""
+    """The object that a module of the standard library has under a name."""
     value = __import__(module, fromlist=["*"])
     for part in name.split("."):
         value = getattr(value, part)
@@ -341,10 +346,12 @@ _COROUTINE, _FUNCTION = type(_coroutine), type(_wait)
 
 
 class _Script:
-    """The program, run from its first line for each text on its standard input, in a process of its own."""
+    """The program, run as a script in a new process for each test's standard input."""
 
     def __init__(self, source: str, settings: dict[str, Any], channel: Channel) -> None:
-        self._source, self._settings, self._channel = source, settings, channel
+        self._source = source
+        self._settings = settings
+        self._channel = channel
 
     def serve(self) -> None:
         self._channel.send(READY + "null")
@@ -364,7 +371,7 @@ class _Script:
             data = _read(output, OUTPUT + 1)
             if len(data) > OUTPUT:
                 os.kill(child, _SIGKILL)
-            _, status = os.waitpid(child, 0)  # it may have closed its output and gone on: its exit code counts
+            _, status = os.waitpid(child, 0)  # it may keep running after closing its output, and its exit code counts
             os.close(output)
             code = -(status & 0x7F) or status >> 8
             if len(data) > OUTPUT:
@@ -372,37 +379,43 @@ class _Script:
             self._channel.send("o" + encode([code, data.decode("utf-8", "replace")], len))
 
     def _become(self, source: int, into: int, parent: int) -> None:
-        """In the child: be the program. Its end is the interpreter's ordinary end."""
+        """Run the program in the child. The interpreter then exits normally, with its usual exit handlers."""
         confine.die_with_parent(parent)
         os.dup2(source, 0)
         os.dup2(into, 1)
         os.closerange(3, 64)
-        confine.close_calls(self._settings)
+        confine.restrict_calls(self._settings)
         module = type(sys)("__main__")
         sys.modules["__main__"] = module
         exec(compile(self._source, "<program>", "exec", dont_inherit=True), module.__dict__)
 
 
 class Channel:
-    """Requests and answers, by hand: `sys.stdin` is the program's. An answer repeats the token of its request."""
+    """Requests and answers on raw descriptors, because `sys.stdin` belongs to the program.
+
+    An answer repeats the token of its request.
+    """
 
     def __init__(self, requests: int, answers: int) -> None:
-        self._requests, self._answers = requests, answers
-        self._left, self._token = b"", b""
+        self._requests = requests
+        self._answers = answers
+        self._rest = b""
+        self._token = b""
 
     def next(self) -> str:
-        parts = [self._left]
+        """The next request."""
+        parts = [self._rest]
         while b"\n" not in parts[-1]:
             part = os.read(self._requests, 2**16)
             if not part:
                 os._exit(0)
             parts.append(part)
-        line, _, self._left = b"".join(parts).partition(b"\n")
-        self._token, line = line[:TOKEN], line[TOKEN:]
-        return line.decode()
+        line, _, self._rest = b"".join(parts).partition(b"\n")
+        self._token = line[:TOKEN]
+        return line[TOKEN:].decode()
 
     def send(self, line: str) -> None:
-        """One line out, in plain ASCII."""
+        """Send one line of ASCII text."""
         _write(self._answers, self._token + line.encode() + b"\n")
 
 
@@ -412,7 +425,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _read(descriptor: int, most: int) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     while size < most:
         part = os.read(descriptor, 2**16)
         if not part:
@@ -434,14 +448,14 @@ def _message(error: BaseException) -> str:
 
 
 def _exception(kind: Any, args: list[Any]) -> BaseException:
-    """What the tests raised: one of the program's own classes, or a built-in one by its name."""
+    """Build an exception that the tests raised: of one of the program's own classes, or of a built-in one by name."""
     found = getattr(builtins, kind, RuntimeError) if type(kind) is str else kind
     error: BaseException = found(*args)
     return error
 
 
 def _define_exit() -> None:
-    """`exit()` and `quit()`, which come with the `site` module that was left out."""
+    """Define `exit()` and `quit()`. The `site` module normally does, but the interpreter skips it."""
 
     def leave(code: Any = None) -> None:
         raise SystemExit(code)

@@ -1,7 +1,7 @@
-"""Closing the door from the inside, before a single byte of the program is read.
+"""Restrict the current process before a single byte of the program is read.
 
-In: what `Box` asks for. Out: a process that can no longer do harm. Invariant: limits are hard ones, so that nobody can
-raise them again; a step that fails ends the process instead of going on without it.
+In: the settings from `Box`. Out: a process that can no longer do harm. Invariant: all limits are hard limits, so they
+cannot be raised again. If a step fails, the process ends; it never continues without it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
 
 THREADS = 32
 _SIGKILL = 9
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def claim_pipes() -> tuple[int, int]:
-    """Take the protocol away from the descriptors that programs use."""
-    requests, answers = os.dup(0), os.dup(1)
-    _lead_nowhere(0, 1)
+    """Move the protocol to descriptors that programs do not use."""
+    requests = os.dup(0)
+    answers = os.dup(1)
+    _redirect_to_null(0, 1)
     return requests, answers
 
 
-def hush() -> None:
-    """Until now the outside listened to what went wrong."""
-    _lead_nowhere(2)
+def silence_stderr() -> None:
+    """Discard standard error. Until now it reported start-up errors to `Box`."""
+    _redirect_to_null(2)
 
 
-def _lead_nowhere(*descriptors: int) -> None:
+def _redirect_to_null(*descriptors: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(null, descriptor)
     os.close(null)
 
 
-def close_files(settings: dict[str, Any]) -> None:
-    """Let this process open nothing but Python's own files. Without namespaces, leave it under an overseer."""
-    if settings["level"] != 5:  # bubblewrap sees to that itself
+def restrict_files(settings: dict[str, Any]) -> None:
+    """Allow this process to open Python's own files only. Without namespaces, put it under an overseer."""
+    if settings["level"] != 5:  # bubblewrap does this itself
         die_with_parent(settings["parent"])
     if settings["level"] == 6:
         _leave_overseer()
@@ -50,17 +52,17 @@ def close_files(settings: dict[str, Any]) -> None:
         landlock.restrict(settings["readable"], settings["listed"])
 
 
-def close_calls(settings: dict[str, Any]) -> None:
-    """Limits and, unless there is no sandbox at all, the filter. Nothing can be started afterwards."""
+def restrict_calls(settings: dict[str, Any]) -> None:
+    """Set the limits and, except at level 0, the seccomp filter. No process can be started afterwards."""
     if settings["level"] and not settings["processes"]:
-        _leave_doorkeeper()
+        _fork_thread_counter()
     limit(settings)
     if settings["level"]:
         seccomp.install()
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Hard limits on memory, processor time, files and threads, and on what all processes of a user share."""
+    """Set hard limits on memory, CPU time, files and threads, and on resources that all processes of a user share."""
     limits = {
         resource.RLIMIT_AS: settings["memory"],
         resource.RLIMIT_CPU: settings["cpu_s"],
@@ -69,46 +71,49 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: 0,  # of real-time signals; ordinary ones arrive all the same
+        resource.RLIMIT_SIGPENDING: 0,  # limits real-time signals only; ordinary ones still arrive
     }
     if settings["processes"]:
         limits[resource.RLIMIT_NPROC] = settings["processes"] + THREADS
-    for which, most in limits.items():
+    for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when the one that started it has ended."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL))
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent ended before the call above took effect
         os._exit(1)
 
 
-def _leave_doorkeeper() -> None:
-    """Leave a child that counts this process's threads.
+def _fork_thread_counter() -> None:
+    """Fork a child that limits this process's threads.
 
-    A limit on processes is one on all processes of a user: where sandboxes share one, a program with many threads would
-    keep its neighbors, and the trainer, from starting any."""
-    questions, program = seccomp.ask_for_threads(), os.getpid()
+    `RLIMIT_NPROC` counts all processes of a user. If sandboxes share a user, a program with many threads would keep
+    other sandboxes, and the trainer, from starting any.
+    """
+    questions = seccomp.ask_for_threads()
+    program = os.getpid()
     if os.fork():
         os.close(questions)
         return
     die_with_parent(program)
     os.dup2(questions, 0)
     os.closerange(1, 64)
-    folder = f"/proc/{program}/task"  # it has a link for each thread, which can be counted without opening it
+    # The link count is 2 plus one per thread. Landlock still allows `stat`, but not opening the folder.
+    folder = f"/proc/{program}/task"
     while True:
         try:
             seccomp.answer(0, lambda: os.stat(folder).st_nlink - 2 <= THREADS)
-        except FileNotFoundError:  # the thread that asked, or all of them, are gone
+        except FileNotFoundError:  # the thread that asked, or the whole program, is gone
             if not os.path.exists(folder):
                 os._exit(0)
 
 
 def _leave_overseer() -> None:
-    """Go on in a child. The parent adopts whatever the child leaves behind, and ends it with the child."""
+    """Continue in a child. The parent adopts the child's orphans and kills them when the child ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     overseer = os.getpid()
     child = os.fork()
@@ -127,5 +132,5 @@ def _oversee(child: int) -> None:
                 for pid in children.read().split():
                     os.kill(int(pid), _SIGKILL)
             os.waitpid(-1, 0)
-    except OSError:  # nobody is left
+    except OSError:  # no children remain
         os._exit(0 if status == 0 else 1)

@@ -1,9 +1,10 @@
-"""`eval`, `exec` and `compile` for the tests, whose text may come from the program.
+"""Safe `eval`, `exec` and `compile` for the tests, which may apply them to text from the program.
 
-In: a text. Out: its value. Invariant: no code of the program runs in the judge. A text that stands in the tests is theirs
-and is run as always. Any other text is an answer: it is read as an expression of numbers, texts, containers, operators and
-calls of the functions below or of names that the test hands to `eval`, and nothing of it reaches the tests' own names.
-`import builtins` in the tests gives a module with these functions: `builtins.eval` is no way around them.
+In: a text. Out: its value. Invariant: no code of the program runs in the judge. Text that is a literal in the tests is
+trusted and runs as usual. Any other text comes from the program. It may only be an expression of numbers, strings,
+containers, operators and calls of the functions below or of names that the test passes to `eval`, and it cannot access
+the tests' own names. `import builtins` in the tests gives a module with these functions, so `builtins.eval` does not
+bypass them.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 _ONLY_PARSE = 0x400  # ast.PyCF_ONLY_AST; importing `ast` is slow
 _FUNCTION_NAMES = "abs divmod float int len list max min pow round set sorted str sum tuple"
-_NODE_NAMES = """Expression Constant BinOp UnaryOp BoolOp Compare IfExp Tuple List Set Dict Subscript Index Slice Name Load
-Call keyword Starred Attribute Add Sub Mult Div FloorDiv Mod Pow MatMult BitAnd BitOr BitXor LShift RShift UAdd USub Invert
-Not And Or Eq NotEq Lt LtE Gt GtE Is IsNot In NotIn"""
+_NODE_NAMES = """Expression Constant BinOp UnaryOp BoolOp Compare IfExp Tuple List Set Dict Subscript Index Slice Name
+Load Call keyword Starred Attribute Add Sub Mult Div FloorDiv Mod Pow MatMult BitAnd BitOr BitXor LShift RShift UAdd
+USub Invert Not And Or Eq NotEq Lt LtE Gt GtE Is IsNot In NotIn"""
 _FUNCTIONS, _NODES = frozenset(_FUNCTION_NAMES.split()), frozenset(_NODE_NAMES.split())
 
 
 def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Any]:
-    """The built-ins of the tests' namespace."""
+    """The built-ins for the tests' namespace."""
     module = type(sys)("builtins")
     module.__dict__.update(builtins.__dict__)
     own = {text for code in codes for text in _texts(code)}
@@ -47,27 +48,28 @@ def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Any]:
             raise TypeError("a text that the tests did not write is not executed")
         exec(source, *(scopes or _callers()))
 
-    def compiled(source: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_own(source: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_own(source):
             raise TypeError("a text that the tests did not write is not compiled")
         return compile(source, *args, **kwargs)
 
-    def imported(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_guarded(name: str, *args: Any, **kwargs: Any) -> Any:
         found = __import__(name, *args, **kwargs)
         return module if found is builtins else found
 
-    module.__dict__.update({"eval": evaluate, "exec": execute, "compile": compiled, "__import__": imported})
+    replacements = {"eval": evaluate, "exec": execute, "compile": compile_own, "__import__": import_guarded}
+    module.__dict__.update(replacements)
     return module.__dict__
 
 
 def _callers() -> tuple[dict[str, Any], Any]:
-    """The names where the built-in was called."""
+    """The globals and locals of the code that called the built-in."""
     frame = sys._getframe(2)
     return frame.f_globals, frame.f_locals
 
 
 def _texts(code: CodeType) -> list[str]:
-    """The texts that are written in code."""
+    """The string literals in code."""
     found = []
     for constant in code.co_consts:
         if type(constant) is str:
@@ -80,7 +82,7 @@ def _texts(code: CodeType) -> list[str]:
 
 
 def _check(tree: Any, given: dict[str, Any]) -> None:
-    """Refuse what is more than an expression of values. Attributes are those of a name that was given, and public."""
+    """Reject anything beyond an expression of values. Only public attributes of given names are allowed."""
     pending = [tree]
     while pending:
         node = pending.pop()

@@ -1,12 +1,14 @@
-"""The tests, run against a program that is somewhere else.
+"""Run the tests against a program in another process.
 
-In: test code, and the program's answers as typed JSON. Out: questions to the program, and at the end a verdict. Invariant:
-no code of the program runs here; comparing happens here, with values of built-in types and of the standard library's data
-types. An object that is no plain data arrives as a `Remote`, which never equals plain data and answers only what `Remote`
-says. Whatever goes wrong while a program is judged is the program's: the tests themselves were tried before.
+In: test code, and the program's answers as typed JSON. Out: questions to the program, and finally a verdict. Invariant:
+no code of the program runs here. Values are compared here, as built-in types and data types of the standard library.
+Other objects arrive as a `Remote`, which never equals plain data and supports only the operations that `Remote`
+defines. Any failure while a program is judged is the program's fault, because the tests were run without a program
+before.
 
-Lines to the outside start with `?` (a question for the program, or the answer to one of its own) or `!` (the verdict);
-lines from it with `=` (the program's answer), `x` (there will be no answer: why) or `.` (start again, with the next program).
+Lines sent start with `?` (a question for the program, or the answer to one of its own) or `!` (the verdict). Lines
+received start with `=` (the program's answer), `x` (there is no answer, with the reason), `t` (run the tests without a
+program) or `.` (start with the next program).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 from gspo.reward.sandbox.inside import confine
 from gspo.reward.sandbox.inside.candidate import READY, Channel, no_references
 from gspo.reward.sandbox.inside.evaluate import guarded
-from gspo.reward.sandbox.inside.link import Gone, Link, Pretended, words
+from gspo.reward.sandbox.inside.link import DummyLink, Gone, Link, words
 from gspo.reward.sandbox.inside.remote import CLASS, Remote
 from gspo.reward.sandbox.inside.tally import Tally
 from gspo.reward.sandbox.inside.values import decode, encode
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 def main(settings: dict[str, Any]) -> None:
     """Confine this process, then judge one program after the other."""
     requests, answers = confine.claim_pipes()
-    confine.close_files(settings)
-    confine.close_calls(settings)
+    confine.restrict_files(settings)
+    confine.restrict_calls(settings)
     channel = Channel(requests, answers)
-    confine.hush()
+    confine.silence_stderr()
     channel.send(READY)
     job = decode(channel.next(), no_references)
     try:
@@ -49,15 +51,18 @@ def main(settings: dict[str, Any]) -> None:
     while True:
         request = channel.next()
         if request == "t":
-            channel.send("!" + encode(_trial(job, prelude, steps), len))
+            channel.send("!" + encode(_dry_run(job, prelude, steps), len))
         else:
             channel.send("!" + encode(_judge(job, prelude, steps, Link(channel)), len))
 
 
-def _trial(job: dict[str, Any], prelude: Any, steps: list[Any]) -> str:
-    """What is wrong with the tests, whatever the program. They are run without one, against objects that give the same
-    answer to whatever they are asked, and against functions that return it."""
-    first = Pretended(True, ())
+def _dry_run(job: dict[str, Any], prelude: Any, steps: list[Any]) -> str:
+    """The reason why the tests are unusable for any program; empty if they work.
+
+    The tests run without a program, against objects that answer every question with the same constant and functions
+    that return it. Tests that such an object passes could be passed by any program.
+    """
+    first = DummyLink(True, ())
     passes = _full(_judge(job, prelude, steps, first))
     if first.broken:
         return first.broken
@@ -73,8 +78,8 @@ def _trial(job: dict[str, Any], prelude: Any, steps: list[Any]) -> str:
 
 
 def _passes(job: dict[str, Any], prelude: Any, steps: list[Any], word: bool, plain: tuple[str, ...]) -> bool:
-    """Whether nothing but one word passes the tests. The first failure says no."""
-    return _full(_judge(job, prelude, steps, Pretended(word, plain, brief=True)))
+    """Whether a constant answer passes the tests. Stops at the first failure."""
+    return _full(_judge(job, prelude, steps, DummyLink(word, plain, brief=True)))
 
 
 def _full(verdict: dict[str, Any]) -> bool:
@@ -82,7 +87,7 @@ def _full(verdict: dict[str, Any]) -> bool:
 
 
 def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> dict[str, Any]:
-    random.seed(0)  # the same tests for every program
+    random.seed(0)  # randomized tests must be the same for every program
     tally = Tally(job["asserts"], link)
     try:
         names = _namespace(job, prelude, steps)
@@ -94,15 +99,15 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
             _attempt(step, names, tally)
     except Gone:
         pass
-    except BaseException as error:  # such as a memory full of what the program answered
+    except BaseException as error:  # for example a MemoryError caused by the program's answers
         tally.note(error)
-        link.gone = link.gone or "error: the tests could not go on"
+        link.gone = link.gone or "error: the tests could not continue"
     return {**tally.result(bool(link.gone)), "why": tally.why, "gone": link.gone}
 
 
 def _namespace(job: dict[str, Any], prelude: Any, steps: list[Any]) -> dict[str, Any]:
-    """The names that the tests start with."""
-    sys.modules["tests"] = module = type(sys)("tests")  # where dataclasses look for the names of types
+    """The initial namespace of the tests."""
+    sys.modules["tests"] = module = type(sys)("tests")  # dataclasses look up type names in their module
     names = module.__dict__
     names["__builtins__"] = guarded([prelude, *steps], names)
     exec(prelude, names)

@@ -1,9 +1,9 @@
-"""Landlock: which files a process may open, where there are no namespaces, and more exactly where there are.
+"""Landlock: restrict which files a process may open, instead of namespaces or in addition to them.
 
-In: paths to be read, and folders to be listed. Out: the rule in force for this thread and what it starts, for ever. Invariant: every kind of
-access to files that the kernel knows how to refuse is refused, except reading under those paths and using /dev/null;
-from the sixth version on also signals and abstract sockets that lead out of the sandbox. What no version refuses
-(changing modes, owners and times, looking whether a file exists) is the seccomp filter's, except the last.
+In: paths to read, and folders to list. Out: a permanent rule for this thread and everything it starts. Invariant: every
+kind of file access that the kernel can deny is denied, except reading under those paths and using /dev/null. From
+version 6 on, signals and abstract sockets that lead out of the sandbox are denied, too. No version denies changing
+modes, owners and times, which the seccomp filter does, or checking whether a file exists, which stays possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION_FLAG, _RULE_PATH = 1, 1
 _WRITE, _READ, _LIST = 2, 4, 8
 _KINDS_OF_ACCESS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many bits the kinds of access to files take, by version."""
+"""Number of file access rights (bits) by version."""
 _SCOPES = 0b11
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -30,12 +30,12 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def version() -> int:
-    """0: the kernel has none."""
+    """The kernel's Landlock version; `0` if it has none."""
     return max(0, _libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
 def restrict(readable: Iterable[str], listed: Iterable[str]) -> None:
-    """Refuse every access to files but reading these, seeing the names in those folders, and /dev/null."""
+    """Deny all file access except reading `readable`, listing `listed`, and /dev/null."""
     found = version()
     if not found:
         raise OSError("landlock: this kernel has none")

@@ -1,7 +1,8 @@
-"""The way from the tests to the program and back.
+"""The connection between the tests and the program.
 
-In: questions of the tests, and lines of the program. Out: values, `Remote` objects and exceptions. Invariant: what the
-program says is decoded, never run; what the tests hand over stays with them and does only what its kind is for.
+In: questions of the tests, and lines from the program. Out: values, `Remote` objects and exceptions. Invariant: the
+program's answers are decoded, never executed. Objects that the tests pass to the program stay in the judge and support
+only the operations of their kind.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ if TYPE_CHECKING:
     from gspo.reward.sandbox.inside.candidate import Channel
 
 _PATIENCE = 10_000
-"""Questions that the tests may ask when they are tried without a program."""
+"""Number of questions that the tests may ask in a dry run without a program."""
 
 
 class Gone(BaseException):
-    """The program ended, or broke the rules. No `except Exception` of a test catches it."""
+    """The program ended or violated the protocol. A `BaseException`, so `except Exception` in a test does not catch
+    it."""
 
 
-class NotHandedOver(Exception):
-    """The tests call the program with something that cannot reach it."""
+class NotTransferable(Exception):
+    """The tests pass an argument to the program that cannot be sent or lent."""
 
 
 class Link:
-    """Carries questions to the program, and answers its own about what the tests handed over."""
+    """Forwards questions to the program, and answers its questions about objects that the tests passed to it."""
 
     brief = False
-    """Whether the first failure ends the tests. Not with a program: it would learn from that."""
+    """Whether the first failure ends the tests. False with a real program, which could infer its failure from that."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -45,12 +47,12 @@ class Link:
         self._errors: dict[int, Any] = {}
         self.gone = ""
         self.serving = 0
-        """Questions of the program that are being answered."""
+        """Number of the program's questions that are being answered."""
         self.caught = False
-        """Whether an object of the program ended an exception at the end of a `with`."""
+        """Whether a context manager of the program swallowed an exception."""
 
     def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
-        """The program's answer, or its exception. `ends`: the answer may be that an iterator is at its end."""
+        """The program's answer, or its exception. With `ends`, the exception may be `StopIteration`."""
         line = encode([what, *question], self._refer)
         while True:
             if self.gone:
@@ -77,7 +79,7 @@ class Link:
             raise Gone(self.gone) from None
 
     def _resolve(self, reference: Any) -> Any:
-        """What the program refers to: an object of its own, or one that the tests lent it."""
+        """Resolve a reference of the program: to an object of its own, or to one that the tests lent it."""
         kind, body = ("object", reference) if type(reference) is int else (reference[0], reference[1])
         if kind == "error":
             return self._error_class(body)
@@ -85,25 +87,25 @@ class Link:
             raise ValueRefused("a reference without a number")
         if kind == "mine":
             return self._lent[body][1]
-        # anew each time: what an object is to the tests depends on where they got it, even if they have it already
+        # A new proxy each time: how far the tests trust an object depends on how they obtained it.
         make = {"object": Remote, "held": Remote, "coroutine": RemoteCoroutine}[kind]
         return make(self, body, held=kind == "held")
 
     # --------------------------------------------------------------------- exceptions of the program
 
-    def _exception(self, told: Any, ends: bool) -> BaseException:
+    def _exception(self, description: Any, ends: bool) -> BaseException:
         try:
-            described, message, args, number = told
+            described_class, message, args, number = description
             if type(message) is not str or (number is not None and type(number) is not int):
                 raise ValueRefused("an exception of unknown form")
-            kind = self._error_class(described)
+            kind = self._error_class(described_class)
         except Exception as malformed:
             self.gone = f"protocol: {words(malformed)}"
             return Gone(self.gone)
-        if (
-            issubclass(kind, (StopIteration, StopAsyncIteration)) and not ends
-        ):  # it would end an iterator of the tests in silence
-            kind, args = RuntimeError, [f"{kind.__name__}: {message}"]
+        if issubclass(kind, (StopIteration, StopAsyncIteration)) and not ends:
+            # Raised as it is, it would silently end an iterator of the tests.
+            args = [f"{kind.__name__}: {message}"]
+            kind = RuntimeError
         error: Any
         try:
             error = kind(*args) if type(args) is list else kind(message)
@@ -115,13 +117,13 @@ class Link:
         raised: BaseException = error
         return raised
 
-    def _error_class(self, told: Any) -> Any:
-        """The same class if it is built in, else one of the same name, under the same classes, that stands for it."""
-        if type(told) is str:
-            found = getattr(builtins, told, None)
+    def _error_class(self, description: Any) -> Any:
+        """The same class if it is built in, else a proxy class with the same name and base classes."""
+        if type(description) is str:
+            found = getattr(builtins, description, None)
             usable = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError)
             return found if usable else RuntimeError
-        number, name, bases = told
+        number, name, bases = description
         if number not in self._errors:
             members = {"of_class": number, "__str__": _said, "__getattr__": _attribute}
             parents = tuple(dict.fromkeys(self._error_class(base) for base in bases)) or (RuntimeError,)
@@ -131,7 +133,7 @@ class Link:
     # --------------------------------------------------------------------- objects of the tests
 
     def _refer(self, value: Any) -> Any:
-        """A reference for the program: to its own object, to a name of the standard library, or to one of the tests."""
+        """A reference for the program: to its own object, a name of the standard library, or an object of the tests."""
         if isinstance(value, Remote):
             return value._gspo_number
         if isinstance(value, Exception) and "remote" in value.__dict__:
@@ -166,8 +168,11 @@ class Link:
             self.serving -= 1
 
     def _use(self, what: Any, target: Any, *rest: Any) -> Any:
-        """Only what its kind is for: functions are called, iterators give the next item, objects of the tests' own
-        classes are used by their public names and operators."""
+        """Use an object of the tests in the ways its kind allows.
+
+        Functions can be called, iterators advanced, and objects of the tests' own classes used through their public
+        attributes and operators.
+        """
         kind = self._lent[self._lent_numbers[id(target)]][0]
         if what == "call" and kind in ("function", "object"):
             return target(*rest[0], **rest[1])
@@ -184,30 +189,36 @@ class Link:
             return None
         if what not in ("get", "set") or type(rest[0]) is not str or rest[0].startswith("_"):
             raise AttributeError(rest[0] if rest else what)
-        if what == "set" and callable(getattr(type(target), rest[0], None)):  # what the tests may ask the object for
+        if what == "set" and callable(getattr(type(target), rest[0], None)):
+            # The tests may call this method, so the program must not replace it.
             raise AttributeError(f"{rest[0]} is a method")
         return getattr(target, rest[0]) if what == "get" else setattr(target, rest[0], rest[1])
 
 
-class Pretended(Link):
-    """No program at all: every answer is the same word. `plain`: whether methods, or functions too, return the word
-    itself instead of an object that stands for it."""
+class DummyLink(Link):
+    """Stands in for a program and answers every question with the same constant.
+
+    `plain` lists the kinds of callables (`method`, `function`) that return the constant itself instead of a proxy for
+    it.
+    """
 
     def __init__(self, word: bool, plain: tuple[str, ...], brief: bool = False) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self.brief = brief
-        self._word, self._plain, self._asked = word, plain, 0
+        self._word = word
+        self._plain = plain
+        self._asked = 0
         self._ended: set[int] = set()
         self.broken = ""
 
     def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
         self._asked += 1
         if self._asked > _PATIENCE:
-            self.gone = "timeout: the tests ask for ever"
+            self.gone = "timeout: the tests never stop asking"
             raise Gone(self.gone)
         try:
             encode([what, *question], self._refer)
-        except (ValueRefused, NotHandedOver) as error:
+        except (ValueRefused, NotTransferable) as error:
             self.broken = self.broken or f"they hand over {error}"
         thing = Remote(self, self._asked)
         if what == "op":
@@ -228,7 +239,7 @@ class Pretended(Link):
 
 
 def _lending(value: Any) -> str:
-    """What the program may do with an object of the tests."""
+    """The kind of an object of the tests, which determines what the program may do with it."""
     if isinstance(value, type):
         return "function" if value.__module__ == "tests" else _refuse(value)
     if getattr(type(value), "__module__", "") == "tests":
@@ -243,13 +254,14 @@ def _lending(value: Any) -> str:
 
 
 def _refuse(value: Any) -> str:
-    raise NotHandedOver(f"an argument of type {type(value).__name__}")
+    raise NotTransferable(f"an argument of type {type(value).__name__}")
 
 
 def _library_name(value: Any) -> tuple[str, str] | None:
-    """The module and name under which the program finds the same in its own standard library."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    owner = getattr(value, "__objclass__", None)  # of a method such as `str.upper`
+    """The module and name under which the program finds the same object in its own standard library."""
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    owner = getattr(value, "__objclass__", None)  # the class of a method such as `str.upper`
     module = owner.__module__ if isinstance(owner, type) else module
     if type(module) is not str or type(name) is not str or module.partition(".")[0] == "tests":
         return None
@@ -265,7 +277,7 @@ _LENT_OPERATORS = frozenset(
 
 
 def _operation(name: Any) -> Callable[..., Any]:
-    """An operator on an object of the tests."""
+    """The function of an operator that is allowed on objects of the tests."""
     if name not in _LENT_OPERATORS:
         raise TypeError("no such operator")
     found: Callable[..., Any] = getattr(_operator, name, None) or getattr(builtins, name)
@@ -276,7 +288,8 @@ def _operation(name: Any) -> Callable[..., Any]:
 
 
 def words(error: BaseException) -> str:
-    """An exception in words. Its arguments may be objects of the program, which may raise."""
+    """A one-line description of an exception. Its arguments may be proxies of the program's objects, which may
+    raise."""
     try:
         return f"{type(error).__name__}: {error}"[:300]
     except BaseException:
@@ -286,12 +299,12 @@ def words(error: BaseException) -> str:
 def _subclass(name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
     try:
         return type(name, bases, members)
-    except TypeError:  # these bases do not go together
+    except TypeError:  # the bases conflict
         return type(name, bases[:1], members)
 
 
 def _said(self: Any) -> str:
-    """The text of a program's exception."""
+    """The message of a program's exception."""
     return str(self.__dict__["said"] if "said" in self.__dict__ else BaseException.__str__(self))
 
 

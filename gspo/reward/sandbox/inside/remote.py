@@ -1,7 +1,8 @@
-"""Objects that stay in the program's process, as the tests see them.
+"""Proxies for objects that stay in the program's process.
 
-In: answers of a link to the program. Out: `Remote` objects that the tests use like any other. Invariant: no code of the
-program runs here, and a `Remote` never equals plain data; what else it is believed depends on where the tests got it.
+In: answers of a link to the program. Out: `Remote` objects that the tests use like any other object. Invariant: no code
+of the program runs here, and a `Remote` never equals plain data. How far it is trusted otherwise depends on how the
+tests obtained it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 CLASS, INSTANCE, RESULT = "class", "instance", "result"
-"""What a `Remote` is to the tests: a class that they name (with a capital letter), an object that they made of one, or
-something that a function or method returned."""
+"""How the tests obtained a `Remote`: as a class that they name (with a capital letter), as an instance that they
+created, or as the result of a function or method."""
 _SEEN = (
     "__name__",
     "__qualname__",
@@ -26,7 +27,7 @@ _SEEN = (
     "__wrapped__",
     "__module__",
 )
-"""Attributes between underscores that are asked for. All others are ways to be taken for something else."""
+"""Dunder attributes that are forwarded. Any other would let an object pass itself off as another type."""
 TRUTHS = ("bool", "eq", "lt", "le", "gt", "ge", "contains")
 _PREDICATES = frozenset(
     n
@@ -34,16 +35,17 @@ _PREDICATES = frozenset(
     for n in dir(kind)
     if n.startswith("is") or n in ("startswith", "endswith")
 ) | {"all", "any", "equals", "difference", "symmetric_difference", "compare", "compare_total"}
-"""Methods of plain data, and of arrays, that say yes or no, or that nothing is different."""
+"""Methods of plain data and arrays that return a truth value, or report a difference."""
 
 
 class Remote:
-    """An object that stays in the program's process.
+    """A proxy for an object that stays in the program's process.
 
-    It equals no plain data. What it is worth depends on how the tests came by it, never on what it says of itself: an
-    object that the tests made of a class of the program answers for its operators; what a function returned does not, so
-    it cannot pass for a number, a text or a list. It can be called, has attributes, and can be iterated over; whatever is
-    learned of its items stays so until the tests change it."""
+    It equals no plain data. How far it is trusted depends on how the tests obtained it, never on what it claims: an
+    instance that the tests created from a class of the program defines its own operators. A function's result does not,
+    so it cannot pass for a number, a string or a list. A proxy can be called, has attributes, and can be iterated over.
+    Its items are cached until the tests modify it.
+    """
 
     __slots__ = ("_gspo_held", "_gspo_items", "_gspo_kind", "_gspo_link", "_gspo_number", "_gspo_of")
 
@@ -59,7 +61,7 @@ class Remote:
         return self._gspo_link.ask("call", self, args, kwargs, ends=ends)
 
     def _gspo_change(self, args: Any, kwargs: Any) -> Any:
-        """Call it, and do to the arguments what it did to its copies."""
+        """Call it, and apply to the arguments the changes that it made to its copies."""
         self._gspo_touch()
         value, after_args, after_kwargs = self._gspo_link.ask("change", self, args, kwargs)
         for before, after in [*zip(args, after_args), *((v, after_kwargs[k]) for k, v in kwargs.items())]:  # noqa: B905
@@ -67,7 +69,7 @@ class Remote:
         return value
 
     def _gspo_touch(self) -> None:
-        """What was learned of its items, and of the object whose method it is, may no longer be so."""
+        """Discard the cached items of this object, and of the object whose method it is."""
         for one in (self, self._gspo_of[0] if self._gspo_of else self):
             object.__setattr__(one, "_gspo_items", None)
 
@@ -182,12 +184,12 @@ class Remote:
         return self._gspo_link.ask("op", self, name, *others) is True
 
     def _gspo_answers(self, other: Any) -> bool:
-        """Whether the program is asked about the two: one of them is an object that the tests made."""
+        """Whether the program decides the operation, because the tests created one of the two objects."""
         return self._gspo_kind != RESULT or (isinstance(other, Remote) and other._gspo_kind != RESULT)
 
 
 class RemoteCoroutine(Remote):
-    """Its program runs it to its end as soon as the tests wait for it."""
+    """A proxy for a coroutine. The program runs it to completion when the tests await it."""
 
     __slots__ = ()
 
@@ -205,12 +207,14 @@ class RemoteCoroutine(Remote):
         raise error[0]
 
     def close(self) -> None:
-        """There is nothing to end here."""
+        """Do nothing: the coroutine is in the program's process."""
 
 
 class _Items:
-    """The items of an object. Each is asked for once: an iterator that has ended does not begin again, and what can be
-    looked at twice is the same both times."""
+    """The items of an object. Each is requested once.
+
+    An exhausted iterator therefore does not restart, and iterating twice gives the same items both times.
+    """
 
     def __init__(self, owner: Remote) -> None:
         self._link = owner._gspo_link
@@ -253,7 +257,7 @@ class _Items:
 
 
 def identical(value: Any, other: Any) -> bool:
-    """`value is other`, also of objects of the program."""
+    """`value is other`, also for proxies of the program's objects."""
     both = isinstance(value, Remote) and isinstance(other, Remote)
     return bool(value._gspo_number == other._gspo_number if both else value is other)
 
@@ -307,7 +311,7 @@ for _name, _kind in (("int", int), ("float", float), ("complex", complex), ("ind
 
 
 def _update(before: Any, after: Any) -> None:
-    """Make a container what the program made of its copy, and what is in it as far as it is still there."""
+    """Update a container in place to match the copy that the program modified, including nested containers."""
     if type(before) is not type(after) or type(before) not in (list, dict, set, bytearray):
         if type(before).__name__ == "deque" and type(before) is type(after):
             before.clear()

@@ -1,10 +1,10 @@
-"""Which system calls a program may make: a seccomp filter assembled by hand, for x86_64 and aarch64.
+"""A hand-assembled seccomp filter for the program's system calls, on x86_64 and aarch64.
 
-In: nothing but this process's number. Out: the filter in force, for ever. Invariant: no new process and no other program
-to run, no signal to anyone else, no socket that reaches anything, no namespaces, no mounts, no shared memory, no change
-to a file's attributes, no lock on a file, no look at the page cache or at the machine's load, no change to how it is
-scheduled. Threads, memory, reading and writing of open files are free. A refused call gives EPERM; a call that this table
-is too old to know does not exist (ENOSYS), and neither does clone3, whose flags a filter cannot read.
+In: this process's id. Out: a permanent filter. Invariant: the program cannot start a process, execute another program,
+signal other processes, open a socket that reaches anything, create namespaces, mount, share memory, change file
+attributes, lock files, observe the page cache or the machine's load, or change its scheduling. Threads, memory, and
+reading and writing open files are allowed. A denied call returns EPERM. Calls newer than this table, and clone3, whose
+flags a filter cannot read, return ENOSYS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables below, and the kernel's name for the architecture."""
+"""Column of the tables below, and the kernel's audit constant for the architecture."""
 
 DENIED = {
     # network
@@ -32,7 +32,7 @@ DENIED = {
     "listen": (50, 201),
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
-    # processes: new ones, other ones
+    # starting and affecting processes
     "fork": (57, -1),
     "vfork": (58, -1),
     "execve": (59, 221),
@@ -53,12 +53,12 @@ DENIED = {
     "setsid": (112, 157),
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
-    # how it is scheduled: a program that slows itself down would look like one on a busy machine
+    # scheduling: a program that slows itself down would look like one on a busy machine
     "sched_setaffinity": (203, 122),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274),
-    # the page cache of Python's files, which every sandbox shares: to put pages in or out, and to ask which are in
+    # the page cache of Python's files, which all sandboxes share: loading, evicting and querying pages
     "readahead": (187, 213),
     "fadvise64": (221, 223),
     "mincore": (27, 232),
@@ -81,14 +81,14 @@ DENIED = {
     "set_mempolicy_home_node": (450, 450),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # what the machine and its other processes do: a channel between programs that run at the same time
-    "getrusage": (98, 165),  # how many page faults had to wait for the disk
+    # activity of the machine and other processes: a covert channel between concurrent programs
+    "getrusage": (98, 165),  # reports major page faults
     "sysinfo": (99, 179),
     "flock": (73, 32),
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
-    "timer_create": (222, 107),  # counted by user
+    "timer_create": (222, 107),  # the limit is shared by all processes of a user
     # namespaces and mounts
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -108,7 +108,7 @@ DENIED = {
     "mount_setattr": (442, 442),
     "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
-    # the kernel's larger machines
+    # large kernel subsystems
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -141,7 +141,7 @@ DENIED = {
     "clock_settime": (227, 112),
     "clock_adjtime": (305, 266),
     "adjtimex": (159, 171),
-    # files, where Landlock does not look
+    # file operations that Landlock does not cover
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "truncate": (76, 45),
@@ -167,13 +167,13 @@ DENIED = {
     "futimesat": (261, -1),
     "mknod": (133, -1),
     "mknodat": (259, 33),
-    # what outlives a process
+    # objects that outlive a process
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmdt": (67, 197),
     "shmctl": (31, 195),
     "semget": (64, 190),
-    "semop": (65, 193),  # an identifier can be guessed: it takes no `semget`
+    "semop": (65, 193),  # works without `semget`, because identifiers can be guessed
     "semtimedop": (220, 192),
     "semctl": (66, 191),
     "msgget": (68, 186),
@@ -188,12 +188,12 @@ DENIED = {
     "mq_getsetattr": (245, 185),
 }
 UNKNOWN = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments lie in memory, where a filter cannot look."""
+"""Their arguments are in memory, which a filter cannot read."""
 NEWEST = 468
-"""From here on, system calls that this table does not know."""
+"""System calls from this number on are newer than this table."""
 
 ONLY_SELF = {"kill": (62, 129), "tgkill": (234, 131)}
-"""Allowed when the first argument is this process."""
+"""Allowed if the first argument is this process."""
 ONLY_ZERO = {
     "prlimit64": (302, 261),
     "getpgid": (121, 155),
@@ -203,23 +203,23 @@ ONLY_ZERO = {
     "sched_getattr": (315, 275),
     "sched_rr_get_interval": (148, 127),
 }
-"""Allowed when the first argument is 0, which means this process."""
+"""Allowed if the first argument is 0, which means this process."""
 OWN_CLOCKS = {"clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115)}
-"""A negative clock is the processor time of any process, or a device."""
+"""Allowed for nonnegative clock ids. A negative one is the CPU time of another process, or a device."""
 COMMANDS = {
-    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: locks, leases, notices, owners of
-    # signals, hints that stay with the file, pipes that take from what all sandboxes of a user share.
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: locks, leases, notifications,
+    # signal owners, hints that persist on the file, pipe sizes (their limit is shared by all sandboxes of a user).
     "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030, 1032)),
-    # TCGETS, TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not: typing into a terminal, owners of
-    # signals, flags and numbers that stay with the file, where a file lies on the disk.
+    # TCGETS, TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not: terminal input injection,
+    # signal owners, flags and ids that persist on the file, a file's location on the disk.
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (a name for memory). Not: outliving its parent, merging memory with others',
-    # core scheduling.
+    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (names memory). Not: outliving the parent, merging memory with other
+    # processes, core scheduling.
     "prctl": ((157, 167), 0, (15, 16, 0x53564D41)),
-    # What allocators ask for. Not: reading files ahead, paging out, merging memory with others', huge pages of files.
+    # What allocators need. Not: readahead, paging out, merging memory with other processes, huge pages of files.
     "madvise": ((28, 233), 2, (0, 1, 2, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 102, 103)),
 }
-"""Number, which argument, and the only values of it that are allowed."""
+"""System call number, index of the checked argument, and its allowed values."""
 
 _CLONE, _CLONE_THREAD = (56, 220), 0x10000
 _OPEN, _OPENAT = (2, -1), (257, 56)
@@ -241,14 +241,14 @@ def install() -> None:
 
 
 def ask_for_threads() -> int:
-    """From now on each new thread waits for an answer from whoever reads this descriptor."""
+    """Make each new thread wait for a decision of the process that reads the returned descriptor."""
     column, _ = _machine(os.uname().machine)
     steps = [_argument(0), _and(_CLONE_THREAD), *_if(_CLONE_THREAD, _NOTIFY), _return(_ALLOW)]
     return _set(b"".join([_load(0), *_when(_CLONE[column], steps), _return(_ALLOW)]), _NEW_LISTENER)
 
 
 def answer(descriptor: int, allowed: Callable[[], bool]) -> None:
-    """Wait until a thread is about to be started, and let it or refuse it."""
+    """Wait for a request to start a thread, and allow or deny it."""
     question = bytearray(80)
     fcntl.ioctl(descriptor, _NOTIFICATION_RECEIVE, question)
     number = bytes(question[:8])
@@ -277,11 +277,12 @@ def _machine(name: str) -> tuple[int, int]:
 
 
 def assemble(machine: str, pid: int) -> bytes:
-    """The filter as the kernel reads it: 8 bytes an instruction."""
+    """The filter as BPF bytecode: 8 bytes per instruction."""
     column, architecture = _machine(machine)
+    # Check the architecture first: a process can switch to the 32-bit ABI, where the same numbers are other calls.
     code = [
         *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
-        *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # the x32 calls too: they start at 2**30
+        *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # includes the x32 calls, which start at 2**30
     ]
     for table, answer in ((DENIED, _EPERM), (UNKNOWN, _ENOSYS)):
         for numbers in table.values():
@@ -297,17 +298,17 @@ def assemble(machine: str, pid: int) -> bytes:
         code += _when(numbers[column], [_argument(which), *tests, _return(_EPERM)])
     code += _when(_MMAP[column], [_argument(3), _and(_MAP_LOCKED_POPULATE_HUGETLB), *_unless(0)])
     code += _when(_CLONE[column], [_argument(0), _and(_CLONE_THREAD), *_unless(_CLONE_THREAD)])
-    for numbers, which in ((_OPEN, 1), (_OPENAT, 2)):  # emptying a file that was opened for reading
+    for numbers, which in ((_OPEN, 1), (_OPENAT, 2)):  # O_TRUNC empties a file even if it is opened for reading
         steps = [_argument(which), _and(_O_TRUNC_OR_WRITE), *_if(_O_TRUNC, _EPERM), _return(_ALLOW)]
         code += _when(numbers[column], steps)
     code += _when(_SOCKETPAIR[column], [_argument(0), *_unless(_AF_UNIX)])  # asyncio needs one
     steps = [_argument(4), _jump(_EQUAL, 0, 1, 0), _return(_EPERM), _load(16 + 8 * 4 + 4), *_unless(0)]
-    code += _when(_SENDTO[column], steps)  # within such a pair: without an address
+    code += _when(_SENDTO[column], steps)  # allowed within a socket pair, that is without an address
     return b"".join([*code, _return(_ALLOW)])
 
 
 def _when(number: int, steps: list[bytes]) -> list[bytes]:
-    """Steps for one system call; they end in a return."""
+    """Instructions for one system call. They must end in a return."""
     return [_jump(_EQUAL, number, 0, len(steps)), *steps] if number >= 0 else []
 
 
@@ -320,7 +321,7 @@ def _if(value: int, answer: int) -> list[bytes]:
 
 
 def _argument(which: int) -> bytes:
-    """Load the low half of an argument: as much as the kernel itself reads of an int."""
+    """Load the low half of an argument, which is all that the kernel reads of an int."""
     return _load(16 + 8 * which)
 
 

@@ -1,7 +1,7 @@
-"""Which asserts of the tests held.
+"""Count the asserts that passed.
 
-In: reports of test code, whose asserts were rewritten. Out: how many statements held, and why the first did not.
-Invariant: nothing holds of a program that is no longer there, and no assert counts twice.
+In: reports of test code whose asserts were rewritten. Out: the number of assert statements that passed, and the reason
+for the first failure. Invariant: no assert passes after the program is gone, and none counts twice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ _CLOSE = 1e-9
 
 
 class Tally:
-    """Counts asserts by the statement: one that is run in a loop holds if it always did. `__gspo__` in test code, whose
-    asserts were rewritten to report here."""
+    """Counts assert statements. One in a loop passes if it always did.
+
+    Test code accesses it as `__gspo__`: its asserts were rewritten to report here.
+    """
 
     def __init__(self, asserts: list[int], link: Link) -> None:
-        self._asserts, self._link = asserts, link
+        self._asserts = asserts
+        self._link = link
         self._steps: list[dict[int, bool]] = []
         self._cuts: set[int] = set()
-        self._set_state: set[int] = set()
+        self._reached: set[int] = set()
         self._busy: set[int] = set()
         self.why = ""
 
@@ -36,52 +39,57 @@ class Tally:
         self._steps.append({})
 
     def needs(self, number: int, value: Any) -> None:
-        """A part of an assert's condition, before the last one."""
+        """Report a part of an assert's condition other than the last."""
         if not value:
             self.failure(number, AssertionError("wrong answer"))
 
     def holds(self, number: int, value: Any) -> None:
-        """An assert's condition, or its last part, evaluated. Nothing holds of a program that is no longer there."""
-        self._set_state.add(number)
+        """Report an assert's condition, or its last part. No assert passes after the program is gone."""
+        self._reached.add(number)
         if value and not self._link.gone:
             self._step_of(number).setdefault(number, True)
         else:
             self.failure(number, AssertionError("wrong answer"))
 
     def _step_of(self, number: int) -> dict[int, bool]:
-        """Where an assert is counted: in the step that it was written in. A program that calls back a function of an
-        earlier step must not add its asserts once more. A place that must not be reached counts where it was reached."""
+        """The step in which an assert counts: the one that contains it.
+
+        A program that calls back a function of an earlier step must not add that step's asserts again. An assert with a
+        false constant has a negative number and counts in the step that reached it.
+        """
         if not self._link.serving:
             self._busy.add(len(self._steps) - 1)
         if number < 0:
             return self._steps[-1]
-        step, written = 0, self._asserts[0]
+        step = 0
+        written = self._asserts[0]
         while written < number:
             step += 1
             written += self._asserts[step]
         return self._steps[step]
 
     def entered(self, *numbers: int) -> None:
-        """A `with` begins whose block has these asserts."""
+        """Report the start of a `with` whose block has these asserts."""
         self._link.caught = False
-        self._set_state.difference_update(numbers)
+        self._reached.difference_update(numbers)
 
     def left(self, *numbers: int) -> None:
-        """It is over. If an object of the program caught what ended the block, the rest of its asserts failed."""
-        caught, self._link.caught = self._link.caught, False
+        """Report its end. If a context manager of the program swallowed an exception, unreached asserts failed."""
+        caught = self._link.caught
+        self._link.caught = False
         for number in numbers:
-            if caught and number not in self._set_state:
+            if caught and number not in self._reached:
                 self.failure(number, AssertionError("it was not reached"))
 
     def failure(self, number: int, error: BaseException) -> None:
-        """An assert failed, or could not be evaluated."""
+        """Report an assert that failed or could not be evaluated."""
         self._step_of(number)[number] = False
         self.note(error)
         if self._link.brief:
             raise Gone
 
     def cut(self, error: BaseException) -> None:
-        """A step ended before its end."""
+        """Report a step that an exception ended."""
         self._cuts.add(len(self._steps) - 1)
         self.note(error)
         if self._link.brief:
@@ -91,8 +99,11 @@ class Tally:
         self.why = self.why or words(error)
 
     def result(self, gone: bool) -> dict[str, int]:
-        """Statements that held, and all of them. What was not reached fails if the step was cut short; a branch that was
-        not taken does not count. The first step sets up: it need not assert anything."""
+        """The number of asserts that passed, and of all asserts.
+
+        An assert that was not reached fails if its step was cut short; one in a branch that was not taken does not
+        count. The first step is setup code and need not assert anything.
+        """
         passed = total = 0
         for number, written in enumerate(self._asserts):
             seen = self._steps[number] if number < len(self._steps) else {}
@@ -110,12 +121,12 @@ class Tally:
 
     @staticmethod
     def change(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call whose value the test drops: what it does to its arguments is what counts."""
+        """Make a call whose value the test drops, and apply its changes to the arguments."""
         return function._gspo_change(args, kwargs) if type(function) is Remote else function(*args, **kwargs)
 
     @staticmethod
     def type_of(value: Any) -> Any:
-        """`type(value)`, also of an object of the program: a class of the program, never one of plain data."""
+        """`type(value)`. For an object of the program, a class of the program, never a built-in type."""
         found = value._gspo_link.ask("type", value) if isinstance(value, Remote) else None
         return found if isinstance(found, Remote) else type(value)
 
@@ -123,8 +134,10 @@ class Tally:
 
     @staticmethod
     def same(value: Any, expected: Any) -> bool:
-        """Equal as JSON: tuples and arrays are lists, keys are text, floats may differ in the last digits, true is not
-        1."""
+        """Whether two values are equal as JSON.
+
+        Tuples and arrays count as lists, keys as strings, floats may differ in the last digits, and `True` is not 1.
+        """
         if type(value).__module__ == "numpy":
             value = value.tolist()
         if isinstance(expected, list):

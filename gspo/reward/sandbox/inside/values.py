@@ -1,17 +1,17 @@
-"""Typed JSON: plain Python values as text, and back, with limits.
+"""Typed JSON: encode plain Python values as text, and decode them, with limits.
 
-In: a value, or text that a hostile process wrote. Out: text, or a value made of exact built-in types only. Invariant: what
-is decoded runs no code of the other side; whatever is not plain data becomes a `{"r": number}`, a reference that means
-something only where it came from.
+In: a value, or text that a hostile process wrote. Out: text, or a value of exact built-in types only. Invariant:
+decoding executes no code of the other side. Anything that is not plain data becomes `{"r": number}`, a reference that
+only its origin can resolve.
 
-JSON's own types stand for themselves. The rest: `{"t": [...]}` tuple, `s` set, `z` frozenset, `d` dict as pairs,
-`i` large int in hexadecimal, `f` nan and infinities, `c` complex, `b` bytes, `a` bytearray, `g` range, `L` slice,
-`V` keys, values or items of a dict, `n` a built-in type by its name, `r` reference, `l` any other reference (a list whose first member says which kind). Types of the standard
-library that hold plain data: `F` Fraction, `D` Decimal, `T` date, time, datetime, timedelta, `Q` deque, `C` Counter,
-`O` OrderedDict, `U` defaultdict, `P` namedtuple; they are built anew from their parts. `N` is a numpy array of numbers,
-as its type and nested lists; where numpy was never imported it arrives as the lists. Empty arrays always do: they
-broadcast to any shape, and all of nothing is true.
-Uses `_json` directly: importing `json` costs a third of the start of an interpreter.
+JSON's own types are used as they are. The others are tagged: `{"t": [...]}` tuple, `s` set, `z` frozenset, `d` dict as
+pairs, `i` large int in hexadecimal, `f` nan and infinities, `c` complex, `b` bytes, `a` bytearray, `g` range, `L`
+slice, `V` keys, values or items of a dict, `n` a built-in type by its name, `r` reference, `l` any other reference (a
+list whose first item is its kind). Types of the standard library that hold plain data: `F` Fraction, `D` Decimal, `T`
+date, time, datetime, timedelta, `Q` deque, `C` Counter, `O` OrderedDict, `U` defaultdict, `P` namedtuple; they are
+rebuilt from their parts. `N` is a numpy array of numbers, as its dtype and nested lists; if the receiver has not
+imported numpy, it arrives as the lists. Empty arrays always do, because they broadcast to any shape and `all()` of
+nothing is true. Uses `_json` directly: importing `json` takes a third of the interpreter's start-up time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 try:
     from _json import encode_basestring_ascii as _quoted
     from _json import make_scanner as _make_scanner
-except ImportError:  # another Python than CPython
+except ImportError:  # not CPython
     from json.encoder import encode_basestring_ascii as _quoted
     from json.scanner import make_scanner as _make_scanner
 
 DEPTH = 64
-"""Containers within containers."""
+"""Maximum nesting depth of containers."""
 LENGTH = 8 * 2**20
-"""Characters of one message."""
+"""Maximum length of a message in characters."""
 DIGITS = 10_000
-"""Of a Fraction or Decimal: arithmetic with longer ones is slow."""
+"""Maximum number of digits of a Fraction or Decimal. Arithmetic with longer ones is slow."""
 _PLAIN_INT = 2**53
 _TYPES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)
@@ -46,17 +46,17 @@ _TYPES.update({n: e for n, e in vars(builtins).items() if isinstance(e, type) an
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 _FIELDS = 64
-"""Of a namedtuple."""
+"""Maximum number of fields of a namedtuple."""
 _ARRAYS = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"])
-"""Types of numbers that an array may have."""
+"""Allowed dtypes of arrays."""
 
 
 class ValueRefused(Exception):
-    """Too deep, too long, or no value at all."""
+    """A value or message is too deep, too long, or malformed."""
 
 
 class _Context:
-    """What the scanner asks for."""
+    """Settings of the JSON scanner, as `json.JSONDecoder` provides them."""
 
     strict = True
     object_hook = None
@@ -78,7 +78,7 @@ _scan = _make_scanner(_Context())  # type: ignore[arg-type]
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> str:
-    """A value as text. `refer` gives a number, or the members of an `l`, to an object that is no plain data."""
+    """Encode a value. `refer` maps an object that is not plain data to a number, or to the items of an `l`."""
     parts: list[str] = []
     _write(value, refer, parts, 0)
     text = "".join(parts)
@@ -88,12 +88,12 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> str:
 
 
 def decode(text: str, resolve: Callable[[Any], Any]) -> Any:
-    """The value that a text stands for. `resolve` turns a reference's number, or an `l`'s members, into an object."""
+    """Decode a text. `resolve` maps a reference's number, or the items of an `l`, to an object."""
     return _read(parse(text), resolve, 0)
 
 
 def parse(text: str) -> Any:
-    """The JSON of a text, with tags left as they are: nothing is hashed or built that could take long."""
+    """Parse the JSON of a text without decoding tags, so nothing expensive is hashed or built."""
     if len(text) > LENGTH:
         raise ValueRefused(f"a message of more than {LENGTH} characters")
     try:
@@ -112,6 +112,8 @@ def _write(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int
         raise ValueRefused(f"a value of more than {LENGTH} characters")
     if value is None or value is True or value is False:
         parts.append({None: "null", True: "true", False: "false"}[value])
+    # From here on, methods of the base class are called explicitly: a subclass that the program defines may override
+    # them to lie about its value.
     elif isinstance(value, str):
         parts.append(_quoted(str.__str__(value)))
     elif isinstance(value, int):
@@ -173,7 +175,7 @@ def _write_dict(value: Any, refer: Callable[[Any], Any], parts: list[str], depth
 
 
 def _write_library(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
-    """What the standard library builds of plain data, else a reference."""
+    """Encode the standard library's data types; anything else becomes a reference."""
     if _is(value, "collections", "deque"):
         kind = sys.modules["collections"].deque
         opening = f'{{"Q":[{"null" if value.maxlen is None else int(value.maxlen)},['
@@ -193,7 +195,7 @@ def _write_library(value: Any, refer: Callable[[Any], Any], parts: list[str], de
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """Exactly this type of the standard library; a module that was never imported has no values."""
+    """Whether a value has exactly this type. If its module was never imported, it cannot."""
     return module in sys.modules and type(value) is getattr(sys.modules[module], name, None)
 
 
@@ -209,7 +211,8 @@ def _names(fields: tuple[str, ...]) -> str:
 
 
 def _moment(value: Any) -> tuple[Any, ...]:
-    """The kind and the numbers of a date, a time, both or the time between. With a time zone it is no plain data."""
+    """The kind and fields of a date, time, datetime or timedelta; empty for anything else, such as a time with a
+    zone."""
     if _is(value, "datetime", "timedelta"):
         return "timedelta", value.days, value.seconds, value.microseconds
     if _is(value, "datetime", "date"):
@@ -291,7 +294,7 @@ def _slice(parts: list[Any]) -> slice:
 
 
 def _view(parts: list[Any]) -> Any:
-    """The keys, values or items of a dictionary."""
+    """Build the keys, values or items view of a dictionary."""
     kind, items = parts
     pairs = items if kind == "items" else enumerate(items) if kind == "values" else ((item, None) for item in items)
     return {"keys": dict.keys, "values": dict.values, "items": dict.items}[kind](dict(pairs))
@@ -382,9 +385,9 @@ def _named(parts: list[Any]) -> Any:
     if key not in _named_types:
         from collections import namedtuple
 
-        if len(_named_types) >= 1000:
+        if len(_named_types) >= 1000:  # a hostile process could send ever new names
             _named_types.clear()
-        _named_types[key] = namedtuple(name, fields)  # refuses names that are no identifiers
+        _named_types[key] = namedtuple(name, fields)  # raises for names that are not identifiers
     return _named_types[key](*values)
 
 
