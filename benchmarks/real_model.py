@@ -73,7 +73,9 @@ def _arms(group: str, table: Mapping[str, Any], common: list[str], shared: Mappi
         for seed in own.get("seeds", [0]):
             settings = [*common, *own.get("settings", []), f"seed={seed}"]
             plain = bool(own.get("plain", False)) and seed == own.get("seeds", [0])[0]
-            yield Run(name=f"{group}-{arm}-{seed}", arm=arm, seed=seed, train=True, plain=plain, settings=settings, **shared)  # fmt: skip
+            yield Run(
+                name=f"{group}-{arm}-{seed}", arm=arm, seed=seed, train=True, plain=plain, settings=settings, **shared
+            )
 
 
 # ------------------------------------------------------------------------------------------------- one run
@@ -132,12 +134,24 @@ def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
     chosen = run.sets.get(name, [])
     overrides = [s for s in chosen if not s.startswith("data.path=")]
     if not run.train:
-        overrides = [s for s in run.settings if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))] + overrides  # fmt: skip
+        overrides = [
+            s
+            for s in run.settings
+            if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))
+        ] + overrides
     evaluate_model(
-        str(folder) if run.train else _value(run.settings, "model.path"), data=_value(chosen, "data.path") if chosen else None,
-        recipe=None if run.train else run.recipe, ks=[1], samples=1, limit=run.limit, greedy=True, json_path=str(numbers),
-        replies_path=str(replies), seed=0, overrides=overrides,
-    )  # fmt: skip
+        str(folder) if run.train else _value(run.settings, "model.path"),
+        data=_value(chosen, "data.path") if chosen else None,
+        recipe=None if run.train else run.recipe,
+        ks=[1],
+        samples=1,
+        limit=run.limit,
+        greedy=True,
+        json_path=str(numbers),
+        replies_path=str(replies),
+        seed=0,
+        overrides=overrides,
+    )
     record = json.loads(numbers.read_text()) | {"replies": read_jsonl(replies)[:KEPT_REPLIES]}
     numbers.unlink()
     replies.unlink()
@@ -207,7 +221,10 @@ def run_plan(options: argparse.Namespace) -> int:
     failed, began = [], time.monotonic()
     while waiting or running:
         if options.seconds and time.monotonic() - began > options.seconds:
-            print(f"{time.monotonic() - began:5.0f} s  time is up: runs save what they have; repeat the command to go on", flush=True)  # fmt: skip
+            print(
+                f"{time.monotonic() - began:5.0f} s  time is up: runs save what they have; repeat the command to go on",
+                flush=True,
+            )
             waiting.clear()
             for process in running.values():
                 process.send_signal(signal.SIGTERM)
@@ -217,9 +234,11 @@ def run_plan(options: argparse.Namespace) -> int:
             print(f"{time.monotonic() - began:5.0f} s  {run.name}: begins", flush=True)
             with (out / f"{run.name}.log").open("wb") as log:
                 running[run.name] = subprocess.Popen(
-                    [sys.executable, __file__, *sys.argv[1:], "--one", run.name], stdout=log, stderr=log,
+                    [sys.executable, __file__, *sys.argv[1:], "--one", run.name],
+                    stdout=log,
+                    stderr=log,
                     env=os.environ | {"OMP_NUM_THREADS": "2", "TQDM_DISABLE": "1"},
-                )  # fmt: skip
+                )
         for name, process in list(running.items()):
             if process.poll() is not None:
                 del running[name]
@@ -279,9 +298,17 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
         for name in names:
             cells += [_estimate(record["sets"][name][key]) for key in ("avg@1", "greedy")]
         curve = record.get("curve") or [{}]
-        cells += [f"{curve[-1].get('tokens/sampled', 0):,}", f"{record.get('train_seconds', 0) / 60:.1f}", f"{record.get('peak_gib', 0):.1f}"]  # fmt: skip
+        cells += [
+            f"{curve[-1].get('tokens/sampled', 0):,}",
+            f"{record.get('train_seconds', 0) / 60:.1f}",
+            f"{record.get('peak_gib', 0):.1f}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"| arm | seeds | {' | '.join(f'{n}, gain in points, {how}' for n in names for how in ('sampled', 'greedy'))} |", "|---|---" + "|---|---" * len(names) + "|"]  # fmt: skip
+    lines += [
+        "",
+        f"| arm | seeds | {' | '.join(f'{n}, gain in points, {how}' for n in names for how in ('sampled', 'greedy'))} |",
+        "|---|---" + "|---|---" * len(names) + "|",
+    ]
     for arm in dict.fromkeys(r["arm"] for r in trained):
         mine = [r for r in trained if r["arm"] == arm]
         cells = [arm, str(len(mine))]
@@ -293,7 +320,11 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
                 spread = f" [{number.low:+.1f}, {number.high:+.1f}]" if number.low is not None else ""
                 cells.append(f"{number.value:+.1f}{spread}")
         lines.append("| " + " | ".join(cells) + " |")
-    plain = [f"{r['name']} {r['plain transformers']['greedy']:.1%} (here {r['sets']['held out']['greedy']['value']:.1%})" for r in trained if "plain transformers" in r]  # fmt: skip
+    plain = [
+        f"{r['name']} {r['plain transformers']['greedy']:.1%} (here {r['sets']['held out']['greedy']['value']:.1%})"
+        for r in trained
+        if "plain transformers" in r
+    ]
     return (
         [*lines, "", f"Greedy on the held-out problems by transformers alone: {', '.join(plain)}."] if plain else lines
     )
@@ -301,7 +332,16 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
 
 def _lengths(trained: Sequence[Mapping[str, Any]]) -> list[str]:
     """How long replies are and what that costs, over the first and the last three steps; of runs that have noted it."""
-    keys = {"length/p10": "", "length/median": "", "length/p90": "", "length/max": "", "length/truncated_fraction": "%", "padding/sampler": "%", "padding/learner": "%", "padding/saved": "%"}  # fmt: skip
+    keys = {
+        "length/p10": "",
+        "length/median": "",
+        "length/p90": "",
+        "length/max": "",
+        "length/truncated_fraction": "%",
+        "padding/sampler": "%",
+        "padding/learner": "%",
+        "padding/saved": "%",
+    }
     noted = [r for r in trained if "padding/saved" in r["curve"][-1]]
     if not noted:
         return []
@@ -331,7 +371,11 @@ def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str,
 
 def _before(record: Mapping[str, Any]) -> str:
     first = (record.get("curve") or [{}])[0]
-    return f"{first['eval/accuracy']:.1%}, greedy {first['eval/accuracy_greedy']:.1%}" if "eval/accuracy_greedy" in first else "?"  # fmt: skip
+    return (
+        f"{first['eval/accuracy']:.1%}, greedy {first['eval/accuracy_greedy']:.1%}"
+        if "eval/accuracy_greedy" in first
+        else "?"
+    )
 
 
 def _estimate(value: Mapping[str, float]) -> str:
@@ -347,12 +391,22 @@ def _draw(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
     arms = list(dict.fromkeys(r["arm"] for r in trained))
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 3)
-    keys = {"eval/accuracy": "held-out accuracy, sampled", "eval/accuracy_greedy": "held-out accuracy, greedy", "reward/mean": "mean reward"}  # fmt: skip
+    keys = {
+        "eval/accuracy": "held-out accuracy, sampled",
+        "eval/accuracy_greedy": "held-out accuracy, greedy",
+        "reward/mean": "mean reward",
+    }
     for axis, (key, label) in zip(axes, keys.items(), strict=True):
         for record in trained:
             points = [(r["tokens/sampled"], r[key]) for r in record["curve"] if r.get(key) is not None]
             first = next(r for r in trained if r["arm"] == record["arm"]) is record
-            axis.plot(*zip(*points, strict=True), **style(arms.index(record["arm"])), alpha=0.8, linewidth=1.2, label=record["arm"] if first else None)  # fmt: skip
+            axis.plot(
+                *zip(*points, strict=True),
+                **style(arms.index(record["arm"])),
+                alpha=0.8,
+                linewidth=1.2,
+                label=record["arm"] if first else None,
+            )
         axis.set(xlabel="reply tokens sampled", title=label, ylim=(0, None))
     axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -368,7 +422,9 @@ def _replies(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]
         for new in found["replies"][:4]:
             lines += [f"- {name}: {_quoted(new['prompt'][-400:])}"]
             pairs = [("before", old.get(new["prompt_id"]) if base else None), ("after", new)]
-            lines += [f"  - {when} ({'right' if r['correct'] else 'wrong'}): {_quoted(r['text'])}" for when, r in pairs if r]  # fmt: skip
+            lines += [
+                f"  - {when} ({'right' if r['correct'] else 'wrong'}): {_quoted(r['text'])}" for when, r in pairs if r
+            ]
     return [*lines, ""]
 
 

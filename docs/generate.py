@@ -165,7 +165,12 @@ def settings_page() -> str:
         "",
     ]
     for section, entries in groupby(help_texts(), key=lambda entry: entry[0].rpartition(".")[0]):
-        lines += [f"## {f'[{section}]' if section else 'Top level'}", "", "| key | type | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+        lines += [
+            f"## {f'[{section}]' if section else 'Top level'}",
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         for key, kind, default, text in entries:
             lines.append(f"| `{key}` | {_cell(kind)} | `{_value(default)}` | {_cell(text)} |")
         lines.append("")

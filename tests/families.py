@@ -28,7 +28,14 @@ BASE = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@ def run_interpreted(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "on_triton"]
     root = Path(gspo.__file__).parents[1]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}, cwd=root, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "." * 8 in done.stdout, "all of them ran, none was skipped"

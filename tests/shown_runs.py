@@ -23,19 +23,43 @@ CONFIG = 'name = "made"\nsteps = 40\nseed = 3\n[objective]\nname = "gspo"\n[lear
 def metrics(step: int, **changed: Any) -> dict[str, Any]:
     """A healthy step's numbers."""
     row = {
-        "step": step, "tokens/sampled": 1000 * step, "reward/mean": 0.3 + 0.01 * step, "reward/correct_fraction": 0.3 + 0.01 * step,
-        "groups/uniform_fraction": 0.2, "groups/discarded": 0, "samples/unscored": 0, "length/mean": 30.0 + math.sin(step),
-        "length/max": 50, "length/truncated_fraction": 0.01, "grad/norm": 1.0, "grad/skipped": 0, "clip/fraction_tokens": 0.15,
-        "clip/fraction_sequences": 0.15, "clip/low": 3e-3, "clip/high": 4e-3, "ratio/token_log_std": 0.05,
-        "ratio/sequence_log_std": 3e-3, "kl/old_new": 1e-4, "mismatch/k3": 1e-8, "entropy/mean": 0.5, "routing/flip_fraction": 0.01,
+        "step": step,
+        "tokens/sampled": 1000 * step,
+        "reward/mean": 0.3 + 0.01 * step,
+        "reward/correct_fraction": 0.3 + 0.01 * step,
+        "groups/uniform_fraction": 0.2,
+        "groups/discarded": 0,
+        "samples/unscored": 0,
+        "length/mean": 30.0 + math.sin(step),
+        "length/max": 50,
+        "length/truncated_fraction": 0.01,
+        "grad/norm": 1.0,
+        "grad/skipped": 0,
+        "clip/fraction_tokens": 0.15,
+        "clip/fraction_sequences": 0.15,
+        "clip/low": 3e-3,
+        "clip/high": 4e-3,
+        "ratio/token_log_std": 0.05,
+        "ratio/sequence_log_std": 3e-3,
+        "kl/old_new": 1e-4,
+        "mismatch/k3": 1e-8,
+        "entropy/mean": 0.5,
+        "routing/flip_fraction": 0.01,
         "routing/load_max": 2.0,
-    }  # fmt: skip
+    }
     return row | {key.replace("__", "/"): value for key, value in changed.items()}
 
 
 def timings(step: int, **changed: float) -> dict[str, Any]:
     """A step that samples and learns for about as long."""
-    row = {"step": step, "time/rollout_s": 0.5, "time/reward_s": 0.05, "time/learn_s": 0.4, "time/eval_s": 0.0, "time/step_s": 1.0}  # fmt: skip
+    row = {
+        "step": step,
+        "time/rollout_s": 0.5,
+        "time/reward_s": 0.05,
+        "time/learn_s": 0.4,
+        "time/eval_s": 0.0,
+        "time/step_s": 1.0,
+    }
     return row | {f"time/{key}_s": value for key, value in changed.items()}
 
 
@@ -44,12 +68,28 @@ def reply(prompt: str, number: int, text: str, **changed: Any) -> dict[str, Any]
     ids = list(text.encode())[:40] or [0]
     length = len(ids)
     record = {
-        "prompt_id": prompt, "sample": number, "prompt": f"what is {prompt}?", "text": text, "token_ids": ids, "stop": "eos",
-        "version": 7, "status": "scored", "reward": float(number % 2), "correct": bool(number % 2), "parts": {"exact_answer": float(number % 2)},
-        "failure": None, "logp_sampler": [-0.5] * length, "trained": True, "shaped_reward": float(number % 2),
-        "advantage": 1.0 if number % 2 else -1.0, "sequence_ratio": 1.001, "clipped_fraction": 0.0, "clipped_tokens": [0] * length,
-        "logp_old": [-0.5] * length, "logp_new": [-0.5 + 0.01 * (i % 3 - 1) for i in range(length)],
-    }  # fmt: skip
+        "prompt_id": prompt,
+        "sample": number,
+        "prompt": f"what is {prompt}?",
+        "text": text,
+        "token_ids": ids,
+        "stop": "eos",
+        "version": 7,
+        "status": "scored",
+        "reward": float(number % 2),
+        "correct": bool(number % 2),
+        "parts": {"exact_answer": float(number % 2)},
+        "failure": None,
+        "logp_sampler": [-0.5] * length,
+        "trained": True,
+        "shaped_reward": float(number % 2),
+        "advantage": 1.0 if number % 2 else -1.0,
+        "sequence_ratio": 1.001,
+        "clipped_fraction": 0.0,
+        "clipped_tokens": [0] * length,
+        "logp_old": [-0.5] * length,
+        "logp_new": [-0.5 + 0.01 * (i % 3 - 1) for i in range(length)],
+    }
     return record | changed
 
 
@@ -63,15 +103,26 @@ def make_run(path: Path, *, steps: int = 12, replies: Sequence[Mapping[str, Any]
     """A finished run; its step 5 holds replies that try to be more than text."""
     path.mkdir(parents=True)
     (path / "config.toml").write_text(CONFIG)
-    (path / "environment.json").write_text(json.dumps({"device": "cpu", "packages": {"torch": "2.13.0"}, "commit": "abc"}))  # fmt: skip
-    first = {"step": 0, "tokens/sampled": 0, "eval/accuracy": 0.3, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.35}  # fmt: skip
+    (path / "environment.json").write_text(
+        json.dumps({"device": "cpu", "packages": {"torch": "2.13.0"}, "commit": "abc"})
+    )
+    first = {
+        "step": 0,
+        "tokens/sampled": 0,
+        "eval/accuracy": 0.3,
+        "eval/accuracy_low": 0.25,
+        "eval/accuracy_high": 0.35,
+    }
     write_lines(path / "metrics.jsonl", [first, *(metrics(s) for s in range(1, steps + 1))])
     write_lines(path / "timings.jsonl", [timings(s) for s in range(1, steps + 1)])
-    write_lines(path / "events.jsonl", [
-        {"time": "2026-01-01T00:00:00", "event": "start", "steps": steps},
-        {"time": "2026-01-01T00:00:05", "event": "alarm", "step": 6, "name": "repetition", "what": HOSTILE[0]},
-        {"time": "2026-01-01T00:00:09", "event": "stop", "step": steps, "signal": None},
-    ])  # fmt: skip
+    write_lines(
+        path / "events.jsonl",
+        [
+            {"time": "2026-01-01T00:00:00", "event": "start", "steps": steps},
+            {"time": "2026-01-01T00:00:05", "event": "alarm", "step": 6, "name": "repetition", "what": HOSTILE[0]},
+            {"time": "2026-01-01T00:00:09", "event": "stop", "step": steps, "signal": None},
+        ],
+    )
     hostile = [reply("train/1", i, text) for i, text in enumerate(HOSTILE)]
     write_lines(path / "rollouts" / "000005.jsonl", hostile if replies is None else replies)
     write_lines(path / "rollouts" / "000006.jsonl", [reply("train/2", i, f"reply {i}") for i in range(4)])

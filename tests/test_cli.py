@@ -21,9 +21,15 @@ from gspo.config import load
 from gspo.data.problems import demonstrations, load_problems
 
 SMALL = [
-    "--steps=2", "--cold_start.steps=4", "--cold_start.check_every=4", "--rollout.prompts=4", "--rollout.replies=4",
-    "--rollout.max_tokens=12", "--data.held_out=8", "--data.task_size=50",
-]  # fmt: skip
+    "--steps=2",
+    "--cold_start.steps=4",
+    "--cold_start.check_every=4",
+    "--rollout.prompts=4",
+    "--rollout.replies=4",
+    "--rollout.max_tokens=12",
+    "--data.held_out=8",
+    "--data.task_size=50",
+]
 
 
 def process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -121,8 +127,13 @@ def test_eval_on_what_a_run_was_trained_on_is_refused(demo_run: Path, tmp_path: 
 def test_eval_on_a_file_of_ones_own(demo_run: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"q": "1+2", "answer": "3"}\n{"q": "4+4", "answer": "8"}\n')
     done = gspo(
-        "eval", str(demo_run), "--data", str(tmp_path / "p.jsonl"), "--data.prompt_field=q", "--reward.functions=exact_answer"
-    )  # fmt: skip
+        "eval",
+        str(demo_run),
+        "--data",
+        str(tmp_path / "p.jsonl"),
+        "--data.prompt_field=q",
+        "--reward.functions=exact_answer",
+    )
     assert done.returncode == 0, done.stderr
     assert "2 problems" in done.stdout
 
@@ -230,6 +241,8 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> 
 def test_the_import_is_light() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys, gspo, gspo.config, gspo.reward.worker; print('torch' in sys.modules)"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -24,9 +24,17 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 def test_a_recipe_and_its_overrides(tmp_path: Path) -> None:
     made = load(
-        tmp_path, GOOD, "--steps=7", "--rollout.top-k=5", "learner.learning_rate=2", "--log.sinks=tensorboard,wandb",
-        "--data.task_options={min_items = 2}", "--objective.clip_low=1e-3", "--objective.kl_estimator=k3+", "--name=007",
-    )  # fmt: skip
+        tmp_path,
+        GOOD,
+        "--steps=7",
+        "--rollout.top-k=5",
+        "learner.learning_rate=2",
+        "--log.sinks=tensorboard,wandb",
+        "--data.task_options={min_items = 2}",
+        "--objective.clip_low=1e-3",
+        "--objective.kl_estimator=k3+",
+        "--name=007",
+    )
     assert (made.steps, made.rollout.top_k, made.learner.learning_rate) == (7, 5, 2.0)
     assert made.log.sinks == ("tensorboard", "wandb")
     assert made.data.task_options == {"min_items": 2}
@@ -127,9 +135,13 @@ def test_what_is_written_is_read_back_the_same(
     name: str, steps: int, rate: float, flag: bool, table: dict[str, Any]
 ) -> None:
     tree = {
-        "name": name, "steps": steps, "learner": {"learning_rate": rate}, "eval": {"greedy": flag},
-        "data": {"task_options": table}, "objective": {"name": "gspo", "clip_low": rate},
-    }  # fmt: skip
+        "name": name,
+        "steps": steps,
+        "learner": {"learning_rate": rate},
+        "eval": {"greedy": flag},
+        "data": {"task_options": table},
+        "objective": {"name": "gspo", "clip_low": rate},
+    }
     made = settings.from_tree(tree, where="test")
     assert settings.from_tree(tomllib.loads(settings.to_toml(made)), where="again") == made
 

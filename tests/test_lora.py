@@ -130,7 +130,9 @@ def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
 ) -> None:
     config = adapting()
     train(config, display)
-    model = load_policy(ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0).model  # fmt: skip
+    model = load_policy(
+        ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0
+    ).model
     plain = load_policy(ModelConfig(path=config.model.path, device="cpu"), load_tokenizer(config.model), seed=0).model
     on, wanted = logits(model), [p.requires_grad for p in model.parameters()]
     with adapter.switched_off(model):
@@ -140,7 +142,9 @@ def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
     assert not torch.equal(on, logits(plain))
 
 
-def test_the_model_can_be_named_on_its_own(adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path) -> None:  # fmt: skip
+def test_the_model_can_be_named_on_its_own(
+    adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(replace(adapting("steps=1"), run_dir="")).replace(base(), "nowhere"))
     assert main(["train", str(recipe), "--model", base(), "--run-dir", str(tmp_path / "run")]) == 0
@@ -167,7 +171,9 @@ def test_the_reference_is_the_same_as_a_separate_copy(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_merged_model_is_plain_and_gives_the_same_logits(dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+def test_a_merged_model_is_plain_and_gives_the_same_logits(
+    dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     config = adapting(f"model.dtype={dtype}")
@@ -177,10 +183,21 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(dtype: str, adapting:
     assert merged.dtype == getattr(torch, dtype)
     assert "lora" not in str(merged)
     ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
-    torch.testing.assert_close(logits(merged), logits(ours.model), rtol=1e-4 if dtype == "float32" else 0.05, atol=1e-5 if dtype == "float32" else 0.02)  # fmt: skip
+    torch.testing.assert_close(
+        logits(merged),
+        logits(ours.model),
+        rtol=1e-4 if dtype == "float32" else 0.05,
+        atol=1e-5 if dtype == "float32" else 0.02,
+    )
 
 
-def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(
+    adapting: Callable[..., Config],
+    tiny: Callable[..., Config],
+    display: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = adapting()
     train(config, display)
     assert main(["eval", config.run_dir, "--limit", "4"]) == 0
@@ -190,7 +207,9 @@ def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(ada
     assert (last(full) / "model.safetensors").is_file()
 
 
-def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works(adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works(
+    adapting: Callable[..., Config], display: Any
+) -> None:
     config = adapting("routing.replay=sampler", build="tiny_moe")
     train(config, display)
     names = {name.split(".")[-3] for name in load_file(last(config) / "adapter_model.safetensors")}
@@ -204,20 +223,28 @@ def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works
 def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]) -> None:
     path = base(hidden_size=256)
     whole, small = (
-        load_policy(ModelConfig(path=path, device="cpu", quantize=q, lora=LoraConfig(rank=2)), char_tokenizer("sort 0123456789"), seed=0).model  # type: ignore[arg-type]
+        load_policy(
+            ModelConfig(path=path, device="cpu", quantize=q, lora=LoraConfig(rank=2)),
+            char_tokenizer("sort 0123456789"),
+            seed=0,
+        ).model  # type: ignore[arg-type]
         for q in ("", "nf4")
-    )  # fmt: skip
+    )
     layer = small.model.layers[0].mlp.down_proj.get_base_layer()
     assert layer.weight.numel() * layer.weight.element_size() == layer.in_features * layer.out_features / 2
     assert type(small.lm_head) is torch.nn.Linear
     assert [numbers_in(p) for p in small.parameters()] == [p.numel() for p in whole.parameters()]
-    assert {n for n, p in small.named_parameters() if p.requires_grad} == {n for n, p in whole.named_parameters() if p.requires_grad}  # fmt: skip
+    assert {n for n, p in small.named_parameters() if p.requires_grad} == {
+        n for n, p in whole.named_parameters() if p.requires_grad
+    }
     off = (logits(small) - logits(whole)).std() / logits(whole).std()
     assert 0 < off < 0.3
 
 
 @pytest.mark.parametrize("targets", ["", "model.lora.targets=q_proj"])
-def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(
+    targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     config = adapting("model.quantize=nf4", *filter(None, [targets]))
@@ -229,11 +256,15 @@ def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str,
     torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-3, atol=1e-4)
 
 
-def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(
+    adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any
+) -> None:
     config = adapting("model.quantize=nf4")
     train(config, display)
     folder, tokenizer = str(last(config)), load_tokenizer(config.model)
-    ours = load_policy(ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0)  # fmt: skip
+    ours = load_policy(
+        ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0
+    )
     merged = load_policy(ModelConfig(path=folder, device="cpu"), tokenizer, seed=0)
     torch.testing.assert_close(logits(merged.model), logits(ours.model), rtol=1e-3, atol=1e-4)
     with pytest.raises(
@@ -256,7 +287,9 @@ def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
 
     for module in (bitsandbytes.functional, bitsandbytes.nn.modules):
         monkeypatch.setattr(module, "has_avx512bf16", lambda: instructions)
-    config = ModelConfig(path=base(attention_bias=True), device="cpu", quantize="nf4", dtype=dtype, lora=LoraConfig(rank=2))  # type: ignore[arg-type]  # fmt: skip
+    config = ModelConfig(
+        path=base(attention_bias=True), device="cpu", quantize="nf4", dtype=dtype, lora=LoraConfig(rank=2)
+    )  # type: ignore[arg-type]
     tokenizer = load_tokenizer(config)
     small, whole = (load_policy(config, tokenizer, seed=0).model for _ in range(2))
     for layer in adapter.layers(whole).values():
@@ -285,7 +318,9 @@ def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
 # ------------------------------------------------------------------------------------------------- where the model is
 
 
-def test_an_adapter_finds_its_model_from_anywhere(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_adapter_finds_its_model_from_anywhere(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = adapting()
     monkeypatch.chdir(tmp_path)
     config = replace(config, model=replace(config.model, path=Path(config.model.path).name))
@@ -297,7 +332,9 @@ def test_an_adapter_finds_its_model_from_anywhere(adapting: Callable[..., Config
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.lora.rank=0", "objective.name=grpo", "objective.kl=0.1")])
-def test_a_given_model_that_has_changed_is_not_resumed_with(overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_a_given_model_that_has_changed_is_not_resumed_with(
+    overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
+) -> None:
     config = adapting(*overrides)
     train(config, display)
     file = Path(config.model.path, "model.safetensors")
@@ -309,7 +346,9 @@ def test_a_given_model_that_has_changed_is_not_resumed_with(overrides: tuple[str
     assert resume(config.run_dir, display, steps=5).step == 5
 
 
-def test_a_model_that_is_gone_is_named(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_model_that_is_gone_is_named(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = adapting()
     train(config, display)
     os.rename(config.model.path, tmp_path / "moved")
@@ -321,7 +360,9 @@ def test_a_model_that_is_gone_is_named(adapting: Callable[..., Config], display:
     assert str(last(config)) in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = adapting()
     train(config, display)
     file = last(config) / "adapter_model.safetensors"
@@ -335,7 +376,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[...,
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_merge_that_fails_leaves_nothing(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_merge_that_fails_leaves_nothing(
+    adapting: Callable[..., Config],
+    display: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = adapting()
     train(config, display)
     assert main(["merge", config.run_dir, f"{config.run_dir}/config.toml/out"]) == 1
@@ -374,16 +421,27 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
+        (
+            ("model.lora.targets=q_pro",),
+            "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj",
+        ),
         (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the output layer, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
         (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than any of the layers has .64."),
-        (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank"),
+        (
+            ("model.lora.rank=0", "model.quantize=nf4"),
+            "model.quantize: weights in 4 bits cannot be trained; set model.lora.rank",
+        ),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
-        (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
+        (
+            ("model.lora.rank=0", "model.lora.targets=q_proj"),
+            "model.lora.targets: has no effect without model.lora.rank",
+        ),
     ],
-)  # fmt: skip
-def test_settings_that_cannot_work(overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+)
+def test_settings_that_cannot_work(
+    overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any
+) -> None:
     with pytest.raises(ConfigError, match=message):
         train(adapting(*overrides), display)
 
@@ -395,14 +453,18 @@ def test_experts_in_one_tensor_are_refused_by_name(adapting: Callable[..., Confi
         train(adapting("model.lora.targets=q_proj,gate_up_proj", build="tiny_moe"), display)
 
 
-def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(tiny: Callable[..., Config], adapting: Callable[..., Config]) -> None:  # fmt: skip
+def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(
+    tiny: Callable[..., Config], adapting: Callable[..., Config]
+) -> None:
     with pytest.raises(ConfigError, match=r"model.lora.rank: a model built from scratch"):
         tiny("model.lora.rank=2")
     with pytest.raises(ConfigError, match=r"cold_start.steps: with model.lora the reference"):
         run_objective(adapting("cold_start.steps=2", "objective.name=grpo", "objective.kl=0.1"))
 
 
-def test_without_peft_the_remedy_is_named(adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_without_peft_the_remedy_is_named(
+    adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gspo.model.adapter.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.lora: adapters need the peft package; run: pip install peft"):
         train(adapting(), display)
@@ -414,11 +476,15 @@ def test_an_adapter_goes_on_with_its_own_layers(adapting: Callable[..., Config],
     again = adapting(f"model.path={last(config)}", "model.lora.targets=q_proj", run_dir="again")
     with pytest.raises(ConfigError, match=r"model.lora.targets: the adapter in .* has q_proj, v_proj"):
         train(again, display)
-    train(adapting(f"model.path={last(config)}", "model.lora.targets=v_proj,q_proj", "steps=1", run_dir="same"), display)  # fmt: skip
+    train(
+        adapting(f"model.path={last(config)}", "model.lora.targets=v_proj,q_proj", "steps=1", run_dir="same"), display
+    )
 
 
 @pytest.mark.parametrize("harm", ["config", "weights", "other model"])
-def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any) -> None:  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused(
+    harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any
+) -> None:
     config = adapting()
     train(config, display)
     path = last(config)
@@ -433,7 +499,9 @@ def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[.
         load_policy(ModelConfig(path=str(path), device="cpu"), load_tokenizer(config.model), seed=0)
 
 
-def test_merging_what_is_no_adapter_is_refused(base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_merging_what_is_no_adapter_is_refused(
+    base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for source, message in ((base(), "it is a whole model already"), (str(tmp_path / "none"), "no such directory")):
         assert main(["merge", source, str(tmp_path / "out")]) == 1
         assert message in capsys.readouterr().err

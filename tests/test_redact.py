@@ -65,12 +65,29 @@ def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "task-abcdefghijklmnopqrstuvwxyz", "disk-0123456789abcdef0123", "risk-averse", "the sk-learn library", "desk-sk-short",
-        "hf_hub_download", "chf_abcdefghijklmnopqrstuvwxyz", "ghp_short", "AKIA", "bearer responsibilities are heavy", "basic understanding of things",
-        "max_tokens = 1024", "pad_token: <|endoftext|>", "runs/demo-20260101-120000", "d41d8cd98f00b204e9800998ecf8427e", "https://host/path?step=3",
-        "a@b.org", "x = sk - 1", "eyJ is how it begins", "keyboard: abcdefghijklmnop1", "c44229cfd0e1a2b3c4d5e6f708192a3b4c5d6e7f",
+        "task-abcdefghijklmnopqrstuvwxyz",
+        "disk-0123456789abcdef0123",
+        "risk-averse",
+        "the sk-learn library",
+        "desk-sk-short",
+        "hf_hub_download",
+        "chf_abcdefghijklmnopqrstuvwxyz",
+        "ghp_short",
+        "AKIA",
+        "bearer responsibilities are heavy",
+        "basic understanding of things",
+        "max_tokens = 1024",
+        "pad_token: <|endoftext|>",
+        "runs/demo-20260101-120000",
+        "d41d8cd98f00b204e9800998ecf8427e",
+        "https://host/path?step=3",
+        "a@b.org",
+        "x = sk - 1",
+        "eyJ is how it begins",
+        "keyboard: abcdefghijklmnop1",
+        "c44229cfd0e1a2b3c4d5e6f708192a3b4c5d6e7f",
     ],
-)  # fmt: skip
+)
 def test_words_stay(text: str) -> None:
     assert redacted(text, ()) == text
 
@@ -96,7 +113,12 @@ def test_nested_values_lose_secrets_and_nothing_else() -> None:
         "max_tokens": 5,
     }
     found = redacted_values(given)
-    assert found == {"api_key": HIDDEN, "steps": 3, "deep": [{"what": f"x {HIDDEN}", "n": None, "t": True}], "max_tokens": 5}  # fmt: skip
+    assert found == {
+        "api_key": HIDDEN,
+        "steps": 3,
+        "deep": [{"what": f"x {HIDDEN}", "n": None, "t": True}],
+        "max_tokens": 5,
+    }
 
 
 def test_a_page_of_figures_shows_no_secret_and_stays_a_page(tmp_path: Path) -> None:
@@ -114,8 +136,12 @@ def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [f'data.system="use {SHAPES["OpenAI"]}"', 'rollout.engine_options.url="https://me:pa55word@host"', f'name="{SHAPES["GitHub p"]}"'],
-)  # fmt: skip
+    [
+        f'data.system="use {SHAPES["OpenAI"]}"',
+        'rollout.engine_options.url="https://me:pa55word@host"',
+        f'name="{SHAPES["GitHub p"]}"',
+    ],
+)
 def test_a_setting_that_holds_a_secret_is_refused_by_name_and_without_it(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0]) as error:
         load("demo", [override])

@@ -69,7 +69,9 @@ def test_a_setting_name_in_an_error_cannot_act(tmp_path: Path, capsys: pytest.Ca
     assert harmless(capsys.readouterr().err)
 
 
-def test_a_traceback_cannot_act_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_traceback_cannot_act_and_holds_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError(f"\x1b[2J a bug with {SECRET}")
 

@@ -93,9 +93,13 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     advantage = apply_rule(objective.advantage, torch.tensor([r.reward for r in replies]), group_ids)
     sequences = Sequences(plan.sequence_N, len(rows))
     tokens = Tokens(
-        logp_N=logp_old, logp_old_N=logp_old, logp_sampler_N=logp_old - 0.01, logp_ref_N=logp_old + 0.1,
-        advantage_N=sequences.spread(advantage), sequences=sequences,
-    )  # fmt: skip
+        logp_N=logp_old,
+        logp_old_N=logp_old,
+        logp_sampler_N=logp_old - 0.01,
+        logp_ref_N=logp_old + 0.1,
+        advantage_N=sequences.spread(advantage),
+        sequences=sequences,
+    )
     old = OldLogprobs(logp_N=logp_old, logp_sampler_N=logp_old, entropy_M=logp_old, log_rho_M=logp_old)
     return TrainBatch(
         plan=plan,

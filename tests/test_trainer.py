@@ -112,7 +112,9 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny: Callable[..
 
 def test_lengths_and_what_they_cost_are_those_of_the_replies(tiny: Callable[..., Config], display: Any) -> None:
     """Counted again from what the run wrote of every reply."""
-    config = tiny("objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2")  # fmt: skip
+    config = tiny(
+        "objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2"
+    )
     train(config, display)
     for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
         replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
@@ -122,7 +124,9 @@ def test_lengths_and_what_they_cost_are_those_of_the_replies(tiny: Callable[...,
         punished = [max(0, length - 2) / 8 for length in lengths]  # of a limit of 10 tokens the last 8
         assert row["reward/length_penalty"] == pytest.approx(statistics.mean(punished))
         assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in punished)
-        assert all(r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in replies)  # fmt: skip
+        assert all(
+            r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in replies
+        )
         assert row["sampler/steps"] * row["sampler/live_mean"] == pytest.approx(sum(lengths))
         assert max(lengths) <= row["sampler/steps"]
         assert row["sampler/live_mean"] <= 6
@@ -473,9 +477,12 @@ def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
         "def long(prompts, completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n"
     )
     config = tiny(
-        "objective.keep=mixed", "objective.shape=overlong_filter", "rollout.max_tokens=24", "rollout.replies=6",
+        "objective.keep=mixed",
+        "objective.shape=overlong_filter",
+        "rollout.max_tokens=24",
+        "rollout.replies=6",
         f"reward.functions={tmp_path}/long.py:long",
-    )  # fmt: skip
+    )
     train(config, display)
     replies = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -665,9 +672,19 @@ def test_a_sink_that_fails_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_killed_at_any_moment_the_run_ends_the_same(tmp_path: Path) -> None:
     """SIGKILL a real process again and again; the log must be that of a run nobody touched."""
     command = [
-        sys.executable, "-m", "gspo.cli", "train", "demo", "--steps=6", "--cold_start.steps=30", "--rollout.prompts=8",
-        "--data.held_out=16", "--eval.every=2", "--checkpoint.every=1", "--cold_start.check_every=30",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "gspo.cli",
+        "train",
+        "demo",
+        "--steps=6",
+        "--cold_start.steps=30",
+        "--rollout.prompts=8",
+        "--data.held_out=16",
+        "--eval.every=2",
+        "--checkpoint.every=1",
+        "--cold_start.check_every=30",
+    ]
     subprocess.run([*command, f"--run-dir={tmp_path}/golden"], check=True, capture_output=True, timeout=240)
     golden = (tmp_path / "golden/metrics.jsonl").read_bytes()
     again = [sys.executable, "-m", "gspo.cli", "train", "--resume", f"{tmp_path}/cut"]

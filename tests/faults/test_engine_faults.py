@@ -62,6 +62,10 @@ def test_f15_log_probabilities_that_leave_the_learners_are_an_alarm_within_one_s
 
     monkeypatch.setattr(LocalEngine, "generate", elsewhere)
     train(tiny("steps=5", "alarms.steps=3", "eval.every=0"), display)
-    found = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "alarm" and e["name"] == "engine apart"]  # fmt: skip
+    found = [
+        e
+        for e in read_jsonl(tmp_path / "run" / "events.jsonl")
+        if e["event"] == "alarm" and e["name"] == "engine apart"
+    ]
     assert [e["step"] for e in found] == ([5] if off else [])
     assert all("resume" in e["what"] for e in found)

@@ -185,8 +185,16 @@ class Faults:
 
 def test_f30_a_soak_of_all_faults(tiny: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "varied.py").write_text(REWARD)
-    config = tiny(f"steps={STEPS}", "checkpoint.every=10", "checkpoint.keep=2", "reward.timeout_s=0.6", "reward.workers=2",
-                  f"reward.functions={tmp_path}/varied.py:varied", "learner.max_skipped=50", *SMALL)  # fmt: skip
+    config = tiny(
+        f"steps={STEPS}",
+        "checkpoint.every=10",
+        "checkpoint.keep=2",
+        "reward.timeout_s=0.6",
+        "reward.workers=2",
+        f"reward.functions={tmp_path}/varied.py:varied",
+        "learner.max_skipped=50",
+        *SMALL,
+    )
     faults, starts, began = Faults(tmp_path / "ledger"), 0, time.monotonic()
 
     def work() -> None:

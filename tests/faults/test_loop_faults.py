@@ -399,7 +399,14 @@ def test_f18_uniform_rewards_are_an_event_once_with_a_remedy(
 def test_f18_uniform_rewards_that_a_length_penalty_sets_apart_are_no_alarm(
     constant: str, tiny: Callable[..., Config], display: Any
 ) -> None:
-    config = tiny("steps=4", "alarms.steps=2", "eval.every=0", "objective.shape=soft_overlong", "objective.overlong_cache=10", constant)  # fmt: skip
+    config = tiny(
+        "steps=4",
+        "alarms.steps=2",
+        "eval.every=0",
+        "objective.shape=soft_overlong",
+        "objective.overlong_cache=10",
+        constant,
+    )
     train(config, display)
     rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
     assert all(row["groups/uniform_fraction"] == 1 and row["advantage/std"] > 0.1 for row in rows)
@@ -534,7 +541,10 @@ def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
 def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cut = tiny("steps=3", "checkpoint.every=2", run_dir="whole"), tiny("steps=3", "checkpoint.every=2", run_dir="cut")  # fmt: skip
+    whole, cut = (
+        tiny("steps=3", "checkpoint.every=2", run_dir="whole"),
+        tiny("steps=3", "checkpoint.every=2", run_dir="cut"),
+    )
     train(whole, display)
     with monkeypatch.context() as patch:
         injector = fail_once(patch, 3, OSError(28, "No space left on device"))
@@ -563,8 +573,9 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "room"), [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)]
-)  # fmt: skip
+    ("name", "at", "room"),
+    [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)],
+)
 def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exact(
     name: str,
     at: int,

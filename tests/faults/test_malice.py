@@ -223,9 +223,15 @@ ALLOWED = {
 }
 NAMES = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {
-    "pickle": {"load", "loads", "Unpickler"}, "marshal": {"load", "loads"}, "yaml": {"load", "unsafe_load", "full_load"},
-    "torch": {"load"}, "os": {"system", "popen"}, "shelve": {"open"}, "dill": {"load", "loads"}, "joblib": {"load"},
-}  # fmt: skip
+    "pickle": {"load", "loads", "Unpickler"},
+    "marshal": {"load", "loads"},
+    "yaml": {"load", "unsafe_load", "full_load"},
+    "torch": {"load"},
+    "os": {"system", "popen"},
+    "shelve": {"open"},
+    "dill": {"load", "loads"},
+    "joblib": {"load"},
+}
 KEYWORDS = {"shell": True, "trust_remote_code": True, "weights_only": False, "allow_pickle": True}
 
 
@@ -250,8 +256,14 @@ def dangers(tree: ast.AST) -> set[str]:
 def test_m4_the_search_finds_what_it_is_for() -> None:
     text = "eval(x); pickle.load(f); torch.load(f, weights_only=False); run(c, shell=True); yaml.load(t); g(trust_remote_code=True)"
     assert dangers(ast.parse(text)) == {
-        "eval", "pickle.load", "torch.load", "weights_only=False", "shell=True", "yaml.load", "trust_remote_code=True",
-    }  # fmt: skip
+        "eval",
+        "pickle.load",
+        "torch.load",
+        "weights_only=False",
+        "shell=True",
+        "yaml.load",
+        "trust_remote_code=True",
+    }
 
 
 def test_m4_the_package_runs_no_text_and_reads_no_pickle() -> None:

@@ -254,10 +254,14 @@ def test_everything_that_settings_can_run_is_named(tiny: Callable[..., Config], 
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "someone/theirs--code.Config"}}))
     config = tiny(
-        "reward.functions=code_tests", 'reward.options={code_tests = {python = "/x/python", allow_unsafe = true}}',
-        "rollout.engine=vllm", 'rollout.engine_options={settings = {worker_cls = "evil"}, servers = ["there:1"]}',
-        "model.build=", f"model.path={model}", "model.trust_remote_code=true",
-    )  # fmt: skip
+        "reward.functions=code_tests",
+        'reward.options={code_tests = {python = "/x/python", allow_unsafe = true}}',
+        "rollout.engine=vllm",
+        'rollout.engine_options={settings = {worker_cls = "evil"}, servers = ["there:1"]}',
+        "model.build=",
+        f"model.path={model}",
+        "model.trust_remote_code=true",
+    )
     told = " ".join(code.what for code in trust.all_code(config, [model]))
     for words in ("starts /x/python", "without a sandbox", "worker_cls", "there:1", "the code of someone/theirs"):
         assert words in told
@@ -279,7 +283,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "curves.png")
 FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
-INSIDE = ("rollouts/000003.tmp", "rollouts/000002.jsonl", "tokenizer/tokenizer.json", "checkpoints/.tmp-000003", "checkpoints/000003", "checkpoints/000001", "reward_errors/02.txt", "tensorboard/events")  # fmt: skip
+INSIDE = (
+    "rollouts/000003.tmp",
+    "rollouts/000002.jsonl",
+    "tokenizer/tokenizer.json",
+    "checkpoints/.tmp-000003",
+    "checkpoints/000003",
+    "checkpoints/000001",
+    "reward_errors/02.txt",
+    "tensorboard/events",
+)
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe"])

@@ -55,7 +55,9 @@ def test_the_same_to_the_bit_with_one_forward_less(
         assert all(torch.equal(v, vars(plain.routed)[k]) for k, v in vars(kept.routed).items() if torch.is_tensor(v))
 
 
-@pytest.mark.parametrize("override", ["routing.replay=old", "routing.replay=sampler", "routing.balance_loss=0.01", "objective.name=clip_cov"])  # fmt: skip
+@pytest.mark.parametrize(
+    "override", ["routing.replay=old", "routing.replay=sampler", "routing.balance_loss=0.01", "objective.name=clip_cov"]
+)
 def test_what_has_more_to_do_gets_its_own_forward(
     tiny: Callable[..., Config], parts_of: Any, override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

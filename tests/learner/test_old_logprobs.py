@@ -29,9 +29,18 @@ def noisy(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
 
     def off(self: Any, *args: Any, **kwargs: Any) -> Any:
         return [
-            [dataclasses.replace(c, logp_sampler=tuple(v + amount * math.sin(12.9898 * i + 78.233 * t) for i, (v, t) in enumerate(zip(c.logp_sampler, c.token_ids, strict=True)))) for c in group]
+            [
+                dataclasses.replace(
+                    c,
+                    logp_sampler=tuple(
+                        v + amount * math.sin(12.9898 * i + 78.233 * t)
+                        for i, (v, t) in enumerate(zip(c.logp_sampler, c.token_ids, strict=True))
+                    ),
+                )
+                for c in group
+            ]
             for group in generate(self, *args, **kwargs)
-        ]  # fmt: skip
+        ]
 
     monkeypatch.setattr(LocalEngine, "generate", off)
 

@@ -108,7 +108,9 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (4, 4)])
-def test_decoding_does_not_repeat_keys_and_changes_nothing(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_decoding_does_not_repeat_keys_and_changes_nothing(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, columns, size = 5, 9, 8
     query = torch.randn(rows, heads[0], 1, size, generator=generator)
@@ -248,13 +250,23 @@ def long_micro_batch(seed: int) -> MicroBatch:
 def dense(span_q: Span, span_k: Span, i: int, causal: bool) -> tuple[slice, slice, Tensor]:
     """Queries and keys of one sequence, and what is hidden from whom."""
     q, k = (slice(int(s.starts[i]), int(s.starts[i + 1])) for s in (span_q, span_k))
-    hidden = torch.ones(q.stop - q.start, k.stop - k.start, dtype=torch.bool).triu(1) if causal else torch.zeros(1, 1, dtype=torch.bool)  # fmt: skip
+    hidden = (
+        torch.ones(q.stop - q.start, k.stop - k.start, dtype=torch.bool).triu(1)
+        if causal
+        else torch.zeros(1, 1, dtype=torch.bool)
+    )
     return q, k, hidden
 
 
-def plain_flash(query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plain_flash(
+    query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """What flash attention computes, written out."""
-    answer, log_sum, repeat = torch.zeros_like(query), torch.zeros(query.shape[1], len(query), dtype=query.dtype), query.shape[1] // key.shape[1]  # fmt: skip
+    answer, log_sum, repeat = (
+        torch.zeros_like(query),
+        torch.zeros(query.shape[1], len(query), dtype=query.dtype),
+        query.shape[1] // key.shape[1],
+    )
     for i in range(len(of_query.starts) - 1):
         q, k, hidden = dense(of_query, of_key, i, causal)
         score = scale * torch.einsum("qhd,khd->hqk", query[q], key[k].repeat_interleave(repeat, 1))
@@ -264,7 +276,19 @@ def plain_flash(query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_ke
     return answer, log_sum
 
 
-def plain_flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, log_sum: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def plain_flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    log_sum: Tensor,
+    of_query: Span,
+    of_key: Span,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """p from the log-sum given, dv = p^T g, ds = p (g v^T - g.answer): the whole answer, this part of the keys."""
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     heads, repeat = key.shape[1], query.shape[1] // key.shape[1]
@@ -387,7 +411,9 @@ def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
             assert isinstance(loss, Tensor)
             loss.backward()
         losses.append(routing.outcome(model).balance_losses[0])
-        gradients.append(torch.cat([p.grad.flatten() for n, p in model.named_parameters() if n.endswith("gate.weight")]))  # fmt: skip
+        gradients.append(
+            torch.cat([p.grad.flatten() for n, p in model.named_parameters() if n.endswith("gate.weight")])
+        )
         model.zero_grad()
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert gradients[0].abs().max() > 1e-4
