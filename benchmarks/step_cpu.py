@@ -3,7 +3,7 @@
 In: the Python of an environment with TRL (`make bench-cpu` creates `.venv-trl` and runs this). Out: seconds per step of
 both, wall-clock between the ends of steps, everything included. Both train from the same cold-started checkpoint with
 one thread. A step is 32 prompts x 8 completions, then four optimizer steps. The two alternate, so that other load slows
-both equally. Invariant: both compute the same loss for one batch with made-up old log-probs; otherwise the script fails.
+both equally. Invariant: both compute the same loss for one batch with made-up old log-probs, or the script fails.
 
     python benchmarks/step_cpu.py --trl .venv-trl/bin/python [--rounds 12] [--repeats 2]
 """
@@ -32,7 +32,7 @@ from gspo.data.tasks.addition import build
 
 SETTINGS: dict[str, Any] = {
     "prompts": 32,
-    "replies": 8,
+    "completions": 8,
     "batch": 256,
     "max_tokens": 48,
     "clip_low": 3e-3,
@@ -58,7 +58,7 @@ task_options = {{digits = 3}}
 held_out = 1
 [rollout]
 prompts = {s["prompts"]}
-replies = {s["replies"]}
+replies = {s["completions"]}
 max_tokens = {s["max_tokens"]}
 [objective]
 name = "gspo"

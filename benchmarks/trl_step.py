@@ -49,7 +49,7 @@ def main(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
         per_device_train_batch_size=settings["batch"] // 4,
         steps_per_generation=4,
         gradient_accumulation_steps=1,
-        num_generations=settings["replies"],
+        num_generations=settings["completions"],
         max_completion_length=settings["max_tokens"],
         temperature=1.0,
         top_k=0,
