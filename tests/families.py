@@ -1,6 +1,6 @@
-"""Tiny mixture-of-experts models of many families, and each family's layer written once more from its paper.
+"""Tiny MoE models of many families, and an independent implementation of each family's layer from its paper.
 
-`Family.gate` and `Family.choose` are formulas on router logits, free of the code under test and of transformers.
+`Family.gate` and `Family.choose` are formulas on router logits. They use neither the code under test nor transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LATENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's models must show."""
+    """One model family and the expected behavior of its routers."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class Family:
     experts: int = 8
     top_k: int = 2
     gate: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    """(router, logits_IE, chosen_IK) -> the weight of each expert chosen."""
+    """(router, logits_IE, chosen_IK) -> the weight of each chosen expert."""
     choose: Callable[[Any, Tensor, int], Tensor] = lambda router, logits, k: best(logits, k)
-    """(router, logits_IE, top_k) -> the experts a router of this family takes."""
+    """(router, logits_IE, top_k) -> the experts that a router of this family chooses."""
 
     def model(self, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,11 +60,11 @@ class Family:
         torch.manual_seed(seed)
         config = AutoConfig.for_model(self.kind, **{**BASE, **self.fields, **changes})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        if dtype == torch.float64:  # the grouped kernel knows no float64
+        if dtype == torch.float64:  # the grouped kernel does not support float64
             model.set_experts_implementation("eager")
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
             blank = p.is_floating_point() and not bool(p.float().abs().sum().isfinite() and p.float().abs().sum() > 0)
-            if blank and "inv_freq" not in name:  # biases and corrections start at 0, which would hide them
+            if blank and "inv_freq" not in name:  # biases and corrections start at 0, which would hide errors in them
                 torch.nn.init.normal_(p, 0, 0.2)
         return model
 
@@ -74,7 +74,7 @@ def best(score_IE: Tensor, k: int) -> Tensor:
 
 
 def chosen_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """algorithms.md 7.1: g_i = I_i exp(s_i) / sum_j I_j exp(s_j)."""
+    """Softmax over the chosen experts: g_i = I_i exp(s_i) / sum_j I_j exp(s_j), with I_i = 1 for a chosen expert."""
     mask = torch.zeros_like(logits).scatter(1, chosen, 1.0)
     weight = mask * logits.exp()
     return (weight / weight.sum(-1, keepdim=True)).gather(1, chosen)
@@ -86,13 +86,13 @@ def plain_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def normed_sigmoid(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """DeepSeek-V3: sigmoid scores of the chosen, over their sum, times a constant; the correction only chooses."""
+    """DeepSeek-V3: sigmoid scores of the chosen experts, normalized and scaled; the correction only affects the choice."""
     score = (1 / (1 + (-logits).exp())).gather(1, chosen)
     return router.routed_scaling_factor * score / score.sum(-1, keepdim=True)
 
 
 def best_in_best_groups(router: Any, logits: Tensor, k: int) -> Tensor:
-    """DeepSeek-V3: of the groups with the two best corrected scores, the best experts."""
+    """DeepSeek-V3: the best experts within the groups whose two best corrected scores have the largest sum."""
     score = torch.sigmoid(logits) + router.e_score_correction_bias
     rows = []
     for row in score.tolist():
@@ -148,7 +148,7 @@ FAMILIES = {
         gate=chosen_softmax,
     ),
 }
-"""Those that must work, in detail."""
+"""Supported families, tested in detail."""
 
 SMOKE = {
     "granitemoe": Family(kind="granitemoe", fields={"num_local_experts": 8, "num_experts_per_tok": 2}),
@@ -179,7 +179,7 @@ SMOKE = {
         layers=1,
     ),
 }
-"""Others that happen to work."""
+"""Other families that work, tested superficially."""
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -198,7 +198,7 @@ def router_logits(router: Any, x: Tensor, weight: Tensor | None = None) -> Tenso
 
 
 def expert_output(block: Any, expert: int, x: Tensor) -> Tensor:
-    """One expert's answer, from its weights."""
+    """The output of one expert, from its weights."""
     e = block.experts
     if hasattr(e, "gate_up_proj_bias"):  # GPT-OSS
         both = x @ e.gate_up_proj[expert] + e.gate_up_proj_bias[expert]
@@ -209,14 +209,14 @@ def expert_output(block: Any, expert: int, x: Tensor) -> Tensor:
 
 
 def shared_output(block: Any, x: Tensor) -> Tensor | float:
-    """What every token gets, whatever is chosen."""
+    """The output of the shared experts."""
     if hasattr(block, "shared_expert"):
         return torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
     return block.shared_experts(x) if hasattr(block, "shared_experts") else 0.0
 
 
 def layer_output(family: Family, block: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """y = sum_i g_i E_i(x) with the experts given and router weights `weight`."""
+    """y = sum_i g_i E_i(x) with the given experts and router weights `weight`."""
     assert family.gate is not None
     gate = family.gate(router_of(block), router_logits(router_of(block), x, weight), chosen)
     rows = [
@@ -227,14 +227,14 @@ def layer_output(family: Family, block: Any, x: Tensor, chosen: Tensor, weight: 
 
 
 class Spy:
-    """What went into and came out of the MoE layers of one forward, by hooks alone; `gradients` after a backward."""
+    """Inputs and outputs of the MoE layers in one forward pass, recorded by hooks; `gradients` after a backward pass."""
 
     def __init__(self, model: Any) -> None:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.calls = 0
-        """How often a router was called, recomputation included."""
+        """Number of router calls, including recomputation."""
         self.blocks = blocks_of(model)
         self.handles = [b.register_forward_hook(self._note(i)) for i, b in enumerate(self.blocks)]
         self.handles += [router_of(b).register_forward_pre_hook(self._count) for b in self.blocks]
@@ -272,7 +272,7 @@ class Spy:
 
 @torch.no_grad()
 def plain_choices(family: Family, model: Any, ids: tuple[int, ...]) -> Tensor:
-    """[tokens, L, K] of one sequence alone, in ascending order of experts."""
+    """[tokens, L, K] of one sequence alone, experts in ascending order."""
     with Spy(model) as spy:
         model(input_ids=torch.tensor([ids]), use_cache=False)
     return spy.chosen_ILK(family).sort().values
@@ -283,12 +283,12 @@ def some_ids(rows: int = 2, length: int = 5, vocabulary: int = 50) -> Tensor:
 
 
 def in_order(chosen_ILK: Tensor) -> Tensor:
-    """Which experts, whatever their order."""
+    """The chosen experts in ascending order."""
     return chosen_ILK.long().sort().values
 
 
 class Digits:
-    """Enough of a tokenizer for an engine: ids written out."""
+    """A minimal tokenizer for an engine: it decodes ids to their decimal digits."""
 
     def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
         return [" ".join(map(str, row)) for row in ids]

@@ -1,4 +1,7 @@
-"""Programs and packages that some tests need. `.ci/run` installs them and names them in GSPO_TESTS_NEED: then a test that cannot use one fails."""
+"""Programs and packages that some tests need.
+
+`.ci/run` installs them and names them in GSPO_TESTS_NEED. Then a test that cannot use one fails instead of skipping.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import pytest
 
 
 def unusable(tool: str, why: str) -> None:
-    """Skip on a developer's machine without the tool; fail where it has been installed for the tests."""
+    """Skip the test on a machine without the tool; fail it if the tool was installed for the tests."""
     if tool in os.environ.get("GSPO_TESTS_NEED", "").split():
         pytest.fail(f"{tool}: {why}, although GSPO_TESTS_NEED names it")
     pytest.skip(f"{tool}: {why}")
 
 
 def needs_vllm() -> None:
-    """For tests with the real vLLM; `make test-vllm` has it."""
+    """Skip or fail a test without the real vLLM. `make test-vllm` installs it."""
     if importlib.util.find_spec("vllm") is None:
         unusable("vllm", "not installed")

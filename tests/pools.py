@@ -1,4 +1,4 @@
-"""Builders of reward pools and replies, for the tests of rewards and of their faults (imported by the conftest files)."""
+"""Fixtures that build reward pools and completions, for the tests of rewards and their faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo.types import Completion, Prompt, StopReason
 Group = tuple[Prompt, list[Completion]]
 
 
-def _group(replies: Sequence[str], content: Any = "What?", id: str = "train/0", **columns: Any) -> Group:
+def _group(texts: Sequence[str], content: Any = "What?", id: str = "train/0", **columns: Any) -> Group:
     prompt = Prompt(id=id, content=content, text=str(content), token_ids=(1, 2), columns=columns)
     return prompt, [
         Completion(
@@ -30,7 +30,7 @@ def _group(replies: Sequence[str], content: Any = "What?", id: str = "train/0", 
             stop=StopReason.EOS,
             version=0,
         )
-        for i, text in enumerate(replies)
+        for i, text in enumerate(texts)
     ]
 
 
@@ -41,7 +41,7 @@ def group() -> Callable[..., Group]:
 
 @pytest.fixture
 def reward_file(tmp_path: Path) -> Callable[..., str]:
-    """Write a file with a reward function; the result is its `file.py:score`."""
+    """Write a file with a reward function. Returns its name as `file.py:score`."""
 
     def write(code: str, name: str = "mine.py", function: str = "score") -> str:
         path = tmp_path / name
@@ -53,7 +53,7 @@ def reward_file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def make_pool() -> Iterator[Callable[..., RewardPool]]:
-    """Pools that are closed at the end of the test."""
+    """Make reward pools that are closed at the end of the test."""
     pools: list[RewardPool] = []
 
     def make(*functions: str, task: Any = None, **settings: Any) -> RewardPool:
@@ -68,6 +68,6 @@ def make_pool() -> Iterator[Callable[..., RewardPool]]:
 
 @pytest.fixture(scope="session")
 def children() -> Callable[[], set[int]]:
-    """This process's children, zombies included."""
+    """Children of this process, including zombies."""
 
     return lambda: children_of(os.getpid())

@@ -1,4 +1,4 @@
-"""Run directories made by hand: what a page shows of them is known."""
+"""Handmade run directories, so that tests know what a page must show."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ HOSTILE = (
     "\u202eevil\u202c \x1b[2J\x1b]0;title\x07 \x00 \u2028",
     "$\\href{javascript:window.hacked=1}{x}$ `code` **bold** {{7*7}} ${window.hacked=1}",
 )
-CONFIG = 'name = "made"\nsteps = 40\nseed = 3\n[objective]\nname = "gspo"\n[learner]\nmini_batches = 4\n[rollout]\nmax_tokens = 64\n'
+CONFIG = (
+    'name = "made"\nsteps = 40\nseed = 3\n[objective]\nname = "gspo"\n'
+    "[learner]\nmini_batches = 4\n[rollout]\nmax_tokens = 64\n"
+)
 
 
 def metrics(step: int, **changed: Any) -> dict[str, Any]:
-    """A healthy step's numbers."""
+    """Metrics of a healthy step."""
     row = {
         "step": step,
         "tokens/sampled": 1000 * step,
@@ -51,7 +54,7 @@ def metrics(step: int, **changed: Any) -> dict[str, Any]:
 
 
 def timings(step: int, **changed: float) -> dict[str, Any]:
-    """A step that samples and learns for about as long."""
+    """Timings of a step that samples and trains for about equal time."""
     row = {
         "step": step,
         "time/rollout_s": 0.5,
@@ -64,7 +67,7 @@ def timings(step: int, **changed: float) -> dict[str, Any]:
 
 
 def reply(prompt: str, number: int, text: str, **changed: Any) -> dict[str, Any]:
-    """A record as a run writes it."""
+    """The record of one completion, as a run writes it."""
     ids = list(text.encode())[:40] or [0]
     length = len(ids)
     record = {
@@ -94,13 +97,13 @@ def reply(prompt: str, number: int, text: str, **changed: Any) -> dict[str, Any]
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """JSON lines."""
+    """Write JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def make_run(path: Path, *, steps: int = 12, replies: Sequence[Mapping[str, Any]] | None = None) -> Path:
-    """A finished run; its step 5 holds replies that try to be more than text."""
+    """Write a finished run. The completions of its step 5 try to inject markup and control characters."""
     path.mkdir(parents=True)
     (path / "config.toml").write_text(CONFIG)
     (path / "environment.json").write_text(
@@ -125,5 +128,5 @@ def make_run(path: Path, *, steps: int = 12, replies: Sequence[Mapping[str, Any]
     )
     hostile = [reply("train/1", i, text) for i, text in enumerate(HOSTILE)]
     write_lines(path / "rollouts" / "000005.jsonl", hostile if replies is None else replies)
-    write_lines(path / "rollouts" / "000006.jsonl", [reply("train/2", i, f"reply {i}") for i in range(4)])
+    write_lines(path / "rollouts" / "000006.jsonl", [reply("train/2", i, f"completion {i}") for i in range(4)])
     return path
