@@ -86,7 +86,7 @@ def plain_softmax(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def normed_sigmoid(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """DeepSeek-V3: sigmoid scores of the chosen experts, normalized and scaled; the correction only affects the choice."""
+    """DeepSeek-V3: normalized, scaled sigmoid scores of the chosen experts; the correction only affects the choice."""
     score = (1 / (1 + (-logits).exp())).gather(1, chosen)
     return router.routed_scaling_factor * score / score.sum(-1, keepdim=True)
 
@@ -227,7 +227,7 @@ def layer_output(family: Family, block: Any, x: Tensor, chosen: Tensor, weight: 
 
 
 class Spy:
-    """Inputs and outputs of the MoE layers in one forward pass, recorded by hooks; `gradients` after a backward pass."""
+    """Inputs and outputs of the MoE layers in one forward pass, recorded by hooks, and gradients after a backward."""
 
     def __init__(self, model: Any) -> None:
         self.inputs: list[Tensor] = []

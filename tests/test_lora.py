@@ -1,4 +1,4 @@
-"""LoRA: runs that train adapters alone, saved, resumed, merged and switched off, and what is refused."""
+"""LoRA: runs that train only adapters, saved, resumed, merged and disabled, and invalid settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
 
 @pytest.fixture
 def base(tmp_path: Path) -> Callable[..., str]:
-    """The directory of a small model, as it would be given."""
+    """Write a small base model. Returns its directory."""
 
     def make(build: str = "tiny_dense", **shape: Any) -> str:
         path = tmp_path / build
@@ -44,7 +44,7 @@ def base(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def adapting(tiny: Callable[..., Config], base: Callable[..., str]) -> Callable[..., Config]:
-    """A config of a run that trains adapters."""
+    """Make the config of a run that trains adapters."""
 
     def make(*overrides: str, build: str = "tiny_dense", run_dir: str = "run") -> Config:
         path = base(build)
@@ -64,15 +64,15 @@ def last(config: Config) -> Path:
 
 VARIANTS = {
     "float32": (),
-    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
-    "kl against the adapter switched off": ("objective.name=grpo",),
+    "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
+    "KL to the base model": ("objective.name=grpo",),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
-    "beside weights in 4 bits": ("model.quantize=nf4", "model.dtype=bfloat16"),
+    "4-bit base weights": ("model.quantize=nf4", "model.dtype=bfloat16"),
 }
 
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+def test_a_resumed_run_is_byte_identical_to_the_uninterrupted_run(
     overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
 ) -> None:
     whole, cut = (adapting(*overrides, "steps=4", run_dir=name) for name in ("whole", "cut"))
@@ -97,11 +97,11 @@ def test_only_adapters_are_trained_and_saved(adapting: Callable[..., Config], pa
     train(adapting(run_dir="other"), display)
     saved = load_file(last(adapting(run_dir="other")) / "adapter_model.safetensors")
     assert len(saved) == len(trained)
-    assert any(bool(w.any()) for name, w in saved.items() if "lora_B" in name), "nothing was learned"
+    assert any(bool(w.any()) for name, w in saved.items() if "lora_B" in name), "the adapters did not change"
     assert not (last(adapting(run_dir="other")) / "model.safetensors").exists()
 
 
-def test_an_adapted_model_begins_as_the_given_one(base: Callable[..., str]) -> None:
+def test_an_adapted_model_starts_as_the_base_model(base: Callable[..., str]) -> None:
     config = ModelConfig(path=base(), device="cpu")
     tokenizer = load_tokenizer(config)
     plain = load_policy(config, tokenizer, seed=0).model
@@ -120,12 +120,13 @@ def test_a_checkpoint_loads_in_plain_peft(dtype: str, adapting: Callable[..., Co
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, dtype)).eval()
     before = logits(plain)
     theirs = PeftModel.from_pretrained(plain, str(last(config)), autocast_adapter_dtype=False).eval()
-    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
+    adapted = ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora)  # type: ignore[arg-type]
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0)
     torch.testing.assert_close(logits(theirs), logits(ours.model), atol=1e-6, rtol=1e-5)
     assert not torch.allclose(logits(theirs), before, atol=1e-3)
 
 
-def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
+def test_disabled_adapters_give_the_base_model_and_stay_trainable(
     adapting: Callable[..., Config], display: Any
 ) -> None:
     config = adapting()
@@ -134,15 +135,16 @@ def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
         ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0
     ).model
     plain = load_policy(ModelConfig(path=config.model.path, device="cpu"), load_tokenizer(config.model), seed=0).model
-    on, wanted = logits(model), [p.requires_grad for p in model.parameters()]
+    enabled = logits(model)
+    trainable = [p.requires_grad for p in model.parameters()]
     with adapter.switched_off(model):
         assert torch.equal(logits(model), logits(plain))
-        assert [p.requires_grad for p in model.parameters()] == wanted
-    assert torch.equal(logits(model), on)
-    assert not torch.equal(on, logits(plain))
+        assert [p.requires_grad for p in model.parameters()] == trainable
+    assert torch.equal(logits(model), enabled)
+    assert not torch.equal(enabled, logits(plain))
 
 
-def test_the_model_can_be_named_on_its_own(
+def test_the_model_option_overrides_the_recipe(
     adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.toml"
@@ -152,20 +154,24 @@ def test_the_model_can_be_named_on_its_own(
     assert main(["train", "--resume", str(tmp_path / "run"), "--model", base()]) == 1
 
 
-def test_the_reference_is_the_same_as_a_separate_copy(
+def test_the_reference_equals_a_separate_copy(
     adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same run, once with the adapters switched off and once with a model of its own as the reference."""
-    off, apart = (adapting("objective.name=grpo", "objective.kl=0.1", run_dir=name) for name in ("off", "apart"))
-    train(off, display)
-    given = load_policy(ModelConfig(path=apart.model.path, device="cpu"), load_tokenizer(apart.model), seed=0).model
+    """The same run, once with disabled adapters and once with a separate model as the reference."""
+    disabled, separate = (
+        adapting("objective.name=grpo", "objective.kl=0.1", run_dir=name) for name in ("disabled", "separate")
+    )
+    train(disabled, display)
+    base_model = load_policy(
+        ModelConfig(path=separate.model.path, device="cpu"), load_tokenizer(separate.model), seed=0
+    ).model
 
     def keep(loop: Loop) -> None:
-        loop.parts = replace(loop.parts, reference=given)
+        loop.parts = replace(loop.parts, reference=base_model)
 
     monkeypatch.setattr(Loop, "_keep_reference", keep)
-    train(apart, display)
-    mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (off, apart))
+    train(separate, display)
+    mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (disabled, separate))
     assert mine == theirs
     assert mine[-1]["loss/kl"] > 0
 
@@ -182,7 +188,8 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype == getattr(torch, dtype)
     assert "lora" not in str(merged)
-    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
+    adapted = ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora)  # type: ignore[arg-type]
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0)
     torch.testing.assert_close(
         logits(merged),
         logits(ours.model),
@@ -191,7 +198,7 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(
     )
 
 
-def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(
+def test_a_run_with_adapters_can_be_evaluated_and_trained_further_in_full(
     adapting: Callable[..., Config],
     tiny: Callable[..., Config],
     display: Any,
@@ -207,7 +214,7 @@ def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(
     assert (last(full) / "model.safetensors").is_file()
 
 
-def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works(
+def test_attention_of_an_moe_model_gets_adapters_and_routing_replay_works(
     adapting: Callable[..., Config], display: Any
 ) -> None:
     config = adapting("routing.replay=sampler", build="tiny_moe")
@@ -220,7 +227,7 @@ def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works
 # ------------------------------------------------------------------------------------------------- 4 bits
 
 
-def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]) -> None:
+def test_4_bit_weights_are_small_and_close_to_the_base_weights(base: Callable[..., str]) -> None:
     path = base(hidden_size=256)
     whole, small = (
         load_policy(
@@ -237,12 +244,12 @@ def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]
     assert {n for n, p in small.named_parameters() if p.requires_grad} == {
         n for n, p in whole.named_parameters() if p.requires_grad
     }
-    off = (logits(small) - logits(whole)).std() / logits(whole).std()
-    assert 0 < off < 0.3
+    error = (logits(small) - logits(whole)).std() / logits(whole).std()
+    assert 0 < error < 0.3
 
 
 @pytest.mark.parametrize("targets", ["", "model.lora.targets=q_proj"])
-def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(
+def test_an_adapter_merged_into_4_bit_weights_gives_the_same_logits(
     targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -251,17 +258,18 @@ def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(
     train(config, display)
     assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    kept = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
-    ours = load_policy(kept, load_tokenizer(config.model), seed=0).model
+    adapted = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0).model
     torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-3, atol=1e-4)
 
 
-def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(
+def test_a_checkpoint_trained_on_4_bit_weights_is_loaded_as_such(
     adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any
 ) -> None:
     config = adapting("model.quantize=nf4")
     train(config, display)
-    folder, tokenizer = str(last(config)), load_tokenizer(config.model)
+    folder = str(last(config))
+    tokenizer = load_tokenizer(config.model)
     ours = load_policy(
         ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0
     )
@@ -278,10 +286,10 @@ def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("instructions", [True, False], ids=["with bfloat16 instructions", "without"])
-def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
+def test_4_bit_layers_compute_with_their_dequantized_weights_on_every_cpu(
     instructions: bool, dtype: str, base: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampling comes first, without gradients; learning then must have them, and the merged model must be the same one."""
+    """Sampling runs first, without gradients. Training must still get them, and the merged model must agree."""
     import bitsandbytes.functional
     import bitsandbytes.nn.modules
 
@@ -315,7 +323,7 @@ def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
     torch.testing.assert_close(logits(small), sampled, rtol=1e-2, atol=5e-2 if dtype == "bfloat16" else 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------- where the model is
+# -------------------------------------------------------------------------------- location of the base model
 
 
 def test_an_adapter_finds_its_model_from_anywhere(
@@ -332,7 +340,7 @@ def test_an_adapter_finds_its_model_from_anywhere(
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.lora.rank=0", "objective.name=grpo", "objective.kl=0.1")])
-def test_a_given_model_that_has_changed_is_not_resumed_with(
+def test_a_resume_refuses_a_changed_base_model(
     overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
 ) -> None:
     config = adapting(*overrides)
@@ -346,21 +354,21 @@ def test_a_given_model_that_has_changed_is_not_resumed_with(
     assert resume(config.run_dir, display, steps=5).step == 5
 
 
-def test_a_model_that_is_gone_is_named(
+def test_a_missing_base_model_is_named(
     adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = adapting()
     train(config, display)
     os.rename(config.model.path, tmp_path / "moved")
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert f"{config.model.path}: is not there, and the adapter in {last(config)} was trained beside it" in said
+    output = capsys.readouterr().err
+    assert f"{config.model.path}: is not there, and the adapter in {last(config)} was trained beside it" in output
     os.symlink(tmp_path / "moved", config.model.path)
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
     assert str(last(config)) in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_word(
+def test_a_damaged_checkpoint_is_skipped_with_a_message(
     adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = adapting()
@@ -369,14 +377,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(
     file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04")
     for command in (["merge", config.run_dir, str(tmp_path / "out")], ["eval", config.run_dir, "--limit", "4"]):
         assert main(command) == 0
-        said = capsys.readouterr().err
-        assert "passed over a damaged checkpoint: 000003: " in said
-        assert "000002 is used" in said
+        output = capsys.readouterr().err
+        assert "passed over a damaged checkpoint: 000003: " in output
+        assert "000002 is used" in output
     assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_merge_that_fails_leaves_nothing(
+def test_a_failed_merge_leaves_no_files(
     adapting: Callable[..., Config],
     display: Any,
     tmp_path: Path,
@@ -401,7 +409,7 @@ def test_a_merge_that_fails_leaves_nothing(
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
 
 
-def test_routers_are_neither_adapted_nor_quantised() -> None:
+def test_routers_are_neither_adapted_nor_quantized() -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -415,7 +423,7 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
     assert [path for path, _ in linear_layers(Layer())] == ["up_proj", "gate_proj"]
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------- invalid settings
 
 
 @pytest.mark.parametrize(
@@ -439,14 +447,14 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_work(
+def test_invalid_settings_are_refused(
     overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(adapting(*overrides), display)
 
 
-def test_experts_in_one_tensor_are_refused_by_name(adapting: Callable[..., Config], display: Any) -> None:
+def test_adapters_on_fused_experts_are_refused(adapting: Callable[..., Config], display: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"model.lora.targets: 'gate_up_proj' holds all experts of a layer in one tensor"
     ):
@@ -462,7 +470,7 @@ def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(
         run_objective(adapting("cold_start.steps=2", "objective.name=grpo", "objective.kl=0.1"))
 
 
-def test_without_peft_the_remedy_is_named(
+def test_without_peft_the_error_names_the_fix(
     adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gspo.model.adapter.importlib.util.find_spec", lambda name: None)
@@ -470,7 +478,7 @@ def test_without_peft_the_remedy_is_named(
         train(adapting(), display)
 
 
-def test_an_adapter_goes_on_with_its_own_layers(adapting: Callable[..., Config], display: Any) -> None:
+def test_further_training_of_an_adapter_keeps_its_layers(adapting: Callable[..., Config], display: Any) -> None:
     config = adapting("model.lora.targets=q_proj,v_proj")
     train(config, display)
     again = adapting(f"model.path={last(config)}", "model.lora.targets=q_proj", run_dir="again")
@@ -482,7 +490,7 @@ def test_an_adapter_goes_on_with_its_own_layers(adapting: Callable[..., Config],
 
 
 @pytest.mark.parametrize("harm", ["config", "weights", "other model"])
-def test_an_adapter_that_does_not_fit_is_refused(
+def test_an_adapter_that_does_not_match_is_refused(
     harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any
 ) -> None:
     config = adapting()
@@ -499,7 +507,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_policy(ModelConfig(path=str(path), device="cpu"), load_tokenizer(config.model), seed=0)
 
 
-def test_merging_what_is_no_adapter_is_refused(
+def test_merging_anything_but_an_adapter_is_refused(
     base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for source, message in ((base(), "it is a whole model already"), (str(tmp_path / "none"), "no such directory")):

@@ -1,4 +1,4 @@
-"""Secrets by value, by name and by shape; words that only look like them."""
+"""Redaction of secrets by value, by name and by shape, and text that only looks like a secret."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ AROUND = ("{}", "token {} refused", '"{}"', "key={}", "({})", "{}.", "https://ho
 
 @pytest.mark.parametrize("name", list(SHAPES))
 @pytest.mark.parametrize("around", AROUND)
-def test_a_secret_is_known_by_its_shape(name: str, around: str) -> None:
-    said = redacted(around.format(SHAPES[name]), ())
-    assert SHAPES[name].strip() not in said
-    assert RANDOM[:16] not in said
-    assert HIDDEN in said
+def test_a_secret_is_recognized_by_its_shape(name: str, around: str) -> None:
+    output = redacted(around.format(SHAPES[name]), ())
+    assert SHAPES[name].strip() not in output
+    assert RANDOM[:16] not in output
+    assert HIDDEN in output
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_a_secret_is_known_by_its_shape(name: str, around: str) -> None:
         ("https://host/x?a=1&access_token=abcd&b=2", "abcd"),
     ],
 )
-def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> None:
-    said = redacted(text, ())
-    assert secret not in said
-    assert HIDDEN in said
+def test_a_secret_is_recognized_by_its_context(text: str, secret: str) -> None:
+    output = redacted(text, ())
+    assert secret not in output
+    assert HIDDEN in output
 
 
 @pytest.mark.parametrize(
@@ -88,24 +88,24 @@ def test_a_secret_is_known_by_what_stands_before_it(text: str, secret: str) -> N
         "c44229cfd0e1a2b3c4d5e6f708192a3b4c5d6e7f",
     ],
 )
-def test_words_stay(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert redacted(text, ()) == text
 
 
-def test_the_working_directory_of_the_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_directory_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PWD": "/home/me/work", "OLDPWD": "/home/me/before", "DB_PWD": "a-password"}.items():
         monkeypatch.setenv(name, value)
-    said = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
-    assert said == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
+    output = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
+    assert output == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
 
 
-def test_a_secret_that_is_cut_into_tokens_is_hidden_in_all_of_them() -> None:
+def test_a_secret_split_into_tokens_is_hidden_in_all_of_them() -> None:
     pieces = ["use ", "sk", "-", "abcdefgh", "ij1234567890", " now", " mysecret", "value"]
     assert redacted_pieces(pieces, ["mysecretvalue"]) == ["use ", *[HIDDEN] * 4, " now", HIDDEN, HIDDEN]
     assert redacted_pieces(["plain", " text"], ["mysecretvalue"]) == ["plain", " text"]
 
 
-def test_nested_values_lose_secrets_and_nothing_else() -> None:
+def test_only_secrets_are_removed_from_nested_values() -> None:
     given = {
         "api_key": "abc",
         "steps": 3,
@@ -121,17 +121,17 @@ def test_nested_values_lose_secrets_and_nothing_else() -> None:
     }
 
 
-def test_a_page_of_figures_shows_no_secret_and_stays_a_page(tmp_path: Path) -> None:
+def test_a_static_page_shows_no_secret_and_stays_valid(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<p>{{ what }}</p><b>end</b>")
-    said = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
-    assert said == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
+    output = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
+    assert output == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
-    said = redacted(json.dumps({"a": f"x {SHAPES[name]}", "b": f'https://h/?key=a"{SHAPES[name]}'}), ())
-    assert json.loads(said).keys() == {"a", "b"}
-    assert RANDOM[:16] not in said
+def test_json_redacted_as_text_stays_valid_json(name: str) -> None:
+    output = redacted(json.dumps({"a": f"x {SHAPES[name]}", "b": f'https://h/?key=a"{SHAPES[name]}'}), ())
+    assert json.loads(output).keys() == {"a", "b"}
+    assert RANDOM[:16] not in output
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_json_that_is_redacted_as_text_stays_json(name: str) -> None:
         f'name="{SHAPES["GitHub p"]}"',
     ],
 )
-def test_a_setting_that_holds_a_secret_is_refused_by_name_and_without_it(override: str) -> None:
+def test_a_setting_with_a_secret_is_refused_without_showing_it(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0]) as error:
         load("demo", [override])
     assert "environment variable" in str(error.value)
@@ -150,20 +150,20 @@ def test_a_setting_that_holds_a_secret_is_refused_by_name_and_without_it(overrid
     assert "pa55word" not in str(error.value)
 
 
-def test_the_shipped_recipes_hold_none() -> None:
+def test_the_shipped_recipe_has_no_secret() -> None:
     config = load("demo")
     assert isinstance(config, Config)
     check(config)
 
 
-def test_an_event_of_a_run_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_a_run_contains_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "by-its-value")
     run = RunDir.create(load("demo", [f"run_dir={tmp_path / 'run'}"]))
     run.event(
         "error", error="E", what=f"{SHAPES['AWS']} and by-its-value refused", steps=[{"x": SHAPES["GitHub p"]}], n=3
     )
     run.close()
-    (said,) = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert said["what"] == f"{HIDDEN} and {HIDDEN} refused"
-    assert said["steps"] == [{"x": HIDDEN}]
-    assert said["n"] == 3
+    (output,) = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert output["what"] == f"{HIDDEN} and {HIDDEN} refused"
+    assert output["steps"] == [{"x": HIDDEN}]
+    assert output["n"] == 3

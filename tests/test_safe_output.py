@@ -1,4 +1,4 @@
-"""What reaches a terminal: nothing that acts on it, and no secret."""
+"""Terminal output contains no control sequences and no secrets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gspo.record.progress import LiveDisplay, PlainDisplay
 from gspo.safe_output import printed, safe_output
 from gspo.view.terminal import watch_text
 
-ACTING = {
-    "colour": "\x1b[31m",
+CONTROL = {
+    "color": "\x1b[31m",
     "clear": "\x1b[2J",
     "title": "\x1b]0;title\x07",
     "link": "\x1b]8;;http://evil\x1b\\",
@@ -36,40 +36,40 @@ ACTING = {
 SECRET = "ghp_abcdefghijklmnopqrstuvwxyz0123456789"
 
 
-def harmless(text: str) -> bool:
-    return not any(part in text for value in ACTING.values() for part in value if not part.isprintable())
+def is_harmless(text: str) -> bool:
+    return not any(part in text for value in CONTROL.values() for part in value if not part.isprintable())
 
 
-@pytest.mark.parametrize("name", list(ACTING))
-def test_what_would_act_is_replaced_and_the_rest_is_as_it_was(name: str) -> None:
-    said = printed(f"before {ACTING[name]} after")
-    assert harmless(said)
-    assert said.startswith("before \N{REPLACEMENT CHARACTER}")
-    assert said.endswith(" after")
+@pytest.mark.parametrize("name", list(CONTROL))
+def test_control_characters_are_replaced_and_other_text_is_unchanged(name: str) -> None:
+    output = printed(f"before {CONTROL[name]} after")
+    assert is_harmless(output)
+    assert output.startswith("before \N{REPLACEMENT CHARACTER}")
+    assert output.endswith(" after")
 
 
-def test_text_of_any_script_is_as_it_was() -> None:
+def test_text_of_any_script_is_unchanged() -> None:
     text = "näher\t東京 עברית العربية हिन्दी 👩‍👩‍👧 ½ × −1\u00a0%\n"
     assert printed(text) == text
 
 
-@pytest.mark.parametrize("name", list(ACTING))
-def test_a_file_name_in_an_error_cannot_act(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / f"odd{ACTING[name].replace('/', '')}{SECRET}.toml"
+@pytest.mark.parametrize("name", list(CONTROL))
+def test_a_file_name_in_an_error_is_sanitized(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / f"odd{CONTROL[name].replace('/', '')}{SECRET}.toml"
     assert main(["train", str(file)]) == 1
-    said = capsys.readouterr()
-    assert "odd" in said.err
-    assert harmless(said.err + said.out)
-    assert SECRET not in said.err
+    output = capsys.readouterr()
+    assert "odd" in output.err
+    assert is_harmless(output.err + output.out)
+    assert SECRET not in output.err
 
 
-def test_a_setting_name_in_an_error_cannot_act(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_name_in_an_error_is_sanitized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text('"\\u001b]0;title\\u0007" = 1\n')
     assert main(["train", str(tmp_path / "recipe.toml")]) == 1
-    assert harmless(capsys.readouterr().err)
+    assert is_harmless(capsys.readouterr().err)
 
 
-def test_a_traceback_cannot_act_and_holds_no_secret(
+def test_a_traceback_is_sanitized_and_contains_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> None:
@@ -77,13 +77,13 @@ def test_a_traceback_cannot_act_and_holds_no_secret(
 
     monkeypatch.setattr("gspo.view.report.write_report", broken)
     assert main(["report", "runs"]) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "a bug with [hidden]" in said
-    assert harmless(said)
+    output = capsys.readouterr().err
+    assert "Traceback" in output
+    assert "a bug with [hidden]" in output
+    assert is_harmless(output)
 
 
-def test_streams_are_as_before_afterwards() -> None:
+def test_streams_are_restored() -> None:
     before = sys.stdout, sys.stderr
     with safe_output():
         assert sys.stdout is not before[0]
@@ -91,35 +91,35 @@ def test_streams_are_as_before_afterwards() -> None:
 
 
 @pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
-def test_a_message_of_a_run_cannot_act(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_of_a_run_is_sanitized(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
     display = kind()
-    display.message(f"a reward said: {''.join(ACTING.values())} {SECRET}")
+    display.message(f"a reward said: {''.join(CONTROL.values())} {SECRET}")
     display.close()
-    said = capsys.readouterr().out
-    assert "a reward said" in said
-    assert harmless(said)
-    assert SECRET not in said
+    output = capsys.readouterr().out
+    assert "a reward said" in output
+    assert is_harmless(output)
+    assert SECRET not in output
 
 
-def test_watching_in_a_terminal_shows_no_control_characters_of_a_run(tmp_path: Path) -> None:
+def test_watch_in_a_terminal_shows_no_control_characters(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     write_lines(run / "events.jsonl", [{"event": "error", "error": "\x1b[2JE", "what": f"\x9b2J\u202e\r{SECRET}"}])
-    said = io.StringIO()
-    watch_text([run], Console(file=said, width=200))
-    assert "The run ended with an error" in said.getvalue()
-    assert harmless(said.getvalue())
-    assert SECRET not in said.getvalue()
+    output = io.StringIO()
+    watch_text([run], Console(file=output, width=200))
+    assert "The run ended with an error" in output.getvalue()
+    assert is_harmless(output.getvalue())
+    assert SECRET not in output.getvalue()
 
 
-def test_what_others_print_while_a_run_draws_cannot_act(capsys: pytest.CaptureFixture[str]) -> None:
-    """The live panel takes over the streams; a library's warning comes out through it."""
+def test_other_output_during_a_live_display_is_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
+    """The live display captures the streams, so a library's warning passes through it."""
     with safe_output():
         display = LiveDisplay()
         display.step(1, 2, {}, {"time/step_s": 1.0})
-        print(f"a library: {''.join(ACTING.values())} {SECRET}")
+        print(f"a library: {''.join(CONTROL.values())} {SECRET}")
         display.close()
-    said = capsys.readouterr().out
-    assert "a library" in said
-    assert SECRET not in said
-    for acting in ("\x1b[2J", "\x1b]0;", "\x9b", "\x9d", "\x07", "\x08", "\u202e", "\u2066", "\u2028"):
-        assert acting not in said
+    output = capsys.readouterr().out
+    assert "a library" in output
+    assert SECRET not in output
+    for sequence in ("\x1b[2J", "\x1b]0;", "\x9b", "\x9d", "\x07", "\x08", "\u202e", "\u2066", "\u2028"):
+        assert sequence not in output
