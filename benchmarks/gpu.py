@@ -216,16 +216,16 @@ def qwen3(checkpointing: bool = False) -> Any:
 
 
 def uneven_rows() -> tuple[list[TokenSequence], list[int]]:
-    dice = random.Random(0)
+    rng = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(VOCABULARY) for _ in range(count))
+        return tuple(rng.randrange(VOCABULARY) for _ in range(count))
 
     rows: list[TokenSequence] = []
     for _ in range(GROUPS):
         prompt = ids(PROMPT)
         rows += [
-            TokenSequence(prompt_ids=prompt, completion_ids=ids(dice.randrange(64, 2 * COMPLETION - 64)))
+            TokenSequence(prompt_ids=prompt, completion_ids=ids(rng.randrange(64, 2 * COMPLETION - 64)))
             for _ in range(COMPLETIONS)
         ]
     return rows, [i // COMPLETIONS for i in range(len(rows))]
