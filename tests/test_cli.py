@@ -181,7 +181,7 @@ MISTAKES = [
         "no.jsonl: no such file",
     ),
     (["eval", "./nowhere", "--data", "addition", "--k", "a"], "--k 1,8"),
-    (["objectives", "--colour"], "unknown option --colour"),
+    (["objectives", "--color"], "unknown option --color"),
 ]
 
 

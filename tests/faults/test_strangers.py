@@ -222,19 +222,19 @@ def test_a_forged_trust_record_in_the_run_directory_is_ignored(
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("changed", ["beside.py", "package/__init__.py", "package/inner.py", "package/deep.py"])
+@pytest.mark.parametrize("changed", ["helper.py", "package/__init__.py", "package/inner.py", "package/deep.py"])
 def test_a_changed_module_that_a_reward_file_imports_needs_new_trust(
     changed: str, tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
     folder = tmp_path / "rewards"
     (folder / "package").mkdir(parents=True)
     (folder / "mine.py").write_text(
-        "import json, beside\ndef score(completions, **_):\n    return beside.all(completions)"
+        "import json, helper\ndef score(completions, **_):\n    return helper.all(completions)"
     )
-    (folder / "beside.py").write_text("def all(completions):\n    from package import inner\n    return inner.all()")
+    (folder / "helper.py").write_text("def all(completions):\n    from package import inner\n    return inner.all()")
     (folder / "package" / "__init__.py").touch()
     (folder / "package" / "inner.py").write_text("from .deep import *")
-    (folder / "package" / "deep.py").write_text("import beside, missing, package.inner")
+    (folder / "package" / "deep.py").write_text("import helper, missing, package.inner")
     (folder / "json.py").write_text("shadowed by the standard library, and not valid Python")
     (folder / "unused.py").touch()
     config, run = tiny(f"reward.functions={folder / 'mine.py'}:score"), tmp_path / "run"
