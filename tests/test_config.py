@@ -48,7 +48,7 @@ def test_lists_of_numbers_can_be_written_with_commas(text: str, tmp_path: Path) 
     assert load(tmp_path, recipe, f"--reward.weights={text}").reward.weights == (1.0, 2.0)
 
 
-def test_another_objective_does_not_inherit_the_settings_of_the_recipes_own(tmp_path: Path) -> None:
+def test_another_objective_does_not_inherit_the_settings_of_the_recipes_objective(tmp_path: Path) -> None:
     recipe = GOOD + '[objective]\nname = "gspo"\nclip_low = 3e-3\n'
     assert load(tmp_path, recipe, "--objective.name=grpo", "--objective.kl=0").objective.settings == {"kl": 0}
     assert load(tmp_path, recipe, "--objective.clip_high=1e-3").objective.settings == {
@@ -131,7 +131,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
     st.booleans(),
     st.dictionaries(texts, texts | st.integers() | st.lists(texts)),
 )
-def test_what_is_written_is_read_back_the_same(
+def test_a_written_config_is_read_back_unchanged(
     name: str, steps: int, rate: float, flag: bool, table: dict[str, Any]
 ) -> None:
     tree = {
@@ -146,7 +146,7 @@ def test_what_is_written_is_read_back_the_same(
     assert settings.from_tree(tomllib.loads(settings.to_toml(config)), where="again") == config
 
 
-def test_anchored_paths_are_absolute_and_what_is_no_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchoring_makes_paths_absolute_and_keeps_other_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     tree = {

@@ -345,7 +345,7 @@ def test_a_resume_accepts_and_records_a_lower_learning_rate(tiny: Callable[..., 
 @pytest.mark.parametrize(
     "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.replies=2", "run_dir=elsewhere"]
 )
-def test_a_resume_refuses_settings_that_affect_earlier_steps(
+def test_a_resume_refuses_settings_that_define_the_run(
     override: str, tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("steps=1", "eval.every=0")

@@ -133,7 +133,7 @@ def test_every_token_has_a_log_prob(engine: Engine, prompts: list[Prompt]) -> No
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_the_models(
+def test_log_probs_are_those_of_the_model(
     engine: Engine, prompts: list[Prompt], context: EngineContext, temperature: float
 ) -> None:
     sampling = Sampling(max_tokens=12, temperature=temperature)

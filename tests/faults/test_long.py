@@ -78,7 +78,7 @@ def train_in_subprocess(config: Config, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_f29_hash_seed_and_completion_order_change_nothing(
+def test_f29_hash_seed_and_reward_job_order_change_nothing(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = {name: tiny("steps=3", "eval.every=2", run_dir=name) for name in ("one", "hash", "slow")}

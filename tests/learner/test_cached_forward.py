@@ -36,7 +36,7 @@ def train_on_batch(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torc
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_bitwise_identical_with_one_forward_less(
+def test_results_are_bitwise_identical_with_one_fewer_forward_pass(
     tiny: Callable[..., Config], parts_of: Any, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[list[int]] = [[], []]
