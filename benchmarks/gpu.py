@@ -1,7 +1,8 @@
-"""The learner's kernels on one GPU, each beside the ways it replaces, in one table.
+"""The learner's kernels on one GPU, compared with the methods they replace.
 
-In: nothing but a CUDA device. Out: one table per part: milliseconds (median of `--repeats`, those of all ways interleaved,
-after warm-ups), peak memory beyond what was allocated before, and the error of the gradients against float64.
+In: a CUDA device. Out: one table per part: milliseconds (median of `--repeats`, variants interleaved, after warm-ups),
+peak memory beyond what was allocated before, and the error of the gradients against float64. Invariant: every variant
+of a table gets the same input.
 
     python benchmarks/gpu.py [head] [decode] [large] [learn] [step] [--repeats 5]
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, bench_large, built
+from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, bench_large, build_model
 from gpu_peers import peer_heads
 from gpu_step import bench_step
 from torch import Tensor
@@ -32,49 +33,52 @@ from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
-"""The head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
-Way = Callable[[], Any]
+"""The LM head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
+Variant = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one way took."""
+    """Time and memory of one variant."""
 
     ms: float
     extra: float
     """Peak memory beyond what was allocated before, in bytes."""
 
 
-def measure(ways: dict[str, Way], repeats: int) -> dict[str, Cost]:
-    """Time and memory of each way. Repeats go round, so that a card that grows warm slows all alike, and each follows an
-    untimed run of the same way, so that the power its predecessor drew does not count."""
-    seen: dict[str, list[float]] = {name: [] for name in ways}
+def measure(variants: dict[str, Variant], repeats: int) -> dict[str, Cost]:
+    """Time and memory of each variant.
+
+    Repeats cycle through the variants, so that a card that warms up slows all equally. Each timed run follows an
+    untimed run of the same variant, so that the power draw of the previous variant does not affect it.
+    """
+    times_ms: dict[str, list[float]] = {name: [] for name in variants}
     extra: dict[str, float] = {}
     for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            way()
+        for name, variant in variants.items():
+            variant()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            way()
+            variant()
             end.record()
             torch.cuda.synchronize()
             extra[name] = torch.cuda.max_memory_allocated() - before
             if repeat:
-                seen[name].append(start.elapsed_time(end))
-    return {name: Cost(ms=statistics.median(times), extra=extra[name]) for name, times in seen.items()}
+                times_ms[name].append(start.elapsed_time(end))
+    return {name: Cost(ms=statistics.median(times), extra=extra[name]) for name, times in times_ms.items()}
 
 
 def show(title: str, costs: dict[str, Cost], note: Callable[[str, Cost], str] = lambda name, cost: "") -> None:
     print(f"\n{title}")
-    print(f"{'way':<66} {'ms':>8} {'extra GiB':>10}")
+    print(f"{'variant':<66} {'ms':>8} {'extra GiB':>10}")
     for name, cost in costs.items():
         print(f"{name:<66} {cost.ms:>8.1f} {cost.extra / 2**30:>10.2f}  {note(name, cost)}", flush=True)
 
 
-# --- the log-probability head ---
+# --- LM head log-probs ---
 
 
 def float32_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -82,7 +86,7 @@ def float32_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def row_by_row(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """TRL's way: logits in bfloat16, log_softmax one sequence at a time."""
+    """TRL's method: logits in bfloat16, log_softmax one sequence at a time."""
     logits = hidden @ weight.T
     parts = zip(logits.split(ROWS // 16), target.split(ROWS // 16), strict=True)
     return torch.cat([part.log_softmax(-1).gather(-1, t[:, None])[:, 0] for part, t in parts])
@@ -93,29 +97,31 @@ def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.cat([checkpoint(float32_logits, h, weight, t, use_reentrant=False) for h, t in parts])  # type: ignore[misc]
 
 
-def gain_of(rows: int, idle: int) -> Tensor:
-    """The gradient that a sequence-level objective sends to each token: `idle` of the sequences are clipped."""
+def gain_of(rows: int, clipped: int) -> Tensor:
+    """The gradient that a sequence-level objective gives each token, with `clipped` sequences at zero."""
     gain_B = torch.randn(SEQUENCES, device=CUDA)
-    gain_B[:idle] = 0
+    gain_B[:clipped] = 0
     return gain_B.repeat_interleave(-(-rows // SEQUENCES))[:rows] / rows
 
 
 def ceilings(hidden: Tensor, weight: Tensor, repeats: int) -> dict[str, Cost]:
-    """The matrix products alone, by cuBLAS, on logits that are all kept."""
+    """The matrix products alone, by cuBLAS, with all logits stored."""
     logits = torch.randn(ROWS, VOCABULARY, device=CUDA, dtype=torch.bfloat16)
     h, w = hidden.detach(), weight.detach()
     h_gradient, w_gradient = torch.empty_like(h), torch.empty_like(w)
 
-    def products(count: int) -> Way:
-        def way() -> None:
+    def products(count: int) -> Variant:
+        def variant() -> None:
             for _ in range(count - 2):
                 torch.mm(h, w.T, out=logits)
             torch.mm(logits, w, out=h_gradient)
             torch.mm(logits.T, h, out=w_gradient)
 
-        return way
+        return variant
 
-    return measure({"ceiling: 4 products by cuBLAS": products(4), "ceiling: 3 products, logits kept": products(3)}, repeats)  # fmt: skip
+    return measure(
+        {"ceiling: 4 products by cuBLAS": products(4), "ceiling: 3 products, logits stored": products(3)}, repeats
+    )
 
 
 def bench_head(repeats: int) -> None:
@@ -124,51 +130,58 @@ def bench_head(repeats: int) -> None:
     weight = (torch.randn(VOCABULARY, SIZE, device=CUDA) * 0.05).bfloat16().requires_grad_()
     target = torch.randint(VOCABULARY, (ROWS,), device=CUDA)
     whole, clipped = gain_of(ROWS, 0), gain_of(ROWS, 3)
-    # Allocated beforehand on both sides: gradients are not extra memory.
+    # Gradients are allocated in advance for every variant, so that they do not count as extra memory.
     buffer = torch.zeros(VOCABULARY, SIZE, device=CUDA)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
 
-    def through(head: Callable[..., Tensor]) -> Way:
-        def way() -> None:
+    def pytorch(head: Callable[..., Tensor]) -> Variant:
+        def variant() -> None:
             hidden.grad, weight.grad = None, None
             (whole * head(hidden, weight, target)).sum().backward()
 
-        return way
+        return variant
 
-    def ours(gain: Tensor) -> Way:
-        def way() -> None:
+    def fused(gain: Tensor) -> Variant:
+        def variant() -> None:
             hidden.grad = None
             logp, _ = fused_linear_logprobs(hidden, weight, target, 1.0, weight_gradient=buffer)
             (gain * logp).sum().backward()
 
-        return way
+        return variant
 
     costs = ceilings(hidden, weight, repeats)
-    ways = {
-        "float32 logits, log_softmax, gather": through(float32_logits),
-        "bf16 logits, log_softmax row by row (TRL's way)": through(row_by_row),
-        "chunks of 1024 rows under activation checkpointing": through(checkpointed),
-        "selected_logprobs": ours(whole),
-        "selected_logprobs, 15 % of sequences clipped": ours(clipped),
+    variants = {
+        "float32 logits, log_softmax, gather": pytorch(float32_logits),
+        "bf16 logits, log_softmax row by row (TRL's method)": pytorch(row_by_row),
+        "chunks of 1024 tokens under activation checkpointing": pytorch(checkpointed),
+        "fused_linear_logprobs": fused(whole),
+        "fused_linear_logprobs, 15 % of sequences clipped": fused(clipped),
     }
-    ways |= peer_heads(hidden, weight, target, whole, 16)
-    costs |= measure(ways, repeats)
+    variants |= peer_heads(hidden, weight, target, whole, 16)
+    costs |= measure(variants, repeats)
     ceiling = costs["ceiling: 4 products by cuBLAS"].ms
-    show(f"Head, forward + backward: {ROWS} tokens, hidden {SIZE}, vocabulary {VOCABULARY}, bf16", costs, lambda name, cost: f"{cost.ms / ceiling:.2f} x ceiling")  # fmt: skip
+    show(
+        f"LM head, forward + backward: {ROWS} tokens, hidden {SIZE}, vocabulary {VOCABULARY}, bf16",
+        costs,
+        lambda name, cost: f"{cost.ms / ceiling:.2f} x ceiling",
+    )
     head_errors()
 
 
 def head_errors(rows: int = 1000) -> None:
-    """Against float64, on fewer rows and logits with a spread like a trained model's."""
+    """Errors against float64, on fewer rows, with logits whose spread is like a trained model's."""
     hidden = torch.randn(rows, SIZE, device=CUDA, dtype=torch.bfloat16)
     weight = (torch.randn(VOCABULARY, SIZE, device=CUDA) * 0.05).bfloat16()
     target, gain = torch.randint(VOCABULARY, (rows,), device=CUDA), gain_of(rows, 3)
     heads: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
         "float64": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.float64),
-        "bf16 logits (PyTorch)": (lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0], torch.bfloat16),
+        "bf16 logits (PyTorch)": (
+            lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[:, None])[:, 0],
+            torch.bfloat16,
+        ),
         "float32 logits": (float32_logits, torch.bfloat16),
-        "selected_logprobs": (lambda h, w, t: fused_linear_logprobs(h, w, t, 1.0)[0], torch.bfloat16),
-    }  # fmt: skip
+        "fused_linear_logprobs": (lambda h, w, t: fused_linear_logprobs(h, w, t, 1.0)[0], torch.bfloat16),
+    }
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, (head, dtype) in heads.items():
         h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
@@ -187,15 +200,15 @@ def head_errors(rows: int = 1000) -> None:
 # --- the learning forward and backward ---
 
 
-PROMPT, REPLY, REPLIES, GROUPS = 512, 512, 16, 4
-"""Replies of uneven length, `REPLY` on average."""
+PROMPT, COMPLETION, COMPLETIONS, GROUPS = 512, 512, 16, 4
+"""Completions of uneven length, `COMPLETION` tokens on average."""
 PEAK = 989e12
-"""bf16 operations per second by the data sheet of an H100 or H200."""
+"""bf16 operations per second according to the data sheet of an H100 or H200."""
 
 
 def qwen3(checkpointing: bool = False) -> Any:
-    """The shape of Qwen3-0.6B, with random weights."""
-    model = built("qwen3", DENSE)
+    """A model of Qwen3-0.6B's shape with random weights."""
+    model = build_model("qwen3", DENSE)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -203,23 +216,23 @@ def qwen3(checkpointing: bool = False) -> Any:
 
 
 def uneven_rows() -> tuple[list[TokenSequence], list[int]]:
-    dice = random.Random(0)
+    rng = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(VOCABULARY) for _ in range(count))
+        return tuple(rng.randrange(VOCABULARY) for _ in range(count))
 
     rows: list[TokenSequence] = []
     for _ in range(GROUPS):
         prompt = ids(PROMPT)
         rows += [
-            TokenSequence(prompt_ids=prompt, completion_ids=ids(dice.randrange(64, 2 * REPLY - 64)))
-            for _ in range(REPLIES)
+            TokenSequence(prompt_ids=prompt, completion_ids=ids(rng.randrange(64, 2 * COMPLETION - 64)))
+            for _ in range(COMPLETIONS)
         ]
-    return rows, [i // REPLIES for i in range(len(rows))]
+    return rows, [i // COMPLETIONS for i in range(len(rows))]
 
 
 def operations(model: Any, plan: Plan) -> float:
-    """Floating-point operations of a forward and backward over the tokens that stand in the plan, without padding."""
+    """Floating-point operations of a forward and backward over the tokens of the plan, without padding."""
     config = model.config
     body = sum(p.numel() for p in model.model.layers.parameters())
     tokens = sum(int((m.times > 0).sum()) for m in plan.updates[0])
@@ -236,45 +249,50 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
     real = sum(row.length for row in rows)
     models = {"plain": qwen3(), "checkpointed": qwen3(checkpointing=True)}
     for model in models.values():
-        Optimizer(model, LearnerConfig(), 1)  # as in a run: gradients in float32
+        Optimizer(model, LearnerConfig(), 1)  # sets up float32 gradients, as in a run
     assert all(reads_packed(model) for model in models.values())
     settings: dict[str, Any] = {"mini_batches": 1, "token_budget": budget, "pad_id": 0, "seed": ""}
     padded, packed = (make_plan(rows, groups, **settings, packed=packed) for packed in (False, True))
     gain_N = torch.randn(padded.tokens, device=CUDA) / padded.tokens
 
-    def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Way:
-        def way() -> None:
+    def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Variant:
+        def variant() -> None:
             for cpu_batch in plan.updates[0]:
                 micro = cpu_batch.to(CUDA)
                 (gain_N[micro.at_N] * logprobs(models[name], micro, 1.0)[0]).sum().backward()
             models[name].zero_grad()
 
-        return way
+        return variant
 
     def all_logits(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         return _from_logits(model, micro, temperature, False)
 
-    ways = {
-        "padded rows, all logits": (learn("plain", padded, all_logits), padded),
-        "padded rows, selected_logprobs": (learn("plain", padded, completion_logprobs), padded),
-        "packed, prompt shared, selected_logprobs": (learn("plain", packed, completion_logprobs), packed),
+    variants = {
+        "padded, all logits": (learn("plain", padded, all_logits), padded),
+        "padded, fused_linear_logprobs": (learn("plain", padded, completion_logprobs), padded),
+        "packed, shared prompt, fused_linear_logprobs": (learn("plain", packed, completion_logprobs), packed),
         "the same, gradient checkpointing": (learn("checkpointed", packed, completion_logprobs), packed),
     }
-    costs = measure({name: way for name, (way, _) in ways.items()}, repeats)
-    slowest = costs["padded rows, all logits"].ms
+    costs = measure({name: variant for name, (variant, _) in variants.items()}, repeats)
+    slowest = costs["padded, all logits"].ms
 
     def note(name: str, cost: Cost) -> str:
-        used = operations(models["plain"], ways[name][1]) / (cost.ms / 1e3) / PEAK
+        used = operations(models["plain"], variants[name][1]) / (cost.ms / 1e3) / PEAK
         return f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.0%}"
 
-    show(f"Learning, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {REPLIES} replies of {REPLY} on average, {real} tokens in rows, {packed.updates[0][0].input_ids.numel()} in the first packed micro-batch", costs, note)  # fmt: skip
+    show(
+        f"Training, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {COMPLETIONS} "
+        f"completions of {COMPLETION} on average, {real} tokens in sequences, "
+        f"{packed.updates[0][0].input_ids.numel()} in the first packed micro-batch",
+        costs,
+        note,
+    )
     model = models["plain"]
     found = {name: plan_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))}
     exact = plan_logprobs(model.float(), padded, 1.0, CUDA)[0]
     for name, logp in found.items():
-        print(
-            f"log-probabilities, {name} in bf16 against float32: mean |difference| {float((logp - exact).abs().mean()):.1e}"
-        )
+        difference = float((logp - exact).abs().mean())
+        print(f"log-probs, {name} in bf16 against float32: mean |difference| {difference:.1e}")
 
 
 PARTS = {"head": bench_head, "decode": bench_decode, "large": bench_large, "learn": bench_learn, "step": bench_step}
@@ -282,15 +300,18 @@ PARTS = {"head": bench_head, "decode": bench_decode, "large": bench_large, "lear
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="which parts; all, if none is given")
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="parts to run (default: all)")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench-gpu needs a CUDA device; this machine has none")
+        print("bench-gpu needs a CUDA device, and this machine has none")
         return 1
     import triton
 
-    print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}")  # fmt: skip
+    print(
+        f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {triton.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
     for name in arguments.parts or PARTS:
         PARTS[name](arguments.repeats)
     return 0

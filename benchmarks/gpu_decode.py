@@ -1,7 +1,8 @@
-"""Decoding on one GPU: the local engine beside `generate`, and the ceiling of memory bandwidth.
+"""Decoding on one GPU: the local engine, `generate`, and the ceiling set by memory bandwidth.
 
-In: a CUDA device. Out: tokens per second over the whole call (prompts, capture and collection included), the step alone,
-peak memory, and how far the log-probabilities are from the learner's.
+In: a CUDA device. Out: tokens per second over the whole call (including prefill, CUDA graph capture and collection),
+the time of a decoding step, peak memory, and the difference of the log-probs from the learner's. Invariant: all
+methods decode equally many sequences with the same weights.
 """
 
 from __future__ import annotations
@@ -28,27 +29,66 @@ VOCABULARY, SEQUENCES, PROMPT, NEW = 151_936, 256, 64, 256
 LONGEST = 2048
 CUDA = torch.device("cuda")
 DENSE = {
-    "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 4096,
-}  # fmt: skip
-EXPERTS = {"num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True}  # fmt: skip
-SHAPES = {"dense, Qwen3-0.6B shape": ("qwen3", DENSE), "MoE, 16 layers, 64 experts, top 8": ("qwen3_moe", {**DENSE, **EXPERTS})}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {
+    "num_hidden_layers": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+SHAPES = {
+    "dense, Qwen3-0.6B shape": ("qwen3", DENSE),
+    "MoE, 16 layers, 64 experts, top 8": ("qwen3_moe", {**DENSE, **EXPERTS}),
+}
 LARGE = {
-    "dense, Qwen3-8B shape": ("qwen3", {
-        "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-    }),
-    "MoE, Qwen3-30B-A3B shape": ("qwen3_moe", {
-        "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "norm_topk_prob": True, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-    }),
-}  # fmt: skip
-"""Models that do not fit a second time in float32."""
+    "dense, Qwen3-8B shape": (
+        "qwen3",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "MoE, Qwen3-30B-A3B shape": (
+        "qwen3_moe",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 4096,
+        },
+    ),
+}
+"""Models too large for a second copy in float32."""
 
 
-class Silent:
-    """A tokenizer that is not asked for text."""
+class NoText:
+    """A tokenizer that decodes to empty strings, so that detokenization costs no time."""
 
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [""] * len(ids)
@@ -56,7 +96,7 @@ class Silent:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a way of decoding did."""
+    """Speed and memory of one way of decoding."""
 
     tokens: int
     seconds: float
@@ -68,7 +108,7 @@ class Speed:
         return self.tokens / self.seconds
 
 
-def built(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+def build_model(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     with torch.device(CUDA):
         config = transformers.AutoConfig.for_model(kind, **fields)
@@ -81,23 +121,28 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def engine_of(model: Any, stop_ids: tuple[int, ...] = (), slots: int = SEQUENCES) -> LocalEngine:
-    return build(EngineContext(model=model, tokenizer=Silent(), stop_ids=stop_ids), slots=slots)
+    return build(EngineContext(model=model, tokenizer=NoText(), stop_ids=stop_ids), slots=slots)
 
 
-def timed(engine: LocalEngine, prompts: list[Prompt], samples: int, new: int) -> tuple[Speed, list[list[Completion]]]:
+def time_generate(
+    engine: LocalEngine, prompts: list[Prompt], samples: int, new: int
+) -> tuple[Speed, list[list[Completion]]]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
-    groups = engine.generate(prompts, samples=samples, sampling=Sampling(max_tokens=new), seed=0, stream="bench", version=0)  # fmt: skip
+    groups = engine.generate(
+        prompts, samples=samples, sampling=Sampling(max_tokens=new), seed=0, stream="bench", version=0
+    )
     torch.cuda.synchronize()
     seconds, extra = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
     return Speed(tokens=sum(len(c.token_ids) for g in groups for c in g), seconds=seconds, extra=extra), groups
 
 
 def generate_step(model: Any, new: int = 12) -> float:
-    """Seconds that one step of transformers' `generate` takes, prompts left out."""
+    """Seconds per decoding step of transformers' `generate`, without prefill."""
     ids = torch.randint(VOCABULARY, (SEQUENCES, PROMPT), device=CUDA)
     took = []
+    # The first call warms up. The difference of the other two cancels prefill and fixed costs.
     for tokens in (2, 2, 2 + new):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -108,7 +153,7 @@ def generate_step(model: Any, new: int = 12) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes per second of a large copy, read and written."""
+    """Bytes per second of a large copy, counting reads and writes."""
     a = torch.empty(2**31, dtype=torch.uint8, device=CUDA)
     b = torch.empty_like(a)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -122,7 +167,7 @@ def bandwidth() -> float:
 
 
 def ceiling_step(model: Any, rate: float) -> float:
-    """Seconds in which all weights and the half-filled cache can be read once."""
+    """Seconds to read all weights and the half-filled KV cache once."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
@@ -130,57 +175,75 @@ def ceiling_step(model: Any, rate: float) -> float:
 
 
 def learner_logp(model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> Tensor:
-    replies = [(p, c, g) for g, (p, group) in enumerate(zip(prompts, groups, strict=True)) for c in group]
-    rows = [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c, _ in replies]
-    plan = make_plan(rows, [g for _, _, g in replies], mini_batches=1, token_budget=20480, pad_id=0, seed="", packed=reads_packed(model))  # fmt: skip
+    samples = [(p, c, g) for g, (p, group) in enumerate(zip(prompts, groups, strict=True)) for c in group]
+    rows = [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c, _ in samples]
+    plan = make_plan(
+        rows,
+        [g for _, _, g in samples],
+        mini_batches=1,
+        token_budget=20480,
+        pad_id=0,
+        seed="",
+        packed=reads_packed(model),
+    )
     return plan_logprobs(model, plan, 1.0, CUDA)[0]
 
 
 def compare(model: Any, engine: LocalEngine, prompts: list[Prompt], new: int) -> None:
-    """Log-probabilities by the engine, by the learner's forward, and by that in float32."""
-    groups = timed(engine, prompts, 8, new)[1]
+    """Print how far the log-probs of the engine and of the learner differ from each other and from float32."""
+    groups = time_generate(engine, prompts, 8, new)[1]
     sampled = torch.tensor([x for group in groups for c in group for x in c.logp_sampler], device=CUDA)
-    learned, kind = learner_logp(model, prompts, groups), str(model.dtype).removeprefix("torch.")
-    away = (learned - sampled).abs()
-    text = f"  |log-probability - learner's|, {kind}: mean {float(away.mean()):.1e}, largest {float(away.max()):.1e}"
+    learner = learner_logp(model, prompts, groups)
+    kind = str(model.dtype).removeprefix("torch.")
+    difference = (learner - sampled).abs()
+    text = (
+        f"  |log-prob - learner's|, {kind}: mean {float(difference.mean()):.1e}, largest {float(difference.max()):.1e}"
+    )
     if model.dtype != torch.float32:
         exact = learner_logp(model.float(), prompts, groups)
-        text += f"; against float32 the learner is off by {float((learned - exact).abs().mean()):.1e}, the engine by {float((sampled - exact).abs().mean()):.1e}"  # fmt: skip
+        learner_off = float((learner - exact).abs().mean())
+        engine_off = float((sampled - exact).abs().mean())
+        text += f"; against float32 the learner is off by {learner_off:.1e}, the engine by {engine_off:.1e}"
     print(text, flush=True)
 
 
 def bench_decode(repeats: int) -> None:
     rate = bandwidth()
-    print(
-        f"\nDecoding: {SEQUENCES} rows, {PROMPT}-token prompts in groups of 8, bf16; copies at {rate / 1e12:.1f} TB/s"
-    )
-    print(f"{'way':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    print(f"\nDecoding: {SEQUENCES} sequences, {PROMPT}-token prompts in groups of 8, bf16")
+    print(f"copies at {rate / 1e12:.1f} TB/s")
+    print(f"{'variant':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
     for name, (kind, fields) in SHAPES.items():
-        model = built(kind, fields)
+        model = build_model(kind, fields)
         plain, least = generate_step(model), ceiling_step(model, rate)
         print(f"{name + ': generate':<66} {1e3 * plain:>8.2f} {SEQUENCES / plain:>8.0f}")
-        print(f"{name + ': ceiling, weights and cache read once':<66} {1e3 * least:>8.2f} {SEQUENCES / least:>8.0f}")
+        print(f"{name + ': ceiling, weights and KV cache read once':<66} {1e3 * least:>8.2f} {SEQUENCES / least:>8.0f}")
         engine, prompts = engine_of(model), prompts_of(SEQUENCES // 8)
-        timed(engine, prompts, 8, 8)
-        fixed = max((timed(engine, prompts, 8, NEW)[0] for _ in range(repeats)), key=lambda s: s.rate)
-        line(f"{name}: engine local, {NEW} tokens each", fixed, f"{fixed.rate * plain / SEQUENCES:.0f} x generate")
-        # About one token in 256 ends a reply: lengths are geometric.
+        time_generate(engine, prompts, 8, 8)
+        fixed = max((time_generate(engine, prompts, 8, NEW)[0] for _ in range(repeats)), key=lambda s: s.rate)
+        print_line(
+            f"{name}: local engine, {NEW} tokens each", fixed, f"{fixed.rate * plain / SEQUENCES:.0f} x generate"
+        )
+        # About one token in 256 is a stop token, so lengths are geometric.
         stops = tuple(range(0, VOCABULARY, NEW))
-        mixed, _ = timed(engine_of(model, stops), prompts_of(256), 8, LONGEST)
-        line(f"{name}: the same, 2048 replies of mixed length", mixed, f"mean length {mixed.tokens / 2048:.0f}, {mixed.rate / fixed.rate:.0%} of equal lengths")  # fmt: skip
+        mixed, _ = time_generate(engine_of(model, stops), prompts_of(256), 8, LONGEST)
+        print_line(
+            f"{name}: the same, 2048 completions of mixed length",
+            mixed,
+            f"mean length {mixed.tokens / 2048:.0f}, {mixed.rate / fixed.rate:.0%} of equal lengths",
+        )
         compare(model, engine, prompts[:8], 128)
         del model, engine
-        model = built(kind, fields, torch.float32)
+        model = build_model(kind, fields, torch.float32)
         compare(model, engine_of(model), prompts[:8], 64)
         del model
 
 
 def bench_large(repeats: int) -> None:
-    """The same call for models of real size, and with adapters on every linear layer of attention and MLP."""
+    """The same call for larger models, without and with adapters on every linear layer of attention and MLP."""
     print(f"\nDecoding large models: {PROMPT}-token prompts in groups of 8, bf16")
-    print(f"{'way':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    print(f"{'variant':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
     for name, (kind, fields) in LARGE.items():
-        model = built(kind, fields)
+        model = build_model(kind, fields)
         base = _large_lines(name, model, repeats)
         attach(model, LoraConfig(rank=16), base="", seed=0)
         model.to(CUDA)
@@ -191,17 +254,23 @@ def bench_large(repeats: int) -> None:
 
 def _large_lines(name: str, model: Any, repeats: int) -> float:
     engine = engine_of(model)
-    timed(engine, prompts_of(SEQUENCES // 8), 8, 8)
+    time_generate(engine, prompts_of(SEQUENCES // 8), 8, 8)
     rate = 0.0
     for completions, new in ((SEQUENCES, NEW), (SEQUENCES // 2, 4 * NEW)):
         best = max(
-            (timed(engine, prompts_of(completions // 8), 8, new)[0] for _ in range(repeats)), key=lambda s: s.rate
+            (time_generate(engine, prompts_of(completions // 8), 8, new)[0] for _ in range(repeats)),
+            key=lambda s: s.rate,
         )
-        line(f"{name}: {completions} x {new} tokens", best, "paged" if engine.paged else "NOT paged", rows=completions)
+        print_line(
+            f"{name}: {completions} x {new} tokens",
+            best,
+            "paged" if engine.paged else "NOT paged",
+            sequences=completions,
+        )
         rate = rate or best.rate
     return rate
 
 
-def line(name: str, speed: Speed, note: str, rows: int = SEQUENCES) -> None:
-    step = 1e3 * rows / speed.rate
+def print_line(name: str, speed: Speed, note: str, sequences: int = SEQUENCES) -> None:
+    step = 1e3 * sequences / speed.rate
     print(f"{name:<66} {step:>8.2f} {speed.rate:>8.0f} {speed.extra / 2**30:>10.2f}  {note}", flush=True)

@@ -1,7 +1,8 @@
-"""A whole GSPO step of a 0.6B model on one GPU, phase by phase.
+"""One GSPO step of a 0.6B model on one GPU, phase by phase.
 
-In: a CUDA device. Out: seconds and peak memory of sampling, old log-probabilities and the optimizer steps, with the settings
-that TRL was measured with (`PEER`): 32 prompts x 8 replies x 256 tokens, 4 optimizer steps of 64 completions.
+In: a CUDA device. Out: seconds and peak memory of sampling, old log-probs and the optimizer steps, for 32 prompts x 8
+completions x 256 tokens and 4 optimizer steps of 64 completions: the settings that TRL was measured with. Invariant:
+the phases add up to the step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from dataclasses import replace
 
 import torch
-from gpu_decode import CUDA, DENSE, NEW, Silent, built, prompts_of
+from gpu_decode import CUDA, DENSE, NEW, NoText, build_model, prompts_of
 
 from gspo.config import Config, LearnerConfig, RolloutConfig
 from gspo.context import LearnContext
@@ -24,19 +25,19 @@ from gspo.rollout.engines.local import build as build_engine
 from gspo.step import learn
 from gspo.types import Group, Sampling, Score, Status
 
-PROMPTS, REPLIES, UPDATES = 32, 8, 4
+PROMPTS, COMPLETIONS, UPDATES = 32, 8, 4
 PEER = 28.0 + 4 * 0.43
-"""Seconds that TRL 1.16 took on the same machine: sampling by `generate`, four optimizer steps."""
+"""Seconds that TRL 1.16 took on the same kind of machine: sampling with `generate`, then four optimizer steps."""
 
 
-class Ends(Silent):
-    """With the two token ids that a policy asks for."""
+class SpecialTokens(NoText):
+    """Adds the two token ids that a policy reads."""
 
     pad_token_id, eos_token_id = 0, 1
 
 
 class Clock:
-    """Seconds and peak memory since the last look."""
+    """Seconds and peak memory of each phase."""
 
     def __init__(self) -> None:
         self.phases: dict[str, tuple[float, float]] = {}
@@ -56,37 +57,61 @@ class Clock:
 
 
 def bench_step(repeats: int) -> None:
-    model = built("qwen3", DENSE)
-    policy = Policy(model=model, tokenizer=Ends(), device=CUDA)
+    model = build_model("qwen3", DENSE)
+    policy = Policy(model=model, tokenizer=SpecialTokens(), device=CUDA)
     config = Config(
-        rollout=RolloutConfig(prompts=PROMPTS, replies=REPLIES, max_tokens=NEW),
+        rollout=RolloutConfig(prompts=PROMPTS, replies=COMPLETIONS, max_tokens=NEW),
         learner=LearnerConfig(mini_batches=UPDATES, micro_batch_tokens=32768, learning_rate=1e-6),
     )
-    learner = LearnContext(config=config, objective=build_objective("gspo"), policy=policy, reference=None, optimizer=Optimizer(model, config.learner, 100))  # fmt: skip
-    engine = build_engine(EngineContext(model=model, tokenizer=Ends(), stop_ids=()), slots=PROMPTS * REPLIES)
-    seen: list[dict[str, tuple[float, float]]] = []
-    dice = random.Random(0)
+    learner = LearnContext(
+        config=config,
+        objective=build_objective("gspo"),
+        policy=policy,
+        reference=None,
+        optimizer=Optimizer(model, config.learner, 100),
+    )
+    engine = build_engine(
+        EngineContext(model=model, tokenizer=SpecialTokens(), stop_ids=()), slots=PROMPTS * COMPLETIONS
+    )
+    runs: list[dict[str, tuple[float, float]]] = []
+    rng = random.Random(0)
     for step in range(repeats + 1):
         clock = Clock()
         prompts = [replace(p, id=f"{step}/{p.id}") for p in prompts_of(PROMPTS)]
-        replies_P = engine.generate(prompts, samples=REPLIES, sampling=Sampling(max_tokens=NEW), seed=0, stream=f"{step}", version=step)  # fmt: skip
+        completions_P = engine.generate(
+            prompts, samples=COMPLETIONS, sampling=Sampling(max_tokens=NEW), seed=0, stream=f"{step}", version=step
+        )
         clock.note("sampling")
         groups = [
-            Group(prompt=p, completions=c, scores=[Score(status=Status.SCORED, reward=float(i < REPLIES // 2), correct=i < REPLIES // 2) for i in dice.sample(range(REPLIES), REPLIES)])
-            for p, c in zip(prompts, replies_P, strict=True)
-        ]  # fmt: skip
+            Group(
+                prompt=p,
+                completions=c,
+                scores=[
+                    Score(status=Status.SCORED, reward=float(i < COMPLETIONS // 2), correct=i < COMPLETIONS // 2)
+                    for i in rng.sample(range(COMPLETIONS), COMPLETIONS)
+                ],
+            )
+            for p, c in zip(prompts, completions_P, strict=True)
+        ]
         clock.restart()
 
         def between(batch: TrainBatch, index: int, clock: Clock = clock) -> None:
-            clock.note("updates" if index else "old log-probabilities")
+            clock.note("updates" if index else "old log-probs")
 
         learn(learner, groups, step=step, before_update=between)
         clock.note("updates")
-        seen.append(clock.phases)
-    best = min(seen[1:], key=lambda phases: sum(seconds for seconds, _ in phases.values()))
+        runs.append(clock.phases)
+    best = min(runs[1:], key=lambda phases: sum(seconds for seconds, _ in phases.values()))
     total = sum(seconds for seconds, _ in best.values())
-    print(f"\nA GSPO step: Qwen3-0.6B shape, bf16 with float32 masters, {PROMPTS} prompts of 64 x {REPLIES} replies of {NEW}, {UPDATES} optimiser steps")  # fmt: skip
+    print(
+        f"\nA GSPO step: Qwen3-0.6B shape, bf16 with float32 master weights, {PROMPTS} prompts of 64 x {COMPLETIONS} "
+        f"completions of {NEW}, {UPDATES} optimizer steps"
+    )
     print(f"{'phase':<66} {'seconds':>8} {'peak GiB':>10}")
     for phase, (seconds, peak) in best.items():
         print(f"{phase:<66} {seconds:>8.2f} {peak / 2**30:>10.1f}  {seconds / total:.0%}")
-    print(f"{'the step':<66} {total:>8.2f}             {PEER / total:.0f} x TRL's {PEER:.1f} s on the same kind of machine", flush=True)  # fmt: skip
+    print(
+        f"{'the step':<66} {total:>8.2f}             "
+        f"{PEER / total:.0f} x TRL's {PEER:.1f} s on the same kind of machine",
+        flush=True,
+    )

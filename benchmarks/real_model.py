@@ -1,10 +1,11 @@
-"""Real pretrained models: trained by recipes at equal sampled tokens, measured before and after, and written up.
+"""Pretrained models, trained by recipes at equal sampled tokens and measured before and after, with a report.
 
-In: a plan (TOML), which lists the runs. Out: one JSON per run in DIR, and from those a page with figures. Invariant: a run
-whose JSON is there is not done again and one that was stopped goes on, so a plan can be repeated until it is finished; nothing is
-fetched from anywhere.
+In: a plan (TOML) that lists the runs. Out: one JSON file per run in DIR, and a page with figures made from them.
+Invariant: a run whose JSON file exists is skipped and an interrupted run resumes, so a plan can be repeated until it is
+complete. Nothing is downloaded.
 
-    python benchmarks/real_model.py run PLAN.toml --out DIR [--parallel 3] [--seconds 500] [--only smollm2] [--models DIR] [--data DIR]
+    python benchmarks/real_model.py run PLAN.toml --out DIR [--parallel 3] [--seconds 500] [--only smollm2]
+                                                            [--models DIR] [--data DIR]
     python benchmarks/real_model.py report DIR --page benchmarks/real-model.md
 """
 
@@ -29,32 +30,32 @@ from typing import Any
 from gspo.types import Completion, StopReason
 
 HERE = Path(__file__).resolve().parent
-KEPT_REPLIES = 24
-"""Replies per problem set that a run's JSON keeps, of the first problems."""
+STORED_COMPLETIONS = 24
+"""Completions per problem set that a run's JSON file stores, for the first problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One line of a plan."""
+    """One run of a plan."""
 
     name: str
     recipe: str
     settings: Sequence[str]
-    """Overrides of the recipe; the objective and the seed are among them."""
+    """Overrides of the recipe, including the objective and the seed."""
     seed: int
     arm: str
-    """What the run is one seed of."""
+    """The configuration that the run is one seed of."""
     train: bool
-    """False: the model is only measured as it comes."""
+    """If false, only measure the base model."""
     sets: Mapping[str, Sequence[str]]
-    """Problem sets to measure afterwards: settings that say where and how to read them."""
+    """Problem sets to measure after training, each with the settings to load it."""
     limit: int
     plain: bool
-    """Also measure the checkpoint by `generate` of transformers alone."""
+    """Also measure the checkpoint with plain transformers (`generate`)."""
 
 
 def runs_of(plan: Mapping[str, Any], *, models: str, data: str, only: str) -> Iterator[Run]:
-    """Every run of a plan: each arm with each of its seeds, and once the model as it comes."""
+    """Every run of a plan: each arm with each of its seeds, and the base model once."""
     places = {"models": models, "data": data}
     for group, table in plan.items():
         common = [text.format(**places) for text in table.get("settings", [])]
@@ -73,14 +74,16 @@ def _arms(group: str, table: Mapping[str, Any], common: list[str], shared: Mappi
         for seed in own.get("seeds", [0]):
             settings = [*common, *own.get("settings", []), f"seed={seed}"]
             plain = bool(own.get("plain", False)) and seed == own.get("seeds", [0])[0]
-            yield Run(name=f"{group}-{arm}-{seed}", arm=arm, seed=seed, train=True, plain=plain, settings=settings, **shared)  # fmt: skip
+            yield Run(
+                name=f"{group}-{arm}-{seed}", arm=arm, seed=seed, train=True, plain=plain, settings=settings, **shared
+            )
 
 
 # ------------------------------------------------------------------------------------------------- one run
 
 
-def do(run: Run, out: Path) -> None:
-    """Train, or go on training, measure, and write the run's JSON."""
+def execute(run: Run, out: Path) -> None:
+    """Train (or resume training), measure, and write the run's JSON file."""
     import torch
 
     started = time.monotonic()
@@ -91,7 +94,7 @@ def do(run: Run, out: Path) -> None:
         record |= _train(run, folder)
     record["sets"] = {name: _measure(run, folder, name, out) for name in ("held out", *run.sets)}
     if run.plain:
-        record["plain transformers"] = _plain(run, folder)
+        record["plain transformers"] = _measure_plain(run, folder)
     record["seconds"] = time.monotonic() - started
     (out / f"{run.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -106,14 +109,14 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
     from gspo.record.run_dir import read_jsonl
 
     if importlib.util.find_spec("matplotlib") is None:
-        gspo.trainer.draw_curves = lambda run: None  # a borrowed GPU machine may lack it; `report` draws elsewhere
+        gspo.trainer.draw_curves = lambda run: None  # the GPU machine may lack matplotlib; `report` plots elsewhere
     if any((folder / "checkpoints").glob("0*")):
         outcome = gspo.trainer.resume(folder, make_display())
     else:
         shutil.rmtree(folder, ignore_errors=True)
         outcome = gspo.trainer.train(config.load(run.recipe, [*run.settings, f"run_dir={folder}"]), make_display())
     if outcome.stopped_by is not None:
-        raise SystemExit(f"stopped after step {outcome.step}; the next call goes on from there")
+        raise SystemExit(f"stopped after step {outcome.step}; repeat the command to resume from there")
     timings = read_jsonl(folder / "timings.jsonl")
     record: dict[str, Any] = {"curve": read_jsonl(folder / "metrics.jsonl"), "timings": timings}
     record["train_seconds"] = sum(row["time/step_s"] for row in timings)
@@ -123,29 +126,44 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
-    """Sampled and greedy accuracy on a problem set, by `gspo eval`, with the first replies. A trained run is measured on its
-    own held-out problems, the model as it comes on those of seed 0."""
+    """Sampled and greedy accuracy on a problem set by `gspo eval`, with the first completions.
+
+    A trained run is measured on its own held-out problems, the base model on those of seed 0.
+    """
     from gspo.commands.eval import evaluate_model
     from gspo.record.run_dir import read_jsonl
 
-    numbers, replies = out / f".{run.name}.numbers", out / f".{run.name}.replies"
+    numbers = out / f".{run.name}.numbers"
+    completions = out / f".{run.name}.completions"
     chosen = run.sets.get(name, [])
     overrides = [s for s in chosen if not s.startswith("data.path=")]
     if not run.train:
-        overrides = [s for s in run.settings if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))] + overrides  # fmt: skip
+        overrides = [
+            s
+            for s in run.settings
+            if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))
+        ] + overrides
     evaluate_model(
-        str(folder) if run.train else _value(run.settings, "model.path"), data=_value(chosen, "data.path") if chosen else None,
-        recipe=None if run.train else run.recipe, ks=[1], samples=1, limit=run.limit, greedy=True, json_path=str(numbers),
-        replies_path=str(replies), seed=0, overrides=overrides,
-    )  # fmt: skip
-    record = json.loads(numbers.read_text()) | {"replies": read_jsonl(replies)[:KEPT_REPLIES]}
+        str(folder) if run.train else _value(run.settings, "model.path"),
+        data=_value(chosen, "data.path") if chosen else None,
+        recipe=None if run.train else run.recipe,
+        ks=[1],
+        samples=1,
+        limit=run.limit,
+        greedy=True,
+        json_path=str(numbers),
+        replies_path=str(completions),
+        seed=0,
+        overrides=overrides,
+    )
+    record = json.loads(numbers.read_text()) | {"replies": read_jsonl(completions)[:STORED_COMPLETIONS]}
     numbers.unlink()
-    replies.unlink()
+    completions.unlink()
     return record
 
 
-def _plain(run: Run, folder: Path) -> dict[str, Any]:
-    """Greedy accuracy on the held-out problems by transformers alone: the checkpoint loaded anew, `generate`, left padding."""
+def _measure_plain(run: Run, folder: Path) -> dict[str, Any]:
+    """Greedy accuracy on the held-out problems with plain transformers: reload the checkpoint, `generate`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,20 +178,20 @@ def _plain(run: Run, folder: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.model.dtype))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     problems = load_problems(settings.data, tokenizer, settings.seed).held_out[: run.limit]
-    replies: list[str] = []
+    completions: list[str] = []
     for at in range(0, len(problems), 128):
         texts = [p.text for p in problems[at : at + 128]]
-        given = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
-        made = model.generate(**given, max_new_tokens=settings.rollout.max_tokens, do_sample=False)
-        replies += tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=settings.rollout.max_tokens, do_sample=False)
+        completions += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     task = (settings.data.task, settings.data.task_options) if settings.data.task else None
     rewards = RewardPool(settings.reward, task)
-    scores = rewards.score([(p, [_reply(p.id, text)]) for p, text in zip(problems, replies, strict=True)])
+    scores = rewards.score([(p, [_completion(p.id, text)]) for p, text in zip(problems, completions, strict=True)])
     rewards.close()
     return {"greedy": sum(bool(s.correct) for s, *_ in scores) / len(problems), "problems": len(problems)}
 
 
-def _reply(prompt_id: str, text: str) -> Completion:
+def _completion(prompt_id: str, text: str) -> Completion:
     return Completion(
         prompt_id=prompt_id, sample=0, token_ids=(), text=text, logp_sampler=(), stop=StopReason.EOS, version=0
     )
@@ -189,37 +207,46 @@ def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-# ------------------------------------------------------------------------------------------------- all of them
+# ------------------------------------------------------------------------------------------------- all runs
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """The runs that are not done yet, several processes at a time; the exit code says whether any failed."""
+    """Start the runs that are not done yet, several processes at a time. Returns exit code 1 if any failed."""
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     plan = tomllib.loads(Path(options.plan).read_text())
     runs = list(runs_of(plan, models=options.models, data=options.data, only=options.only))
     if options.one:
-        do(next(run for run in runs if run.name == options.one), out)
+        execute(next(run for run in runs if run.name == options.one), out)
         return 0
     waiting = [run for run in runs if not (out / f"{run.name}.json").is_file()]
     running: dict[str, subprocess.Popen[bytes]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: setattr(options, "seconds", 1e-9))  # as if time were up
-    failed, began = [], time.monotonic()
+    signal.signal(
+        signal.SIGTERM, lambda *_: setattr(options, "seconds", 1e-9)
+    )  # end like a reached time limit: runs save a checkpoint
+    failed = []
+    began = time.monotonic()
     while waiting or running:
         if options.seconds and time.monotonic() - began > options.seconds:
-            print(f"{time.monotonic() - began:5.0f} s  time is up: runs save what they have; repeat the command to go on", flush=True)  # fmt: skip
+            print(
+                f"{time.monotonic() - began:5.0f} s  time limit reached: "
+                "runs save a checkpoint; repeat the command to resume",
+                flush=True,
+            )
             waiting.clear()
             for process in running.values():
                 process.send_signal(signal.SIGTERM)
             options.seconds = 0
         while waiting and len(running) < options.parallel:
             run = waiting.pop(0)
-            print(f"{time.monotonic() - began:5.0f} s  {run.name}: begins", flush=True)
+            print(f"{time.monotonic() - began:5.0f} s  {run.name}: started", flush=True)
             with (out / f"{run.name}.log").open("wb") as log:
                 running[run.name] = subprocess.Popen(
-                    [sys.executable, __file__, *sys.argv[1:], "--one", run.name], stdout=log, stderr=log,
+                    [sys.executable, __file__, *sys.argv[1:], "--one", run.name],
+                    stdout=log,
+                    stderr=log,
                     env=os.environ | {"OMP_NUM_THREADS": "2", "TQDM_DISABLE": "1"},
-                )  # fmt: skip
+                )
         for name, process in list(running.items()):
             if process.poll() is not None:
                 del running[name]
@@ -241,7 +268,7 @@ def _outcome(out: Path, name: str) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Tables, curves and typical replies of all runs in a directory, between two marks of a page."""
+    """Write tables, curves and sample completions of all runs in a directory between two markers of a page."""
     records = [json.loads(path.read_text()) for path in sorted(Path(options.out).glob("*.json"))]
     page = Path(options.page)
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -253,25 +280,26 @@ def report(options: argparse.Namespace) -> int:
         trained = [r for r in members if r["arm"] != "base"]
         lines += [f"## {group}", "", *_table(base, trained), "", *_lengths(trained)]
         if trained:
-            picture = page.with_suffix("") / f"{group}.png"
-            _draw(trained, picture)
-            lines += [f"![Held-out accuracy and reward of {group}]({page.stem}/{picture.name})", ""]
-            lines += _replies(base, trained)
+            figure = page.with_suffix("") / f"{group}.png"
+            _plot(trained, figure)
+            lines += [f"![Held-out accuracy and reward of {group}]({page.stem}/{figure.name})", ""]
+            lines += _completions(base, trained)
     text = page.read_text(encoding="utf-8") if page.is_file() else f"{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     page.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
     return 0
 
 
-BEGIN, END = "<!-- made by benchmarks/real_model.py report -->", "<!-- end -->"
+HOW = ("sampled", "greedy")
+BEGIN, END = "<!-- Generated by benchmarks/real_model.py report. -->", "<!-- end -->"
 
 
 def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each run, then each arm over its seeds."""
+    """One table of the runs, then one of the arms over their seeds."""
     from gspo.view.compare.intervals import over_seeds
 
     names = list((base or trained[0])["sets"])
-    head = ["run", *(f"{n}, {how}" for n in names for how in ("sampled", "greedy")), "tokens", "minutes", "peak GiB"]
+    head = ["run", *(f"{n}, {how}" for n in names for how in HOW), "tokens", "minutes", "peak GiB"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for record in ([base] if base else []) + list(trained):
         first = _before(record)
@@ -279,9 +307,17 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
         for name in names:
             cells += [_estimate(record["sets"][name][key]) for key in ("avg@1", "greedy")]
         curve = record.get("curve") or [{}]
-        cells += [f"{curve[-1].get('tokens/sampled', 0):,}", f"{record.get('train_seconds', 0) / 60:.1f}", f"{record.get('peak_gib', 0):.1f}"]  # fmt: skip
+        cells += [
+            f"{curve[-1].get('tokens/sampled', 0):,}",
+            f"{record.get('train_seconds', 0) / 60:.1f}",
+            f"{record.get('peak_gib', 0):.1f}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"| arm | seeds | {' | '.join(f'{n}, gain in points, {how}' for n in names for how in ('sampled', 'greedy'))} |", "|---|---" + "|---|---" * len(names) + "|"]  # fmt: skip
+    lines += [
+        "",
+        "| " + " | ".join(["arm", "seeds", *(f"{n}, gain in points, {how}" for n in names for how in HOW)]) + " |",
+        "|---|---" + "|---|---" * len(names) + "|",
+    ]
     for arm in dict.fromkeys(r["arm"] for r in trained):
         mine = [r for r in trained if r["arm"] == arm]
         cells = [arm, str(len(mine))]
@@ -293,21 +329,35 @@ def _table(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]])
                 spread = f" [{number.low:+.1f}, {number.high:+.1f}]" if number.low is not None else ""
                 cells.append(f"{number.value:+.1f}{spread}")
         lines.append("| " + " | ".join(cells) + " |")
-    plain = [f"{r['name']} {r['plain transformers']['greedy']:.1%} (here {r['sets']['held out']['greedy']['value']:.1%})" for r in trained if "plain transformers" in r]  # fmt: skip
-    return (
-        [*lines, "", f"Greedy on the held-out problems by transformers alone: {', '.join(plain)}."] if plain else lines
-    )
+    plain = [
+        f"{r['name']} {r['plain transformers']['greedy']:.1%} "
+        f"(`gspo eval`: {r['sets']['held out']['greedy']['value']:.1%})"
+        for r in trained
+        if "plain transformers" in r
+    ]
+    if plain:
+        lines += ["", f"Greedy accuracy on the held-out problems with transformers alone: {', '.join(plain)}."]
+    return lines
 
 
 def _lengths(trained: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How long replies are and what that costs, over the first and the last three steps; of runs that have noted it."""
-    keys = {"length/p10": "", "length/median": "", "length/p90": "", "length/max": "", "length/truncated_fraction": "%", "padding/sampler": "%", "padding/learner": "%", "padding/saved": "%"}  # fmt: skip
-    noted = [r for r in trained if "padding/saved" in r["curve"][-1]]
-    if not noted:
+    """Completion lengths and their cost over the first and the last three steps, for runs that recorded them."""
+    keys = {
+        "length/p10": "",
+        "length/median": "",
+        "length/p90": "",
+        "length/max": "",
+        "length/truncated_fraction": "%",
+        "padding/sampler": "%",
+        "padding/learner": "%",
+        "padding/saved": "%",
+    }
+    recorded = [r for r in trained if "padding/saved" in r["curve"][-1]]
+    if not recorded:
         return []
-    head = ["run", "steps", *(f"`{key}`" for key in keys), "tokens/s sampled", "tokens/s learned"]
+    head = ["run", "steps", *(f"`{key}`" for key in keys), "tokens/s sampled", "tokens/s trained"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for record in noted:
+    for record in recorded:
         steps = [r for r in record["curve"] if r["step"]]
         times = {r["step"]: r for r in record["timings"]}
         for name, some in (("first 3", steps[:3]), ("last 3", steps[-3:])):
@@ -323,7 +373,7 @@ def _lengths(trained: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str, key: str, metric: str) -> float:
-    """Where a run began: on its own held-out problems by its own evaluation, elsewhere by the model as it comes."""
+    """Accuracy before training: a run's own evaluation on its held-out problems, the base model on other sets."""
     if name == "held out" and record["curve"][0].get(metric) is not None:
         return float(record["curve"][0][metric])
     return float(base["sets"][name][key]["value"]) if base else float("nan")
@@ -331,15 +381,19 @@ def _start(record: Mapping[str, Any], base: Mapping[str, Any] | None, name: str,
 
 def _before(record: Mapping[str, Any]) -> str:
     first = (record.get("curve") or [{}])[0]
-    return f"{first['eval/accuracy']:.1%}, greedy {first['eval/accuracy_greedy']:.1%}" if "eval/accuracy_greedy" in first else "?"  # fmt: skip
+    return (
+        f"{first['eval/accuracy']:.1%}, greedy {first['eval/accuracy_greedy']:.1%}"
+        if "eval/accuracy_greedy" in first
+        else "?"
+    )
 
 
 def _estimate(value: Mapping[str, float]) -> str:
     return f"{value['value']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
 
 
-def _draw(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Held-out accuracy and reward over sampled tokens, a colour per arm."""
+def _plot(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Held-out accuracy and reward over sampled tokens, one color per arm."""
     from matplotlib.figure import Figure
 
     from gspo.view.compare.figures import style
@@ -347,28 +401,43 @@ def _draw(trained: Sequence[Mapping[str, Any]], path: Path) -> None:
     arms = list(dict.fromkeys(r["arm"] for r in trained))
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 3)
-    keys = {"eval/accuracy": "held-out accuracy, sampled", "eval/accuracy_greedy": "held-out accuracy, greedy", "reward/mean": "mean reward"}  # fmt: skip
+    keys = {
+        "eval/accuracy": "held-out accuracy, sampled",
+        "eval/accuracy_greedy": "held-out accuracy, greedy",
+        "reward/mean": "mean reward",
+    }
     for axis, (key, label) in zip(axes, keys.items(), strict=True):
         for record in trained:
             points = [(r["tokens/sampled"], r[key]) for r in record["curve"] if r.get(key) is not None]
             first = next(r for r in trained if r["arm"] == record["arm"]) is record
-            axis.plot(*zip(*points, strict=True), **style(arms.index(record["arm"])), alpha=0.8, linewidth=1.2, label=record["arm"] if first else None)  # fmt: skip
-        axis.set(xlabel="reply tokens sampled", title=label, ylim=(0, None))
+            axis.plot(
+                *zip(*points, strict=True),
+                **style(arms.index(record["arm"])),
+                alpha=0.8,
+                linewidth=1.2,
+                label=record["arm"] if first else None,
+            )
+        axis.set(xlabel="completion tokens sampled", title=label, ylim=(0, None))
     axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def _replies(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the model said before and says after, on the first problems of each set: sampled replies of seed 0."""
+def _completions(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sampled completions of seed 0 before and after training, for the first problems of each set."""
     after = trained[0]
-    lines = [f"Sampled replies before and after ({after['name']}), first problems of each set, not chosen:", ""]
+    lines = [
+        f"Sampled completions before and after ({after['name']}), for the first problems of each set, not selected:",
+        "",
+    ]
     for name, found in after["sets"].items():
         old = {r["prompt_id"]: r for r in (base or after)["sets"][name]["replies"]}
         for new in found["replies"][:4]:
             lines += [f"- {name}: {_quoted(new['prompt'][-400:])}"]
             pairs = [("before", old.get(new["prompt_id"]) if base else None), ("after", new)]
-            lines += [f"  - {when} ({'right' if r['correct'] else 'wrong'}): {_quoted(r['text'])}" for when, r in pairs if r]  # fmt: skip
+            lines += [
+                f"  - {when} ({'correct' if r['correct'] else 'wrong'}): {_quoted(r['text'])}" for when, r in pairs if r
+            ]
     return [*lines, ""]
 
 
@@ -383,16 +452,21 @@ def main() -> int:
     sub = commands.add_parser("run")
     sub.set_defaults(do=run_plan)
     sub.add_argument("plan", help="a TOML file of runs, such as benchmarks/real_model.toml")
-    sub.add_argument("--out", required=True, help="directory of the results")
-    sub.add_argument("--models", default="models", help="what {models} stands for in the plan")
-    sub.add_argument("--data", default="data", help="what {data} stands for in the plan")
-    sub.add_argument("--parallel", type=int, default=1, help="runs at the same time")
-    sub.add_argument("--seconds", type=float, default=0, help="stop all runs after so long, to be gone on with later")
-    sub.add_argument("--only", default="", help="comma-separated parts of run names")
+    sub.add_argument("--out", required=True, help="directory for the results")
+    sub.add_argument("--models", default="models", help="directory that replaces {models} in the plan")
+    sub.add_argument("--data", default="data", help="directory that replaces {data} in the plan")
+    sub.add_argument("--parallel", type=int, default=1, help="number of concurrent runs")
+    sub.add_argument(
+        "--seconds",
+        type=float,
+        default=0,
+        help="stop all runs after this many seconds, to resume later; 0 disables the limit",
+    )
+    sub.add_argument("--only", default="", help="run only names that contain one of these comma-separated parts")
     sub.add_argument("--one", default="", help=argparse.SUPPRESS)
     sub = commands.add_parser("report")
     sub.set_defaults(do=report)
-    sub.add_argument("out", help="directory of the results")
+    sub.add_argument("out", help="directory for the results")
     sub.add_argument("--page", default=str(HERE / "real-model.md"))
     options = parser.parse_args()
     return int(options.do(options))

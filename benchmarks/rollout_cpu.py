@@ -1,10 +1,10 @@
-"""The local engine against `model.generate`, side by side on one CPU thread.
+"""The local engine and `model.generate` on one CPU thread.
 
-In: the demo's model (a random Qwen3-MoE of 0.2M parameters), 64 prompts x 8 replies, the same sampling settings for
-both. Out: one table, and exit code 1 if the engine is less than 1.5 times as fast on replies of mixed length. `generate`
-gets its best batching: all rows at once, or in batches of `SLOTS`. Only tokens up to and with the end token count.
-Repeats are interleaved and the median is taken, so that a busy machine slows both alike. With --wide: the shape of
-SmolLM2-135M with random weights, 8 prompts of 200 tokens x 8 replies of 32.
+In: the demo's model (a random Qwen3-MoE of 0.2M parameters), 64 prompts x 8 completions, the same sampling settings for
+both. Out: one table, and exit code 1 if the engine is less than 1.5 times as fast on completions of mixed length.
+`generate` gets its best batching: all sequences at once, or in batches of `SLOTS`. Only tokens up to and including the
+EOS token count. Invariant: repeats are interleaved and the median counts, so that other load slows both equally.
+`--wide` uses the shape of SmolLM2-135M with random weights, 8 prompts of 200 tokens x 8 completions of 32.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout_cpu.py [--repeats 3] [--wide] [--profile]
 """
@@ -33,18 +33,18 @@ from gspo.types import Prompt, Sampling
 VOCABULARY, PAD, EOS = 40, 0, 1
 PROMPTS, SAMPLES, SLOTS = 64, 8, 256
 Run = Callable[[int], int]
-"""Seed in, number of real tokens out."""
+"""Takes a seed, returns the number of tokens without padding."""
 
 
 class NoText:
-    """Neither side is charged for turning ids into text."""
+    """A tokenizer that decodes to empty strings: detokenization counts for neither side."""
 
     def batch_decode(self, ids: list[list[int]], **_: object) -> list[str]:
         return [""] * len(ids)
 
 
 def demo_model(mean_length: float) -> Qwen3MoeForCausalLM:
-    """The demo's shape, with its own output layer whose bias makes the end token come once in `mean_length` tokens."""
+    """The demo's shape. The bias of its LM head makes EOS appear once in `mean_length` tokens on average."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -70,13 +70,13 @@ def demo_model(mean_length: float) -> Qwen3MoeForCausalLM:
         model.lm_head.weight.copy_(weight)
         model.lm_head.weight[EOS] = 0
         model.lm_head.bias.zero_()
-        # The other logits have a spread of about 0.4, so that the sum of their exponentials is about 1.08 each.
+        # The other logits have a standard deviation of about 0.4, so their exponentials average about 1.08.
         model.lm_head.bias[EOS] = torch.tensor(1.08 * (VOCABULARY - 1) / (mean_length - 1)).log()
     return model
 
 
 def wide_model() -> LlamaForCausalLM:
-    """The shape of SmolLM2-135M: nine heads of queries on three of keys and values."""
+    """The shape of SmolLM2-135M: nine query heads on three key-value heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49_152,
@@ -93,19 +93,19 @@ def wide_model() -> LlamaForCausalLM:
 
 
 def prompts(count: int = PROMPTS, lengths: tuple[int, int] = (8, 17)) -> list[Prompt]:
-    dice = random.Random(0)
-    ids = [tuple(dice.randrange(2, VOCABULARY) for _ in range(dice.randrange(*lengths))) for _ in range(count)]
+    rng = random.Random(0)
+    ids = [tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(*lengths))) for _ in range(count)]
     return [Prompt(id=f"bench/{i}", content="", text="", token_ids=t) for i, t in enumerate(ids)]
 
 
 def engine_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tuple[int, ...], slots: int) -> Run:
-    reads_packed(model)  # as a run does, which sets its attention
+    reads_packed(model)  # selects the attention implementation, as in a run
     engine = local.build(EngineContext(model=model, tokenizer=NoText(), stop_ids=stop_ids), slots=slots)
     sampling = Sampling(max_tokens=max_tokens)
 
     def run(seed: int) -> int:
         groups = engine.generate(given, samples=SAMPLES, sampling=sampling, seed=seed, stream="bench", version=0)
-        return sum(len(reply.token_ids) for group in groups for reply in group)
+        return sum(len(completion.token_ids) for group in groups for completion in group)
 
     return run
 
@@ -140,22 +140,30 @@ def generate_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tup
 
 
 def speeds(runs: dict[str, Run], repeats: int) -> dict[str, float]:
-    """Median tokens per second of each, over interleaved repeats; the first round warms up and is not counted."""
-    seen: dict[str, list[float]] = {name: [] for name in runs}
+    """Median tokens per second of each, over interleaved repeats. The first round is a warm-up and does not count."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()
             count = run(repeat)
-            seen[name].append(count / (time.perf_counter() - start))
-    return {name: statistics.median(values[1:]) for name, values in seen.items()}
+            rates[name].append(count / (time.perf_counter() - start))
+    return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 
-def compare(make: Callable[[], Any], given: list[Prompt], label: str, max_tokens: int, stop_ids: tuple[int, ...], slots: int, repeats: int) -> float:  # fmt: skip
-    """Print one row and return how many times faster the engine is."""
-    replies = len(given) * SAMPLES
+def compare(
+    make: Callable[[], Any],
+    given: list[Prompt],
+    label: str,
+    max_tokens: int,
+    stop_ids: tuple[int, ...],
+    slots: int,
+    repeats: int,
+) -> float:
+    """Print one line of the table. Returns how many times as fast the engine is."""
+    completions = len(given) * SAMPLES
     engine = engine_run(make(), given, max_tokens, stop_ids, slots)
-    mean = engine(0) / replies
-    whole, split = (generate_run(make(), given, max_tokens, stop_ids, rows) for rows in (replies, SLOTS))
+    mean = engine(0) / completions
+    whole, split = (generate_run(make(), given, max_tokens, stop_ids, rows) for rows in (completions, SLOTS))
     speed = speeds({"engine": engine, "whole": whole, "split": split}, repeats)
     ratio = speed["engine"] / max(speed["whole"], speed["split"])
     cells = f"{speed['engine']:>9.0f} {speed['whole']:>14.0f} {speed['split']:>14.0f} {ratio:>7.2f}"
@@ -166,8 +174,8 @@ def compare(make: Callable[[], Any], given: list[Prompt], label: str, max_tokens
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--wide", action="store_true", help="a real model's shape and prompts")
-    parser.add_argument("--profile", action="store_true", help="where the engine's time goes on mixed lengths")
+    parser.add_argument("--wide", action="store_true", help="use the shape and prompt length of a real model")
+    parser.add_argument("--profile", action="store_true", help="profile the engine on mixed lengths")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.profile:
@@ -178,7 +186,7 @@ def main() -> int:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return 0
     given = prompts(8, (200, 201)) if arguments.wide else prompts()
-    print(f"{len(given)} prompts x {SAMPLES} replies; tokens per second, median of {arguments.repeats}")
+    print(f"{len(given)} prompts x {SAMPLES} completions; tokens per second, median of {arguments.repeats}")
     header = f"{'engine':>9} {f'generate({len(given) * SAMPLES})':>14} {f'generate({SLOTS})':>14} {'ratio':>7}"
     print(f"{'lengths':<10} {'mean tokens':>11} {'max':>4} {'slots':>5} {header}")
     if arguments.wide:

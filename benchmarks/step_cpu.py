@@ -1,9 +1,9 @@
-"""A whole GSPO step of the demo against TRL's GRPOTrainer: same model, problems, sampling and settings, side by side.
+"""One GSPO step of the demo, by gspo and by TRL's GRPOTrainer: same model, problems, sampling and settings.
 
-`make bench-cpu` sets up TRL in an environment of its own (`.venv-trl`) and runs this. Both sides train from the same
-cold-started checkpoint with one thread; a step is 32 prompts x 8 replies, then four optimiser steps; times are wall-clock
-between the ends of steps, everything included. Sides take turns, so that a busy machine slows both alike. First both compute
-the loss of one batch with made-up old log-probabilities; the program fails if they differ.
+In: the Python of an environment with TRL (`make bench-cpu` creates `.venv-trl` and runs this). Out: seconds per step of
+both, wall-clock between the ends of steps, everything included. Both train from the same cold-started checkpoint with
+one thread. A step is 32 prompts x 8 completions, then four optimizer steps. The two alternate, so that other load slows
+both equally. Invariant: both compute the same loss for one batch with made-up old log-probs, or the script fails.
 
     python benchmarks/step_cpu.py --trl .venv-trl/bin/python [--rounds 12] [--repeats 2]
 """
@@ -31,14 +31,20 @@ import gspo
 from gspo.data.tasks.addition import build
 
 SETTINGS: dict[str, Any] = {
-    "prompts": 32, "replies": 8, "batch": 256, "max_tokens": 48, "clip_low": 3e-3, "clip_high": 4e-3, "learning_rate": 5e-4,
-}  # fmt: skip
+    "prompts": 32,
+    "completions": 8,
+    "batch": 256,
+    "max_tokens": 48,
+    "clip_low": 3e-3,
+    "clip_high": 4e-3,
+    "learning_rate": 5e-4,
+}
 WARM_UP = 2
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def recipe(folder: Path) -> str:
-    """The demo without its cold start and evaluations, from the prepared model."""
+    """The demo's recipe without cold start and evaluations, from the prepared model."""
     s = SETTINGS
     return f"""
 name = "bench"
@@ -52,7 +58,7 @@ task_options = {{digits = 3}}
 held_out = 1
 [rollout]
 prompts = {s["prompts"]}
-replies = {s["replies"]}
+replies = {s["completions"]}
 max_tokens = {s["max_tokens"]}
 [objective]
 name = "gspo"
@@ -69,7 +75,7 @@ every = 1000
 
 
 def prepare(folder: Path) -> float:
-    """A cold-started model, its prompts, and a batch to check the loss on; returns this side's loss of it."""
+    """Write a cold-started model, the prompts, and a batch to check the loss on. Returns the loss of gspo on it."""
     run = folder / "start"
     command = [sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={run}", "--steps=1", "--eval.every=0"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ONE_THREAD)
@@ -85,40 +91,54 @@ def prepare(folder: Path) -> float:
 
 
 def check(folder: Path, records: list[dict[str, Any]]) -> float:
-    """The GSPO loss of a padded batch whose old log-probabilities are the model's with noise, so that some replies clip."""
+    """The GSPO loss of a padded batch. Noise on the old log-probs makes some completions clip."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     prompt = torch.tensor([tokenizer(r["prompt"], add_special_tokens=False)["input_ids"] for r in records])
     width = max(len(r["token_ids"]) for r in records)
-    reply = torch.tensor([r["token_ids"] + [tokenizer.pad_token_id] * (width - len(r["token_ids"])) for r in records])
+    completion = torch.tensor(
+        [r["token_ids"] + [tokenizer.pad_token_id] * (width - len(r["token_ids"])) for r in records]
+    )
     mask = torch.tensor([[i < len(r["token_ids"]) for i in range(width)] for r in records])
     advantage = torch.tensor([r["advantage"] for r in records])
     with torch.no_grad():
-        whole = torch.cat([prompt, reply], 1)
-        seen = torch.cat([torch.ones_like(prompt), mask.long()], 1)
-        logits = model(input_ids=whole, attention_mask=seen).logits[:, prompt.shape[1] - 1 : -1]
-        logp = torch.log_softmax(logits.float(), -1).gather(-1, reply.unsqueeze(-1)).squeeze(-1)
+        input_ids = torch.cat([prompt, completion], 1)
+        attention_mask = torch.cat([torch.ones_like(prompt), mask.long()], 1)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, prompt.shape[1] - 1 : -1]
+        logp = torch.log_softmax(logits.float(), -1).gather(-1, completion.unsqueeze(-1)).squeeze(-1)
     generator = torch.Generator().manual_seed(0)
     old = logp + 0.02 * torch.randn(logp.shape, generator=generator)
     save_file(
         {
-            "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": reply, "completion_mask": mask.long(),
-            "advantages": advantage, "old_per_token_logps": old.contiguous(),
+            "prompt_ids": prompt,
+            "prompt_mask": torch.ones_like(prompt),
+            "completion_ids": completion,
+            "completion_mask": mask.long(),
+            "advantages": advantage,
+            "old_per_token_logps": old.contiguous(),
         },
         folder / "check.safetensors",
-    )  # fmt: skip
+    )
     objective = gspo.objective("gspo", clip_low=SETTINGS["clip_low"], clip_high=SETTINGS["clip_high"])
     out = gspo.policy_loss(objective, logp, old, advantage, mask)
     assert out.stats["clip_fraction_sequences"] > 0
     return float(out.loss)
 
 
-def our_side(folder: Path, rounds: int, number: int) -> dict[str, Any]:
-    """Seconds per step, by when each step's line appears."""
+def run_gspo(folder: Path, rounds: int, number: int) -> dict[str, Any]:
+    """Train with gspo. A step ends when its line appears on stdout."""
     run = folder / f"run{number}"
-    command = [sys.executable, "-m", "gspo.cli", "train", str(folder / "bench.toml"), f"--steps={rounds}", f"--run-dir={run}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "gspo.cli",
+        "train",
+        str(folder / "bench.toml"),
+        f"--steps={rounds}",
+        f"--run-dir={run}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD) as process:
         assert process.stdout
         ends = [time.perf_counter() for line in process.stdout if re.match(r"step \d+/", line)]
@@ -127,10 +147,16 @@ def our_side(folder: Path, rounds: int, number: int) -> dict[str, Any]:
     return {"ends": ends, "rewards": [r for r in rewards if r is not None]}
 
 
-def their_side(folder: Path, rounds: int, python: str) -> dict[str, Any]:
-    """The same from TRL."""
+def run_trl(folder: Path, rounds: int, python: str) -> dict[str, Any]:
+    """Train with TRL, in its own environment."""
     script = Path(__file__).with_name("trl_step.py")
-    done = subprocess.run([python, str(script), str(folder), str(rounds), json.dumps(SETTINGS)], capture_output=True, text=True, env=ONE_THREAD, check=False)  # fmt: skip
+    done = subprocess.run(
+        [python, str(script), str(folder), str(rounds), json.dumps(SETTINGS)],
+        capture_output=True,
+        text=True,
+        env=ONE_THREAD,
+        check=False,
+    )
     found = re.search(r"^RESULT (.*)$", done.stdout, re.M)
     if not found:
         raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
@@ -138,7 +164,7 @@ def their_side(folder: Path, rounds: int, python: str) -> dict[str, Any]:
 
 
 def seconds(side: dict[str, Any]) -> list[float]:
-    """Time between the ends of steps, without the first ones."""
+    """Seconds between the ends of steps, without the warm-up steps."""
     ends = side["ends"][WARM_UP:]
     return [b - a for a, b in itertools.pairwise(ends)]
 
@@ -146,7 +172,7 @@ def seconds(side: dict[str, Any]) -> list[float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trl", required=True, help="python of an environment with TRL")
+    parser.add_argument("--trl", required=True, help="Python executable of an environment with TRL")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
@@ -157,18 +183,27 @@ def main() -> None:
         ours: list[float] = []
         theirs: list[float] = []
         for number in range(options.repeats):
-            mine, other = our_side(folder, options.rounds, number), their_side(folder, options.rounds, options.trl)
+            mine = run_gspo(folder, options.rounds, number)
+            other = run_trl(folder, options.rounds, options.trl)
             ours += seconds(mine)
             theirs += seconds(other)
-            print(f"rewards, first to last round: gspo {mine['rewards'][0]:.2f} to {mine['rewards'][-1]:.2f}, TRL {other['rewards'][0]:.2f} to {other['rewards'][-1]:.2f}", flush=True)  # fmt: skip
+            print(
+                f"rewards, first to last round: gspo {mine['rewards'][0]:.2f} to {mine['rewards'][-1]:.2f}, "
+                f"TRL {other['rewards'][0]:.2f} to {other['rewards'][-1]:.2f}",
+                flush=True,
+            )
     difference = abs(loss - other["loss"])
-    print(f"loss of the same batch: gspo {loss:.8f}, TRL {other['version']} {other['loss']:.8f} (difference {difference:.1e})")  # fmt: skip
+    print(
+        f"loss of the same batch: gspo {loss:.8f}, TRL {other['version']} {other['loss']:.8f} "
+        f"(difference {difference:.1e})"
+    )
     ratio = statistics.median(theirs) / statistics.median(ours)
     print(
-        f"a step: gspo {statistics.median(ours):.3f} s, TRL {statistics.median(theirs):.3f} s: {ratio:.1f} times as fast"
+        f"seconds per step: gspo {statistics.median(ours):.3f}, TRL {statistics.median(theirs):.3f}: "
+        f"{ratio:.1f} times as fast"
     )
     if difference > 1e-7:
-        raise SystemExit("the losses differ")
+        raise SystemExit("the losses of gspo and TRL differ: the two do not run the same objective")
 
 
 if __name__ == "__main__":

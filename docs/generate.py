@@ -1,7 +1,7 @@
 """Write `docs/objectives.md` and `docs/settings.md` from the code, or check that they are up to date.
 
 In: the table of objectives and the settings with their help texts. Out: the two pages. Invariant: nothing on them is
-written by hand, so they cannot say anything that the code does not.
+written by hand, so they cannot contradict the code.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    exit 1 if a page differs from what would be written
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
         return 0
-    old = [p.name for p, text in pages.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
-    for name in old:
-        print(f"docs/{name}: not up to date; run: make docs-generate", file=sys.stderr)
-    return 1 if old else 0
+    outdated = [p.name for p, text in pages.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    for name in outdated:
+        print(f"docs/{name} is out of date; run: make docs-generate", file=sys.stderr)
+    return 1 if outdated else 0
 
 
 # ------------------------------------------------------------------------------------------------- metrics
@@ -80,9 +80,11 @@ def objectives_page() -> str:
         NOTE,
         "",
         "An objective is one row of this table. The *advantage* compares each completion with its group. The *ratio*",
-        "measures how far the policy has moved. The *trust region* limits that move. The *aggregate* weights the tokens.",
+        "measures how far the policy has moved. The *trust region* limits that move. The *aggregate* weights the "
+        "tokens.",
         "",
-        "`gspo objectives` prints the same table, `gspo objectives --json` as JSON. In a recipe, settings go next to the",
+        "`gspo objectives` prints the same table, `gspo objectives --json` as JSON. In a recipe, settings go next to "
+        "the",
         'name (`[objective]`, `name = "gspo"`, `clip_low = 3e-3`). In Python: `gspo.objective("gspo", clip_low=3e-3)`.',
         "[choosing.md](choosing.md) helps to choose one.",
         "",
@@ -90,8 +92,10 @@ def objectives_page() -> str:
         "|---|---|---|---|---|---|---|",
         *(_row(record) for record in records),
         "",
-        "In the formulas `pi` is the policy that is trained, `pi_old` the learner's policy at the start of the batch, `mu`",
-        "what the engine sampled with, `R` the reward, `A` the advantage, `sg[...]` a value without gradient. They give the",
+        "In the formulas `pi` is the policy that is trained, `pi_old` the learner's policy at the start of the batch, "
+        "`mu`",
+        "what the engine sampled with, `R` the reward, `A` the advantage, `sg[...]` a value without gradient. They "
+        "give the",
         "objective to maximize; the loss is its negative.",
         "",
         "## Objectives in detail",
@@ -134,7 +138,8 @@ def _options(records: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "## Options of every objective",
         "",
-        "An objective refuses an option that makes no sense for it, and one that only acts together with another that is",
+        "An objective refuses an option that makes no sense for it, and one that only acts together with another that "
+        "is",
         "not set.",
         "",
         *(f"- `{name}`: {text}" for name, text in describe.option_help().items()),
@@ -158,18 +163,18 @@ def _options(records: Sequence[dict[str, Any]]) -> list[str]:
         "| option | refused by | because |",
         "|---|---|---|",
     ]
-    found = [(o, _refusal(r["name"], o), r["name"]) for o in ("dual_clip", *OPTIONS) for r in records]
-    refused = sorted({(option, why) for option, why, _ in found if why})
+    refusals = [(o, _refusal(r["name"], o), r["name"]) for o in ("dual_clip", *OPTIONS) for r in records]
+    refused = sorted({(option, why) for option, why, _ in refusals if why})
     for option, why in refused:
-        rows = ", ".join(f"`{name}`" for o, w, name in found if (o, w) == (option, why))
+        rows = ", ".join(f"`{name}`" for o, w, name in refusals if (o, w) == (option, why))
         lines.append(f"| `{option}` | {rows} | {why} |")
     return lines
 
 
-def _refusal(row: str, option: str) -> str:
-    """Why the row refuses the option, in the words a user reads; empty if it does not."""
+def _refusal(name: str, option: str) -> str:
+    """Why the objective refuses the option, as the error message says it; empty if it accepts the option."""
     try:
-        build(row, **{option: None})
+        build(name, **{option: None})
     except ConfigError as error:
         return str(error).partition("makes no sense here: ")[2]
     return ""
@@ -188,12 +193,18 @@ def settings_page() -> str:
         "",
         NOTE,
         "",
-        "Every key of a recipe. On the command line, give the same keys as `--section.key=value`. `gspo train --help` prints",
+        "Every key of a recipe. On the command line, give the same keys as `--section.key=value`. `gspo train --help` "
+        "prints",
         "this list. [runs.md](runs.md#recipes) describes recipes.",
         "",
     ]
     for section, entries in groupby(help_texts(), key=lambda entry: entry[0].rpartition(".")[0]):
-        lines += [f"## {f'[{section}]' if section else 'Top level'}", "", "| key | type | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+        lines += [
+            f"## {f'[{section}]' if section else 'Top level'}",
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         for key, kind, default, text in entries:
             lines.append(f"| `{key}` | {_cell(kind)} | `{_value(default)}` | {_cell(text)} |")
         lines.append("")

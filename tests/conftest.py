@@ -1,6 +1,7 @@
-"""Tiny runs for tests: a model of a few thousand weights, a generated task, a directory of its own.
+"""Tiny runs for tests: a model of a few thousand weights, a generated task, a temporary directory.
 
-Tests use `OMP_NUM_THREADS` threads (default 1). `GSPO_TESTS_OFFSET=8` has all loaded tensors begin 8 bytes after a multiple of 64.
+Tests use `OMP_NUM_THREADS` threads (default 1). `GSPO_TESTS_OFFSET=8` makes all loaded tensors start 8 bytes after a
+multiple of 64, to show that results do not depend on alignment.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gspo.record.run_dir import RunDir
 
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 torch.set_num_threads(THREADS)
-gspo.model.load.TINY_PARAMETERS = 0  # tiny models too use as many threads as the tests were asked to use
+gspo.model.load.TINY_PARAMETERS = 0  # tiny models must use OMP_NUM_THREADS too
 
 if "GSPO_TESTS_OFFSET" in os.environ:
     misalign_loading(int(os.environ["GSPO_TESTS_OFFSET"]))
@@ -47,12 +48,12 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: one that is taken last keeps one process busy while the others idle."""
+    """Run the slowest files first: a slow file at the end would keep one process busy while the others idle."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 class SilentDisplay:
-    """Remembers what it was told."""
+    """Records messages and steps."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -91,7 +92,7 @@ def tiny_tree(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where runs of this session are remembered, also by the processes they start."""
+    """Trust records of this session, also for the processes that tests start."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
@@ -99,39 +100,42 @@ def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def empty_picture() -> Iterator[None]:
-    """Drawing `curves.png` takes longer than a tiny run. A run in a process of its own draws it (tests/test_cli.py)."""
+def empty_curves() -> Iterator[None]:
+    """Plotting `curves.png` takes longer than a tiny run. tests/test_cli.py runs a subprocess that does plot it."""
 
-    def draw(run: Path) -> Path:
+    def write_empty(run: Path) -> Path:
         (run / "curves.png").write_bytes(b"")
         return run / "curves.png"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gspo.trainer.draw_curves", draw)
+        patch.setattr("gspo.trainer.draw_curves", write_empty)
         yield
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Config]:
-    """A config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides. A random model is never
-    right, so it is paid for what varies: short replies with many spaces."""
+    """Make the config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides settings.
+
+    A random model never answers correctly, so the reward is for what varies: short completions with many spaces.
+    """
     (tmp_path / "lengths.py").write_text(
-        "def shorter(prompts, completions, **columns):\n    return [len(c) % 3 + 0.5 * c.count(' ') for c in completions]\n"
+        "def shorter(prompts, completions, **columns):\n"
+        "    return [len(c) % 3 + 0.5 * c.count(' ') for c in completions]\n"
     )
 
     def make(*overrides: str, run_dir: str = "run") -> Config:
         tree = tiny_tree(tmp_path / run_dir)
         tree["reward"]["functions"] = [f"{tmp_path}/lengths.py:shorter"]
-        made = settings.override(tree, overrides, where="test")
-        settings.check(made)
-        return made
+        config = settings.override(tree, overrides, where="test")
+        settings.check(config)
+        return config
 
     return make
 
 
 @pytest.fixture
 def parts_of() -> Any:
-    """Builds the parts of a config and closes them after the test."""
+    """Build the components of a config and close them after the test."""
     with ExitStack() as stack:
 
         def build(config: Config) -> RunContext:

@@ -65,7 +65,7 @@ class Family:
             model.set_experts_implementation("eager")
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
             blank = p.is_floating_point() and not bool(p.float().abs().sum().isfinite() and p.float().abs().sum() > 0)
-            if blank and "inv_freq" not in name:  # biases and corrections start at 0, which would hide them
+            if blank and "inv_freq" not in name:  # biases and corrections start at 0, which would hide errors in them
                 torch.nn.init.normal_(p, 0, 0.2)
         return model
 

@@ -1,4 +1,4 @@
-"""Tensors that enter a run at addresses that are no multiple of 64 bytes, as those read from a file may lie."""
+"""Tensors at addresses that are not a multiple of 64 bytes, as tensors read from a file may be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Patch = Callable[[Any, str, Any], None]
 
 
 def placed(tensor: Tensor, offset: int) -> Tensor:
-    """A copy that begins `offset` bytes after a multiple of 64."""
+    """A copy that starts `offset` bytes after a multiple of 64."""
     raw = torch.empty(tensor.numel() * tensor.element_size() + 128, dtype=torch.uint8)
     start = -raw.data_ptr() % 64 + offset
     copy = raw[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
@@ -25,7 +25,7 @@ def placed(tensor: Tensor, offset: int) -> Tensor:
 
 
 def misalign_loading(offset: int, patch: Patch = setattr) -> None:
-    """From now on every model that transformers builds or loads, and every file of tensors, is in memory at this offset."""
+    """Place every model that transformers builds or loads, and every loaded tensor file, at this offset from now on."""
     patch(AutoModelForCausalLM, "from_pretrained", _misaligned(AutoModelForCausalLM.from_pretrained, offset))
     patch(AutoModelForCausalLM, "from_config", _misaligned(AutoModelForCausalLM.from_config, offset))
     for module in (adapter, checkpoint):
@@ -33,14 +33,14 @@ def misalign_loading(offset: int, patch: Patch = setattr) -> None:
 
 
 def _misaligned(load: Callable[..., Any], offset: int) -> Callable[..., Any]:
-    def loaded(*args: Any, **options: Any) -> Any:
+    def load_misaligned(*args: Any, **options: Any) -> Any:
         model = load(*args, **options)
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu":
                 tensor.data = placed(tensor.data, offset)
         return model
 
-    return staticmethod(loaded)
+    return staticmethod(load_misaligned)
 
 
 def _misaligned_file(read: Callable[[Path], dict[str, Tensor]], offset: int) -> Callable[[Path], dict[str, Tensor]]:

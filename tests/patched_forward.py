@@ -1,4 +1,4 @@
-"""Replaces the learner's forward pass of a micro-batch, for tests of memory and of call counts."""
+"""Replace the learner's forward pass of a micro-batch, for tests of memory and of call counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Forward = Callable[..., Any]
 
 
 def patch_forward(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Forward], Forward], *, training: bool) -> None:
-    """Wrap the forwards that keep a graph (`training`), or those that do not."""
+    """Wrap the forward passes with autograd (`training`), or those without."""
     plain = forward.completion_logprobs
     wrapped = wrap(plain)
 

@@ -1,4 +1,4 @@
-"""Other processes as the kernel shows them. A process may end while it is looked at: then it is not there."""
+"""Processes as listed in /proc. A process that ends during the scan counts as absent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _state_and_parent(pid: int | str) -> tuple[str, int]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Zombies included."""
+    """Children of a process, including zombies."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -22,7 +22,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and theirs."""
+    """Children of a process and their descendants."""
     return [each for child in children_of(pid) for each in (child, *descendants(child))]
 
 

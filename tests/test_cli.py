@@ -1,6 +1,6 @@
-"""The command line as a user meets it: output, one-line errors, exit codes.
+"""The command line as a user sees it: output, one-line errors, exit codes.
 
-A new process spends seconds on importing torch, so most tests call `main` in this one. A few start a real process.
+A new process spends seconds importing torch, so most tests call `main` in this one. A few start a real process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from gspo.config import load
 from gspo.data.problems import demonstrations, load_problems
 
 SMALL = [
-    "--steps=2", "--cold_start.steps=4", "--cold_start.check_every=4", "--rollout.prompts=4", "--rollout.replies=4",
-    "--rollout.max_tokens=12", "--data.held_out=8", "--data.task_size=50",
-]  # fmt: skip
+    "--steps=2",
+    "--cold_start.steps=4",
+    "--cold_start.check_every=4",
+    "--rollout.prompts=4",
+    "--rollout.replies=4",
+    "--rollout.max_tokens=12",
+    "--data.held_out=8",
+    "--data.task_size=50",
+]
 
 
 def process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -33,13 +39,13 @@ def process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPro
 
 
 def gspo(*arguments: str, cwd: Path = Path()) -> subprocess.CompletedProcess[str]:
-    """The same without a process of its own."""
+    """The same in this process."""
     out, err = io.StringIO(), io.StringIO()
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
         try:
             code = main(arguments)
-        except SystemExit as left:
-            code = int(left.code or 0)
+        except SystemExit as exit:
+            code = int(exit.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
@@ -55,13 +61,13 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_demo_leaves_a_picture_and_a_run(demo_run: Path) -> None:
+def test_the_demo_writes_curves_and_a_run_directory(demo_run: Path) -> None:
     assert (demo_run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert 'build = "tiny_moe"' in (demo_run / "config.toml").read_text()
     assert json.loads((demo_run / "environment.json").read_text())["seed"] == 3
 
 
-def test_a_run_goes_on(demo_run: Path) -> None:
+def test_a_run_resumes(demo_run: Path) -> None:
     done = gspo("train", "--resume", str(demo_run), "--steps=3")
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
@@ -87,22 +93,22 @@ def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> 
     assert "5 problems" in done.stdout
 
 
-def test_eval_on_the_task_of_a_run_takes_no_problem_that_it_has_learned(demo_run: Path, tmp_path: Path) -> None:
-    replies = tmp_path / "r.jsonl"
-    options = ["--data", "addition", "--seed=3", "--limit=200", "--rollout.max_tokens=1", f"--replies={replies}"]
+def test_eval_on_the_task_of_a_run_uses_no_problem_that_it_trained_on(demo_run: Path, tmp_path: Path) -> None:
+    completions = tmp_path / "r.jsonl"
+    options = ["--data", "addition", "--seed=3", "--limit=200", "--rollout.max_tokens=1", f"--replies={completions}"]
     done = gspo("eval", str(demo_run), *options)
     assert done.returncode == 0, done.stderr
-    asked = {tuple(sorted(json.loads(line)["prompt"].split("+"))) for line in replies.read_text().splitlines()}
+    asked = {tuple(sorted(json.loads(line)["prompt"].split("+"))) for line in completions.read_text().splitlines()}
     config = load(demo_run / "config.toml")
     tokenizer = AutoTokenizer.from_pretrained(demo_run / "tokenizer")
     problems = load_problems(config.data, tokenizer, 3)
-    shown = islice(demonstrations(config.data, 3, exclude={p.key for p in problems.held_out}), 4 * 64)
-    learned = [p.content for p in problems.train] + [p.prompt for p in shown]
+    demonstrated = islice(demonstrations(config.data, 3, exclude={p.key for p in problems.held_out}), 4 * 64)
+    trained_on = [p.content for p in problems.train] + [p.prompt for p in demonstrated]
     assert len(asked) == 200
-    assert not asked & {tuple(sorted(text.split("+"))) for text in learned}
+    assert not asked & {tuple(sorted(text.split("+"))) for text in trained_on}
 
 
-def test_eval_on_what_a_run_was_trained_on_is_refused(demo_run: Path, tmp_path: Path) -> None:
+def test_eval_on_training_problems_is_refused(demo_run: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_run / "tokenizer")
     problems = load_problems(load(demo_run / "config.toml").data, tokenizer, 3)
     rows = [json.dumps({"prompt": f" {p.key}", "answer": "1"}) + "\n" for p in problems.train]
@@ -118,16 +124,21 @@ def test_eval_on_what_a_run_was_trained_on_is_refused(demo_run: Path, tmp_path: 
     assert ": 1 problems" in done.stdout
 
 
-def test_eval_on_a_file_of_ones_own(demo_run: Path, tmp_path: Path) -> None:
+def test_eval_on_a_custom_file(demo_run: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"q": "1+2", "answer": "3"}\n{"q": "4+4", "answer": "8"}\n')
     done = gspo(
-        "eval", str(demo_run), "--data", str(tmp_path / "p.jsonl"), "--data.prompt_field=q", "--reward.functions=exact_answer"
-    )  # fmt: skip
+        "eval",
+        str(demo_run),
+        "--data",
+        str(tmp_path / "p.jsonl"),
+        "--data.prompt_field=q",
+        "--reward.functions=exact_answer",
+    )
     assert done.returncode == 0, done.stderr
     assert "2 problems" in done.stdout
 
 
-def test_objectives_for_people_and_programs() -> None:
+def test_objectives_as_text_and_as_json() -> None:
     text, data = gspo("objectives"), gspo("objectives", "--json")
     rows = json.loads(data.stdout)
     assert [r["name"] for r in rows][:2] == ["gspo", "gspo_token"]
@@ -170,7 +181,7 @@ MISTAKES = [
         "no.jsonl: no such file",
     ),
     (["eval", "./nowhere", "--data", "addition", "--k", "a"], "--k 1,8"),
-    (["objectives", "--colour"], "unknown option --colour"),
+    (["objectives", "--color"], "unknown option --color"),
 ]
 
 
@@ -179,12 +190,14 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], words: str, tmp_path:
     check_mistake(gspo(*arguments, cwd=tmp_path), words, tmp_path)
 
 
-FOUND_EARLY_AND_LATE = [m for m in MISTAKES if m[0][-1] in ("--lerner.x=1", "--rollout.max_tokens=5000")]
+EARLY_AND_LATE_MISTAKES = [m for m in MISTAKES if m[0][-1] in ("--lerner.x=1", "--rollout.max_tokens=5000")]
 
 
-@pytest.mark.parametrize(("arguments", "words"), FOUND_EARLY_AND_LATE, ids=["before torch is imported", "with a model"])
-def test_a_process_says_no_more_than_that(arguments: list[str], words: str, tmp_path: Path) -> None:
-    """Nor do the libraries that it imports."""
+@pytest.mark.parametrize(
+    ("arguments", "words"), EARLY_AND_LATE_MISTAKES, ids=["before torch is imported", "with a model"]
+)
+def test_a_process_prints_only_the_error(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """The imported libraries print nothing either."""
     check_mistake(process(*arguments, cwd=tmp_path), words, tmp_path)
 
 
@@ -197,7 +210,7 @@ def check_mistake(done: subprocess.CompletedProcess[str], words: str, folder: Pa
     assert not list(folder.rglob("config.toml"))
 
 
-def test_a_failed_start_does_not_use_up_its_directory(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_its_directory_usable(tmp_path: Path) -> None:
     wrong = gspo("demo", f"--run-dir={tmp_path}/run", *SMALL, "--data.held_out=99999999")
     assert wrong.returncode == 1
     assert len(wrong.stderr.strip().splitlines()) == 1
@@ -220,16 +233,18 @@ def test_help_of_every_command() -> None:
         assert "usage: gspo" in done.stdout
 
 
-def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("mine")
     done = gspo("demo", f"--run-dir={tmp_path}", *SMALL)
     assert "is not empty and holds no run" in done.stderr
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
 
 
-def test_the_import_is_light() -> None:
+def test_importing_gspo_does_not_import_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys, gspo, gspo.config, gspo.reward.worker; print('torch' in sys.modules)"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -1,4 +1,4 @@
-"""Recipes: what is read, what is refused, and how it is said."""
+"""Recipes: parsing, validation and error messages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 
 def test_a_recipe_and_its_overrides(tmp_path: Path) -> None:
-    made = load(
-        tmp_path, GOOD, "--steps=7", "--rollout.top-k=5", "learner.learning_rate=2", "--log.sinks=tensorboard,wandb",
-        "--data.task_options={min_items = 2}", "--objective.clip_low=1e-3", "--objective.kl_estimator=k3+", "--name=007",
-    )  # fmt: skip
-    assert (made.steps, made.rollout.top_k, made.learner.learning_rate) == (7, 5, 2.0)
-    assert made.log.sinks == ("tensorboard", "wandb")
-    assert made.data.task_options == {"min_items": 2}
-    assert made.objective.settings == {"clip_low": 1e-3, "kl_estimator": "k3+"}
-    assert made.name == "007"
+    config = load(
+        tmp_path,
+        GOOD,
+        "--steps=7",
+        "--rollout.top-k=5",
+        "learner.learning_rate=2",
+        "--log.sinks=tensorboard,wandb",
+        "--data.task_options={min_items = 2}",
+        "--objective.clip_low=1e-3",
+        "--objective.kl_estimator=k3+",
+        "--name=007",
+    )
+    assert (config.steps, config.rollout.top_k, config.learner.learning_rate) == (7, 5, 2.0)
+    assert config.log.sinks == ("tensorboard", "wandb")
+    assert config.data.task_options == {"min_items": 2}
+    assert config.objective.settings == {"clip_low": 1e-3, "kl_estimator": "k3+"}
+    assert config.name == "007"
 
 
 @pytest.mark.parametrize("text", ["1,2", "[1, 2]", "1.0, 2.0"])
@@ -40,7 +48,7 @@ def test_lists_of_numbers_can_be_written_with_commas(text: str, tmp_path: Path) 
     assert load(tmp_path, recipe, f"--reward.weights={text}").reward.weights == (1.0, 2.0)
 
 
-def test_another_objective_does_not_inherit_the_settings_of_the_recipes_own(tmp_path: Path) -> None:
+def test_another_objective_does_not_inherit_the_settings_of_the_recipes_objective(tmp_path: Path) -> None:
     recipe = GOOD + '[objective]\nname = "gspo"\nclip_low = 3e-3\n'
     assert load(tmp_path, recipe, "--objective.name=grpo", "--objective.kl=0").objective.settings == {"kl": 0}
     assert load(tmp_path, recipe, "--objective.clip_high=1e-3").objective.settings == {
@@ -123,18 +131,22 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
     st.booleans(),
     st.dictionaries(texts, texts | st.integers() | st.lists(texts)),
 )
-def test_what_is_written_is_read_back_the_same(
+def test_a_written_config_is_read_back_unchanged(
     name: str, steps: int, rate: float, flag: bool, table: dict[str, Any]
 ) -> None:
     tree = {
-        "name": name, "steps": steps, "learner": {"learning_rate": rate}, "eval": {"greedy": flag},
-        "data": {"task_options": table}, "objective": {"name": "gspo", "clip_low": rate},
-    }  # fmt: skip
-    made = settings.from_tree(tree, where="test")
-    assert settings.from_tree(tomllib.loads(settings.to_toml(made)), where="again") == made
+        "name": name,
+        "steps": steps,
+        "learner": {"learning_rate": rate},
+        "eval": {"greedy": flag},
+        "data": {"task_options": table},
+        "objective": {"name": "gspo", "clip_low": rate},
+    }
+    config = settings.from_tree(tree, where="test")
+    assert settings.from_tree(tomllib.loads(settings.to_toml(config)), where="again") == config
 
 
-def test_anchored_paths_are_absolute_and_what_is_no_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchoring_makes_paths_absolute_and_keeps_other_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     tree = {
@@ -143,12 +155,12 @@ def test_anchored_paths_are_absolute_and_what_is_no_path_stays(tmp_path: Path, m
         "reward": {"functions": ["r.py:f", "exact_answer"], "options": {"exact_answer": {"marker": "a/b"}}},
         "rollout": {"engine_options": {"dir": "models/mine", "url": "http://x/y", "slots": 4}},
     }
-    made = settings.anchored(settings.from_tree(tree, where="test"))
-    assert made.model.path == f"{tmp_path}/models/mine"
-    assert made.data.path == f"{tmp_path}/p.jsonl"
-    assert made.reward.functions == (f"{tmp_path}/r.py:f", "exact_answer")
-    assert made.reward.options == {"exact_answer": {"marker": "a/b"}}
-    assert made.rollout.engine_options == {"dir": f"{tmp_path}/models/mine", "url": "http://x/y", "slots": 4}
-    assert settings.anchored(made) == made
+    config = settings.anchored(settings.from_tree(tree, where="test"))
+    assert config.model.path == f"{tmp_path}/models/mine"
+    assert config.data.path == f"{tmp_path}/p.jsonl"
+    assert config.reward.functions == (f"{tmp_path}/r.py:f", "exact_answer")
+    assert config.reward.options == {"exact_answer": {"marker": "a/b"}}
+    assert config.rollout.engine_options == {"dir": f"{tmp_path}/models/mine", "url": "http://x/y", "slots": 4}
+    assert settings.anchored(config) == config
     hub = settings.from_tree({"model": {"path": "org/name"}}, where="test")
     assert settings.anchored(hub) == hub

@@ -1,4 +1,4 @@
-"""The demo truly learns: a shortened one, in a process of its own."""
+"""A shortened demo learns, in a subprocess."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_held_out_accuracy_climbs(tmp_path: Path) -> None:
+def test_held_out_accuracy_improves(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={tmp_path}/run", "--steps=40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr

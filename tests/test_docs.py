@@ -1,4 +1,4 @@
-"""The documentation against the code: what is written down is what happens."""
+"""The documentation matches the code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ PAGES = sorted([*DOCS.glob("*.md"), *(p for p in (ROOT / "README.md", ROOT / "CO
 REWARDS = '''
 from gspo.reward.function import Noted
 def spaces(prompts, completions, **columns):
-    """Varies between replies of a random model, and fails on some of them."""
+    """Varies between completions of a random model, and fails on some of them."""
     return [ValueError("ouch") if len(c) % 4 == 3 else Noted(c.count(" ") + len(c) % 2, "fine") for c in completions]
 '''
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A very small run that writes every key there is: a mixture of experts with replay and balancing,
-    KL penalty, length shaping, two rewards, unscored replies, evaluation."""
+    """A very small run that writes every key.
+
+    An MoE model with routing replay and balance loss, KL penalty, length shaping, two rewards, unscored completions,
+    evaluation.
+    """
     folder = tmp_path_factory.mktemp("docs")
     (folder / "rewards.py").write_text(REWARDS)
     tree = {
@@ -54,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(settings.from_tree(tree, where="test"), PlainDisplay()).run
 
 
-def defined(section: str) -> set[str]:
+def documented_names(section: str) -> set[str]:
     """The names in the first column of a section's table in docs/metrics.md."""
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -62,7 +65,7 @@ def defined(section: str) -> set[str]:
 
 
 def keys(rows: list[dict[str, Any]]) -> set[str]:
-    general = (
+    placeholders = (
         (r"^reward/part/.*", "reward/part/NAME"),
         (r"^reward/note/.*", "reward/note/FUNCTION/WORD"),
         (r"^samples/unscored/.*", "samples/unscored/KIND"),
@@ -70,33 +73,33 @@ def keys(rows: list[dict[str, Any]]) -> set[str]:
         (r"^(routing/load_\w+)/\d+$", r"\1/L"),
     )
     found = {key for row in rows for key in row}
-    for pattern, name in general:
+    for pattern, name in placeholders:
         found = {re.sub(pattern, name, key) for key in found}
     return found
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "timings.jsonl"])
-def test_every_key_of_a_run_is_defined_and_every_definition_is_of_a_key(run: Path, file: str) -> None:
-    assert keys(read_jsonl(run / file)) == defined(file)
+def test_metric_keys_and_their_definitions_match(run: Path, file: str) -> None:
+    assert keys(read_jsonl(run / file)) == documented_names(file)
 
 
-def test_every_field_of_a_rollout_is_defined_and_every_definition_is_of_a_field(run: Path) -> None:
+def test_rollout_fields_and_their_definitions_match(run: Path) -> None:
     rows = [row for file in sorted((run / "rollouts").iterdir()) for row in read_jsonl(file)]
     assert {row["trained"] for row in rows} == {True, False}
-    assert keys(rows) == defined("rollouts/STEP.jsonl")
+    assert keys(rows) == documented_names("rollouts/STEP.jsonl")
 
 
-def test_every_event_is_defined_and_every_definition_is_of_an_event(run: Path) -> None:
+def test_events_and_their_definitions_match(run: Path) -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gspo").rglob("*.py"))
-    assert set(re.findall(r'\.event\(\s*"([^"]+)"', text)) == defined("events.jsonl")
-    assert {row["event"] for row in read_jsonl(run / "events.jsonl")} <= defined("events.jsonl")
+    assert set(re.findall(r'\.event\(\s*"([^"]+)"', text)) == documented_names("events.jsonl")
+    assert {row["event"] for row in read_jsonl(run / "events.jsonl")} <= documented_names("events.jsonl")
 
 
 def test_generated_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert generator().main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_the_check_notices_an_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_an_outdated_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = generator()
     monkeypatch.setattr(module, "HERE", tmp_path)
     assert module.main(["--check"]) == 1
@@ -117,7 +120,7 @@ def generator() -> ModuleType:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_resolve(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
@@ -130,7 +133,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """GitHub's anchors of a page's headings."""
+    """The anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -148,10 +151,10 @@ def test_examples_of_the_library_run(source: str) -> None:
 
 def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The commands that `gspo --help` lists."""
-    return re.findall(r"^    (\w+)(?:  |$)", shown_help(capsys), re.MULTILINE)
+    return re.findall(r"^    (\w+)(?:  |$)", help_text(capsys), re.MULTILINE)
 
 
-def shown_help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     return capsys.readouterr().out
@@ -162,7 +165,7 @@ def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest
     sections = dict(re.findall(r"^## gspo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(commands(capsys))
     for command, section in sections.items():
-        options = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", shown_help(capsys, command), re.MULTILINE))
+        options = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", help_text(capsys, command), re.MULTILINE))
         assert options - {"--help"} == set(re.findall(r"(--[a-z][a-z-]*)(?=[\s\]`])", section)), command
 
 

@@ -18,7 +18,7 @@ from gspo.types import Score, Status
 
 
 def evaluation(*verdicts: str) -> Evaluation:
-    """One string per problem: + right, - wrong, ? unscored."""
+    """One string per problem: + correct, - wrong, ? unscored."""
     scored = {
         True: Score(status=Status.SCORED, reward=1.0, correct=True),
         False: Score(status=Status.SCORED, reward=0.0, correct=False),
@@ -38,28 +38,28 @@ def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k() -> None:
         assert evaluation(row).pass_at(k).value == pytest.approx(sum(ways) / len(ways))
 
 
-def test_avg_at_k_takes_k_replies() -> None:
+def test_avg_at_k_uses_k_completions() -> None:
     assert evaluation("+-", "++").avg_at(1).value == 1.0
     assert evaluation("+-", "++").avg_at(2).value == 0.75
 
 
-def test_unscored_replies_are_neither_right_nor_wrong() -> None:
-    done = evaluation("+?", "??", "-+")
-    assert done.unscored == 3
-    assert done.accuracy.value == pytest.approx((1.0 + 0.5) / 2)
-    assert done.avg_at(2).value == 0.5
+def test_unscored_completions_are_neither_correct_nor_wrong() -> None:
+    result = evaluation("+?", "??", "-+")
+    assert result.unscored == 3
+    assert result.accuracy.value == pytest.approx((1.0 + 0.5) / 2)
+    assert result.avg_at(2).value == 0.5
     assert math.isnan(evaluation("??").accuracy.value)
 
 
-def test_intervals_hold_the_value_and_keep_a_width_at_the_ends() -> None:
-    sure = evaluation(*["+"] * 20).accuracy
-    assert sure.value == sure.high == 1.0
-    assert 0.8 < sure.low < 0.9
+def test_intervals_contain_the_value_and_keep_a_width_at_the_ends() -> None:
+    certain = evaluation(*["+"] * 20).accuracy
+    assert certain.value == certain.high == 1.0
+    assert 0.8 < certain.low < 0.9
     half = evaluation(*["+", "-"] * 50).accuracy
     assert (half.low, half.high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
 
 
-def test_a_run_with_a_model_of_other_sizes_is_evaluated(
+def test_a_run_with_custom_model_sizes_is_evaluated(
     tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny("model.build_options={num_hidden_layers = 1, hidden_size = 32}", "steps=1", "eval.every=0")
@@ -68,34 +68,37 @@ def test_a_run_with_a_model_of_other_sizes_is_evaluated(
     assert "8 problems" in capsys.readouterr().out
 
 
-def test_a_missing_file_is_named_before_the_reward_that_its_problems_would_need(
+def test_a_missing_file_is_reported_before_a_missing_reward(
     tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny("reward.functions=[]", "steps=1", "eval.every=0")  # the task's own verifier, which no file has
+    config = tiny(
+        "reward.functions=[]", "steps=1", "eval.every=0"
+    )  # the task's own verifier, which a data file does not have
     train(config, display)
     assert main(["eval", config.run_dir, "--data", "missing.jsonl"]) == 1
-    told = capsys.readouterr().err
-    assert "missing.jsonl" in told
-    assert "reward.functions" not in told
+    message = capsys.readouterr().err
+    assert "missing.jsonl" in message
+    assert "reward.functions" not in message
 
 
-def test_an_evaluation_reads_every_prompt_once(
+def test_an_evaluation_prefills_every_prompt_once(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny()
     parts = parts_of(config)
-    read: list[tuple[int, ...]] = []
+    prefilled: list[tuple[int, ...]] = []
     prefill = KVCacheState.prefill
 
     def counting(rows: KVCacheState, prompts: list[tuple[int, ...]]) -> Any:
-        read.extend(prompts)
+        prefilled.extend(prompts)
         return prefill(rows, prompts)
 
     monkeypatch.setattr(KVCacheState, "prefill", counting)
-    problems, sampling = parts.problems.held_out, config.rollout.sampling
+    problems = parts.problems.held_out
+    sampling = config.rollout.sampling
     done = evaluate(
         parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"
     )
-    assert sorted(read) == sorted(prompt.token_ids[:-1] for prompt in problems)
+    assert sorted(prefilled) == sorted(prompt.token_ids[:-1] for prompt in problems)
     assert [len(group) for group in done.completions] == [3] * len(problems)
     assert done.greedy is not None

@@ -1,4 +1,4 @@
-"""LoRA: runs that train adapters alone, saved, resumed, merged and switched off, and what is refused."""
+"""LoRA: runs that train only adapters, saved, resumed, merged and disabled, and invalid settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 9, 12, 7, 6, 11], [8, 8, 10, 6, 5, 9]])
 
 @pytest.fixture
 def base(tmp_path: Path) -> Callable[..., str]:
-    """The directory of a small model, as it would be given."""
+    """Write a small base model. Returns its directory."""
 
     def make(build: str = "tiny_dense", **shape: Any) -> str:
         path = tmp_path / build
@@ -44,7 +44,7 @@ def base(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def adapting(tiny: Callable[..., Config], base: Callable[..., str]) -> Callable[..., Config]:
-    """A config of a run that trains adapters."""
+    """Make the config of a run that trains adapters."""
 
     def make(*overrides: str, build: str = "tiny_dense", run_dir: str = "run") -> Config:
         path = base(build)
@@ -64,15 +64,15 @@ def last(config: Config) -> Path:
 
 VARIANTS = {
     "float32": (),
-    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
-    "kl against the adapter switched off": ("objective.name=grpo",),
+    "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
+    "KL to the base model": ("objective.name=grpo",),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
-    "beside weights in 4 bits": ("model.quantize=nf4", "model.dtype=bfloat16"),
+    "4-bit base weights": ("model.quantize=nf4", "model.dtype=bfloat16"),
 }
 
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+def test_a_resumed_run_is_byte_identical_to_the_uninterrupted_run(
     overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
 ) -> None:
     whole, cut = (adapting(*overrides, "steps=4", run_dir=name) for name in ("whole", "cut"))
@@ -97,11 +97,11 @@ def test_only_adapters_are_trained_and_saved(adapting: Callable[..., Config], pa
     train(adapting(run_dir="other"), display)
     saved = load_file(last(adapting(run_dir="other")) / "adapter_model.safetensors")
     assert len(saved) == len(trained)
-    assert any(bool(w.any()) for name, w in saved.items() if "lora_B" in name), "nothing was learned"
+    assert any(bool(w.any()) for name, w in saved.items() if "lora_B" in name), "the adapters did not change"
     assert not (last(adapting(run_dir="other")) / "model.safetensors").exists()
 
 
-def test_an_adapted_model_begins_as_the_given_one(base: Callable[..., str]) -> None:
+def test_an_adapted_model_starts_as_the_base_model(base: Callable[..., str]) -> None:
     config = ModelConfig(path=base(), device="cpu")
     tokenizer = load_tokenizer(config)
     plain = load_policy(config, tokenizer, seed=0).model
@@ -120,27 +120,33 @@ def test_a_checkpoint_loads_in_plain_peft(dtype: str, adapting: Callable[..., Co
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, dtype)).eval()
     before = logits(plain)
     theirs = PeftModel.from_pretrained(plain, str(last(config)), autocast_adapter_dtype=False).eval()
-    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
+    adapted = ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora)  # type: ignore[arg-type]
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0)
     torch.testing.assert_close(logits(theirs), logits(ours.model), atol=1e-6, rtol=1e-5)
     assert not torch.allclose(logits(theirs), before, atol=1e-3)
 
 
-def test_switched_off_it_is_the_given_model_and_keeps_its_gradients(
+def test_disabled_adapters_give_the_base_model_and_stay_trainable(
     adapting: Callable[..., Config], display: Any
 ) -> None:
     config = adapting()
     train(config, display)
-    model = load_policy(ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0).model  # fmt: skip
+    model = load_policy(
+        ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0
+    ).model
     plain = load_policy(ModelConfig(path=config.model.path, device="cpu"), load_tokenizer(config.model), seed=0).model
-    on, wanted = logits(model), [p.requires_grad for p in model.parameters()]
+    enabled = logits(model)
+    trainable = [p.requires_grad for p in model.parameters()]
     with adapter.switched_off(model):
         assert torch.equal(logits(model), logits(plain))
-        assert [p.requires_grad for p in model.parameters()] == wanted
-    assert torch.equal(logits(model), on)
-    assert not torch.equal(on, logits(plain))
+        assert [p.requires_grad for p in model.parameters()] == trainable
+    assert torch.equal(logits(model), enabled)
+    assert not torch.equal(enabled, logits(plain))
 
 
-def test_the_model_can_be_named_on_its_own(adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path) -> None:  # fmt: skip
+def test_the_model_option_overrides_the_recipe(
+    adapting: Callable[..., Config], base: Callable[..., str], tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(replace(adapting("steps=1"), run_dir="")).replace(base(), "nowhere"))
     assert main(["train", str(recipe), "--model", base(), "--run-dir", str(tmp_path / "run")]) == 0
@@ -148,26 +154,32 @@ def test_the_model_can_be_named_on_its_own(adapting: Callable[..., Config], base
     assert main(["train", "--resume", str(tmp_path / "run"), "--model", base()]) == 1
 
 
-def test_the_reference_is_the_same_as_a_separate_copy(
+def test_the_reference_equals_a_separate_copy(
     adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same run, once with the adapters switched off and once with a model of its own as the reference."""
-    off, apart = (adapting("objective.name=grpo", "objective.kl=0.1", run_dir=name) for name in ("off", "apart"))
-    train(off, display)
-    given = load_policy(ModelConfig(path=apart.model.path, device="cpu"), load_tokenizer(apart.model), seed=0).model
+    """The same run, once with disabled adapters and once with a separate model as the reference."""
+    disabled, separate = (
+        adapting("objective.name=grpo", "objective.kl=0.1", run_dir=name) for name in ("disabled", "separate")
+    )
+    train(disabled, display)
+    base_model = load_policy(
+        ModelConfig(path=separate.model.path, device="cpu"), load_tokenizer(separate.model), seed=0
+    ).model
 
     def keep(loop: Loop) -> None:
-        loop.parts = replace(loop.parts, reference=given)
+        loop.parts = replace(loop.parts, reference=base_model)
 
     monkeypatch.setattr(Loop, "_keep_reference", keep)
-    train(apart, display)
-    mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (off, apart))
+    train(separate, display)
+    mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (disabled, separate))
     assert mine == theirs
     assert mine[-1]["loss/kl"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_merged_model_is_plain_and_gives_the_same_logits(dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+def test_a_merged_model_is_plain_and_gives_the_same_logits(
+    dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     config = adapting(f"model.dtype={dtype}")
@@ -176,11 +188,23 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(dtype: str, adapting:
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype == getattr(torch, dtype)
     assert "lora" not in str(merged)
-    ours = load_policy(ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora), load_tokenizer(config.model), seed=0)  # type: ignore[arg-type] # fmt: skip
-    torch.testing.assert_close(logits(merged), logits(ours.model), rtol=1e-4 if dtype == "float32" else 0.05, atol=1e-5 if dtype == "float32" else 0.02)  # fmt: skip
+    adapted = ModelConfig(path=str(last(config)), dtype=dtype, device="cpu", lora=config.model.lora)  # type: ignore[arg-type]
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0)
+    torch.testing.assert_close(
+        logits(merged),
+        logits(ours.model),
+        rtol=1e-4 if dtype == "float32" else 0.05,
+        atol=1e-5 if dtype == "float32" else 0.02,
+    )
 
 
-def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_run_with_adapters_can_be_evaluated_and_trained_further_in_full(
+    adapting: Callable[..., Config],
+    tiny: Callable[..., Config],
+    display: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = adapting()
     train(config, display)
     assert main(["eval", config.run_dir, "--limit", "4"]) == 0
@@ -190,7 +214,9 @@ def test_a_run_with_adapters_is_evaluated_and_a_run_from_a_merged_one_begins(ada
     assert (last(full) / "model.safetensors").is_file()
 
 
-def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works(adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_attention_of_an_moe_model_gets_adapters_and_routing_replay_works(
+    adapting: Callable[..., Config], display: Any
+) -> None:
     config = adapting("routing.replay=sampler", build="tiny_moe")
     train(config, display)
     names = {name.split(".")[-3] for name in load_file(last(config) / "adapter_model.safetensors")}
@@ -201,39 +227,52 @@ def test_attention_of_a_mixture_of_experts_gets_adapters_and_routing_still_works
 # ------------------------------------------------------------------------------------------------- 4 bits
 
 
-def test_four_bits_are_small_and_near_the_given_weights(base: Callable[..., str]) -> None:
+def test_4_bit_weights_are_small_and_close_to_the_base_weights(base: Callable[..., str]) -> None:
     path = base(hidden_size=256)
     whole, small = (
-        load_policy(ModelConfig(path=path, device="cpu", quantize=q, lora=LoraConfig(rank=2)), char_tokenizer("sort 0123456789"), seed=0).model  # type: ignore[arg-type]
+        load_policy(
+            ModelConfig(path=path, device="cpu", quantize=q, lora=LoraConfig(rank=2)),
+            char_tokenizer("sort 0123456789"),
+            seed=0,
+        ).model  # type: ignore[arg-type]
         for q in ("", "nf4")
-    )  # fmt: skip
+    )
     layer = small.model.layers[0].mlp.down_proj.get_base_layer()
     assert layer.weight.numel() * layer.weight.element_size() == layer.in_features * layer.out_features / 2
     assert type(small.lm_head) is torch.nn.Linear
     assert [numbers_in(p) for p in small.parameters()] == [p.numel() for p in whole.parameters()]
-    assert {n for n, p in small.named_parameters() if p.requires_grad} == {n for n, p in whole.named_parameters() if p.requires_grad}  # fmt: skip
-    off = (logits(small) - logits(whole)).std() / logits(whole).std()
-    assert 0 < off < 0.3
+    assert {n for n, p in small.named_parameters() if p.requires_grad} == {
+        n for n, p in whole.named_parameters() if p.requires_grad
+    }
+    error = (logits(small) - logits(whole)).std() / logits(whole).std()
+    assert 0 < error < 0.3
 
 
 @pytest.mark.parametrize("targets", ["", "model.lora.targets=q_proj"])
-def test_merged_into_weights_in_four_bits_it_gives_the_same_logits(targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path) -> None:  # fmt: skip
+def test_an_adapter_merged_into_4_bit_weights_gives_the_same_logits(
+    targets: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     config = adapting("model.quantize=nf4", *filter(None, [targets]))
     train(config, display)
     assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    kept = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
-    ours = load_policy(kept, load_tokenizer(config.model), seed=0).model
+    adapted = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
+    ours = load_policy(adapted, load_tokenizer(config.model), seed=0).model
     torch.testing.assert_close(logits(merged), logits(ours), rtol=1e-3, atol=1e-4)
 
 
-def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_a_checkpoint_trained_on_4_bit_weights_is_loaded_as_such(
+    adapting: Callable[..., Config], tiny: Callable[..., Config], display: Any
+) -> None:
     config = adapting("model.quantize=nf4")
     train(config, display)
-    folder, tokenizer = str(last(config)), load_tokenizer(config.model)
-    ours = load_policy(ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0)  # fmt: skip
+    folder = str(last(config))
+    tokenizer = load_tokenizer(config.model)
+    ours = load_policy(
+        ModelConfig(path=folder, device="cpu", lora=config.model.lora, quantize="nf4"), tokenizer, seed=0
+    )
     merged = load_policy(ModelConfig(path=folder, device="cpu"), tokenizer, seed=0)
     torch.testing.assert_close(logits(merged.model), logits(ours.model), rtol=1e-3, atol=1e-4)
     with pytest.raises(
@@ -247,16 +286,18 @@ def test_a_checkpoint_beside_four_bits_is_taken_for_what_it_is(adapting: Callabl
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("instructions", [True, False], ids=["with bfloat16 instructions", "without"])
-def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
+def test_4_bit_layers_compute_with_their_dequantized_weights_on_every_cpu(
     instructions: bool, dtype: str, base: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampling comes first, without gradients; learning then must have them, and the merged model must be the same one."""
+    """Sampling runs first, without gradients. Training must still get them, and the merged model must agree."""
     import bitsandbytes.functional
     import bitsandbytes.nn.modules
 
     for module in (bitsandbytes.functional, bitsandbytes.nn.modules):
         monkeypatch.setattr(module, "has_avx512bf16", lambda: instructions)
-    config = ModelConfig(path=base(attention_bias=True), device="cpu", quantize="nf4", dtype=dtype, lora=LoraConfig(rank=2))  # type: ignore[arg-type]  # fmt: skip
+    config = ModelConfig(
+        path=base(attention_bias=True), device="cpu", quantize="nf4", dtype=dtype, lora=LoraConfig(rank=2)
+    )  # type: ignore[arg-type]
     tokenizer = load_tokenizer(config)
     small, whole = (load_policy(config, tokenizer, seed=0).model for _ in range(2))
     for layer in adapter.layers(whole).values():
@@ -282,10 +323,12 @@ def test_four_bits_compute_with_the_weights_that_they_stand_for_on_every_cpu(
     torch.testing.assert_close(logits(small), sampled, rtol=1e-2, atol=5e-2 if dtype == "bfloat16" else 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------- where the model is
+# -------------------------------------------------------------------------------- location of the base model
 
 
-def test_an_adapter_finds_its_model_from_anywhere(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_adapter_finds_its_model_from_anywhere(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = adapting()
     monkeypatch.chdir(tmp_path)
     config = replace(config, model=replace(config.model, path=Path(config.model.path).name))
@@ -297,7 +340,9 @@ def test_an_adapter_finds_its_model_from_anywhere(adapting: Callable[..., Config
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.lora.rank=0", "objective.name=grpo", "objective.kl=0.1")])
-def test_a_given_model_that_has_changed_is_not_resumed_with(overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+def test_a_resume_refuses_a_changed_base_model(
+    overrides: tuple[str, ...], adapting: Callable[..., Config], display: Any
+) -> None:
     config = adapting(*overrides)
     train(config, display)
     file = Path(config.model.path, "model.safetensors")
@@ -309,33 +354,43 @@ def test_a_given_model_that_has_changed_is_not_resumed_with(overrides: tuple[str
     assert resume(config.run_dir, display, steps=5).step == 5
 
 
-def test_a_model_that_is_gone_is_named(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_missing_base_model_is_named(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = adapting()
     train(config, display)
     os.rename(config.model.path, tmp_path / "moved")
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert f"{config.model.path}: does not exist, and it is the base model of the adapter in {last(config)}" in said
+    output = capsys.readouterr().err
+    assert f"{config.model.path}: does not exist, and it is the base model of the adapter in {last(config)}" in output
     os.symlink(tmp_path / "moved", config.model.path)
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
     assert str(last(config)) in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_damaged_checkpoint_is_skipped_with_a_message(
+    adapting: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = adapting()
     train(config, display)
     file = last(config) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04")
     for command in (["merge", config.run_dir, str(tmp_path / "out")], ["eval", config.run_dir, "--limit", "4"]):
         assert main(command) == 0
-        said = capsys.readouterr().err
-        assert "skipped a damaged checkpoint: 000003: " in said
-        assert "000002 is used" in said
+        output = capsys.readouterr().err
+        assert "skipped a damaged checkpoint: 000003: " in output
+        assert "000002 is used" in output
     assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_merge_that_fails_leaves_nothing(adapting: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_failed_merge_leaves_no_files(
+    adapting: Callable[..., Config],
+    display: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = adapting()
     train(config, display)
     assert main(["merge", config.run_dir, f"{config.run_dir}/config.toml/out"]) == 1
@@ -354,7 +409,7 @@ def test_a_merge_that_fails_leaves_nothing(adapting: Callable[..., Config], disp
     assert main(["merge", config.run_dir, str(tmp_path / "out")]) == 0
 
 
-def test_routers_are_neither_adapted_nor_quantised() -> None:
+def test_routers_are_neither_adapted_nor_quantized() -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,57 +423,76 @@ def test_routers_are_neither_adapted_nor_quantised() -> None:
     assert [path for path, _ in linear_layers(Layer())] == ["up_proj", "gate_proj"]
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------- invalid settings
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model.lora.targets=q_pro",), "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj"),
+        (
+            ("model.lora.targets=q_pro",),
+            "model.lora.targets: .* has no linear layer 'q_pro' .did you mean q_proj.*; there are: .*v_proj",
+        ),
         (("model.lora.targets=lm_head",), "model.lora.targets: 'lm_head' is the LM head, which gets no adapter"),
         (("model.lora.rank=-1",), "model.lora.rank: must be at least 0"),
         (("model.lora.rank=1000",), "model.lora.rank: 1000 is more than the rank of any layer .64."),
-        (("model.lora.rank=0", "model.quantize=nf4"), "model.quantize: 4-bit weights cannot be trained; set model.lora.rank"),
+        (
+            ("model.lora.rank=0", "model.quantize=nf4"),
+            "model.quantize: 4-bit weights cannot be trained; set model.lora.rank",
+        ),
         (("model.lora.rank=0", "model.lora.alpha=4"), "model.lora.alpha: has no effect without model.lora.rank"),
-        (("model.lora.rank=0", "model.lora.targets=q_proj"), "model.lora.targets: has no effect without model.lora.rank"),
+        (
+            ("model.lora.rank=0", "model.lora.targets=q_proj"),
+            "model.lora.targets: has no effect without model.lora.rank",
+        ),
     ],
-)  # fmt: skip
-def test_settings_that_cannot_work(overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any) -> None:  # fmt: skip
+)
+def test_invalid_settings_are_refused(
+    overrides: tuple[str, ...], message: str, adapting: Callable[..., Config], display: Any
+) -> None:
     with pytest.raises(ConfigError, match=message):
         train(adapting(*overrides), display)
 
 
-def test_experts_in_one_tensor_are_refused_by_name(adapting: Callable[..., Config], display: Any) -> None:
+def test_adapters_on_fused_experts_are_refused(adapting: Callable[..., Config], display: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"model.lora.targets: 'gate_up_proj' holds all experts of a layer in one tensor"
     ):
         train(adapting("model.lora.targets=q_proj,gate_up_proj", build="tiny_moe"), display)
 
 
-def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(tiny: Callable[..., Config], adapting: Callable[..., Config]) -> None:  # fmt: skip
+def test_a_built_model_and_a_cold_start_with_a_reference_are_refused(
+    tiny: Callable[..., Config], adapting: Callable[..., Config]
+) -> None:
     with pytest.raises(ConfigError, match=r"model.lora.rank: a model built from scratch"):
         tiny("model.lora.rank=2")
     with pytest.raises(ConfigError, match=r"cold_start.steps: with model.lora the reference"):
         run_objective(adapting("cold_start.steps=2", "objective.name=grpo", "objective.kl=0.1"))
 
 
-def test_without_peft_the_remedy_is_named(adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_without_peft_the_error_names_the_fix(
+    adapting: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gspo.model.adapter.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.lora: adapters need the peft package; run: pip install peft"):
         train(adapting(), display)
 
 
-def test_an_adapter_goes_on_with_its_own_layers(adapting: Callable[..., Config], display: Any) -> None:
+def test_further_training_of_an_adapter_keeps_its_layers(adapting: Callable[..., Config], display: Any) -> None:
     config = adapting("model.lora.targets=q_proj,v_proj")
     train(config, display)
     again = adapting(f"model.path={last(config)}", "model.lora.targets=q_proj", run_dir="again")
     with pytest.raises(ConfigError, match=r"model.lora.targets: the adapter in .* has q_proj, v_proj"):
         train(again, display)
-    train(adapting(f"model.path={last(config)}", "model.lora.targets=v_proj,q_proj", "steps=1", run_dir="same"), display)  # fmt: skip
+    train(
+        adapting(f"model.path={last(config)}", "model.lora.targets=v_proj,q_proj", "steps=1", run_dir="same"), display
+    )
 
 
 @pytest.mark.parametrize("harm", ["config", "weights", "other model"])
-def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any) -> None:  # fmt: skip
+def test_an_adapter_that_does_not_match_is_refused(
+    harm: str, adapting: Callable[..., Config], base: Callable[..., str], display: Any
+) -> None:
     config = adapting()
     train(config, display)
     path = last(config)
@@ -433,7 +507,9 @@ def test_an_adapter_that_does_not_fit_is_refused(harm: str, adapting: Callable[.
         load_policy(ModelConfig(path=str(path), device="cpu"), load_tokenizer(config.model), seed=0)
 
 
-def test_merging_what_is_no_adapter_is_refused(base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_merging_anything_but_an_adapter_is_refused(
+    base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for source, message in ((base(), "it is already a full model"), (str(tmp_path / "none"), "no such directory")):
         assert main(["merge", source, str(tmp_path / "out")]) == 1
         assert message in capsys.readouterr().err

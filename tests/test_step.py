@@ -1,4 +1,4 @@
-"""A training step on a real, tiny model: what is learned, and what cannot change it."""
+"""A training step on a real, tiny model: its gradient, and what must not change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gspo.objectives.table import objective as build
 from gspo.step import accumulate_gradients, collect, learn
 from gspo.types import Group, StopReason
 
-RUN_ROWS = [name for name in gspo.objective_names() if name != "ppo_clip"]
+RUN_OBJECTIVES = [name for name in gspo.objective_names() if name != "ppo_clip"]
 
 
 def groups_of(parts: RunContext) -> tuple[Group, ...]:
@@ -33,10 +33,12 @@ def groups_of(parts: RunContext) -> tuple[Group, ...]:
 
 
 class GradientRecorder:
-    """Stands in for the optimiser: keeps the gradient of every step and changes nothing."""
+    """Replaces the optimizer: records the gradient of every step and changes no weight."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.updates, self.gradients = model, 0, []
+        self.model = model
+        self.updates = 0
+        self.gradients: list[Any] = []
 
     def step(self, *, loss_finite: bool) -> Any:
         self.gradients.append(
@@ -49,25 +51,23 @@ class GradientRecorder:
 
 
 def settings_for(name: str) -> dict[str, Any]:
-    """Selections of a few tokens would be empty at this size; widen them so that they are tested."""
+    """At this size the selection of a few tokens would be empty, so widen it."""
     wide = {"clip_cov": {"select_fraction": 0.2, "cov_low": 0.0}, "kl_cov": {"select_fraction": 0.2}}
     return wide.get(name, {})
 
 
-@pytest.mark.parametrize("name", RUN_ROWS)
-def test_one_optimiser_step_cut_anyhow_gives_the_same_gradient(
-    name: str, tiny: Callable[..., Config], parts_of: Any
-) -> None:
+@pytest.mark.parametrize("name", RUN_OBJECTIVES)
+def test_the_gradient_does_not_depend_on_micro_batches(name: str, tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     parts.policy.model.double()
     objective = build(name, **settings_for(name))
     groups = groups_of(parts)
     gradients = []
-    for cut in range(4):
-        # A fresh plan of the same rows, cut by another budget and dealt in another order; old log-probabilities and
-        # advantages are the same values, looked up by row.
+    for variant in range(4):
+        # A new plan of the same sequences with another token budget and another order. Old log-probs and advantages
+        # are the same values, looked up by sequence.
         recorder = GradientRecorder(parts.policy.model)
-        batch = _batch(parts, objective, groups, budget=[10**9, 1, 40, 90][cut], shuffle=cut)
+        batch = _batch(parts, objective, groups, budget=[10**9, 1, 40, 90][variant], shuffle=variant)
         context = replace(parts, objective=objective, optimizer=recorder)
         recorder.step(loss_finite=accumulate_gradients(context, batch, 0).finite)
         gradients.append(recorder.gradients[0])
@@ -80,9 +80,9 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     from gspo.objectives.advantage import apply_rule
     from gspo.objectives.sequences import Tokens
 
-    replies = trainable(groups, objective, max_tokens=10)
-    rows = [TokenSequence(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in replies]
-    group_ids = [r.group for r in replies]
+    samples = trainable(groups, objective, max_tokens=10)
+    rows = [TokenSequence(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in samples]
+    group_ids = [r.group for r in samples]
     plan = make_plan(rows, group_ids, mini_batches=1, token_budget=budget, pad_id=0, seed=str(shuffle))
     micro = list(plan.updates[0])
     random.Random(shuffle).shuffle(micro)
@@ -90,16 +90,20 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     logp_old, _ = plan_logprobs(parts.policy.model, plan, 1.0, parts.policy.device)
     generator = torch.Generator().manual_seed(1)
     logp_old = logp_old + 0.05 * torch.randn(logp_old.shape, generator=generator)
-    advantage = apply_rule(objective.advantage, torch.tensor([r.reward for r in replies]), group_ids)
+    advantage = apply_rule(objective.advantage, torch.tensor([r.reward for r in samples]), group_ids)
     sequences = Sequences(plan.sequence_N, len(rows))
     tokens = Tokens(
-        logp_N=logp_old, logp_old_N=logp_old, logp_sampler_N=logp_old - 0.01, logp_ref_N=logp_old + 0.1,
-        advantage_N=sequences.expand(advantage), sequences=sequences,
-    )  # fmt: skip
+        logp_N=logp_old,
+        logp_old_N=logp_old,
+        logp_sampler_N=logp_old - 0.01,
+        logp_ref_N=logp_old + 0.1,
+        advantage_N=sequences.expand(advantage),
+        sequences=sequences,
+    )
     old = OldLogprobs(logp_N=logp_old, logp_sampler_N=logp_old, entropy_M=logp_old, log_rho_M=logp_old)
     return TrainBatch(
         plan=plan,
-        samples=tuple(replies),
+        samples=tuple(samples),
         tokens=tokens,
         reward_B=advantage,
         old=old,
@@ -110,31 +114,31 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     )
 
 
-@pytest.mark.parametrize("name", RUN_ROWS)
+@pytest.mark.parametrize("name", RUN_OBJECTIVES)
 def test_every_objective_trains(name: str, tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny(f"objective.name={name}"))
     if parts.objective.kl:
         parts = replace(parts, reference=parts.policy.model)
     before = [p.clone() for p in parts.policy.model.parameters()]
-    learned = learn(parts, groups_of(parts), step=1)
-    assert learned is not None
-    assert all(u.applied and u.grad_norm > 0 for u in learned.updates)
+    result = learn(parts, groups_of(parts), step=1)
+    assert result is not None
+    assert all(u.applied and u.grad_norm > 0 for u in result.updates)
     assert any(not torch.equal(a, b) for a, b in zip(before, parts.policy.model.parameters(), strict=True))
 
 
-def test_the_ratio_is_one_to_the_bit_at_the_first_update(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_the_ratio_is_exactly_one_at_the_first_update(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny("learner.mini_batches=4", "learner.micro_batch_tokens=60"))
-    learned = learn(parts, groups_of(parts), step=1)
-    assert learned is not None
-    first = {row for micro in _plan(parts, learned).updates[0] for row in micro.rows}
-    in_first = torch.tensor([int(s) in first for s in learned.tokens.sequences.index_N])
-    assert (learned.ratio_N[in_first] == 1.0).all()
-    assert torch.equal(learned.tokens.logp_N[in_first], learned.tokens.logp_old_N[in_first])
-    assert (learned.ratio_N[~in_first] != 1.0).any()
+    result = learn(parts, groups_of(parts), step=1)
+    assert result is not None
+    first = {row for micro in _plan(parts, result).updates[0] for row in micro.rows}
+    in_first = torch.tensor([int(s) in first for s in result.tokens.sequences.index_N])
+    assert (result.ratio_N[in_first] == 1.0).all()
+    assert torch.equal(result.tokens.logp_N[in_first], result.tokens.logp_old_N[in_first])
+    assert (result.ratio_N[~in_first] != 1.0).any()
 
 
-def _plan(parts: RunContext, learned: Any) -> Any:
-    return plan_batch(parts, learned.samples, 1)
+def _plan(parts: RunContext, result: Any) -> Any:
+    return plan_batch(parts, result.samples, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -142,25 +146,25 @@ def test_sampler_and_learner_agree_at_any_temperature(
     temperature: float, tiny: Callable[..., Config], parts_of: Any
 ) -> None:
     parts = parts_of(tiny(f"rollout.temperature={temperature}"))
-    learned = learn(parts, groups_of(parts), step=1)
-    assert learned is not None
-    gap = (learned.tokens.logp_old_N - learned.tokens.logp_sampler_N).abs().max()
+    result = learn(parts, groups_of(parts), step=1)
+    assert result is not None
+    gap = (result.tokens.logp_old_N - result.tokens.logp_sampler_N).abs().max()
     assert gap < 1e-5
 
 
-def test_the_end_token_is_trained_on_and_padding_is_not(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_the_eos_token_is_trained_on_and_padding_is_not(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     groups = groups_of(parts)
-    learned = learn(parts, groups, step=1)
-    assert learned is not None
-    lengths = [len(r.completion.token_ids) for r in learned.samples]
-    assert learned.tokens.sequences.length_B.tolist() == lengths
-    ended = [r for r in learned.samples if r.completion.stop is StopReason.EOS]
+    result = learn(parts, groups, step=1)
+    assert result is not None
+    lengths = [len(r.completion.token_ids) for r in result.samples]
+    assert result.tokens.sequences.length_B.tolist() == lengths
+    ended = [r for r in result.samples if r.completion.stop is StopReason.EOS]
     assert ended
     assert all(r.completion.token_ids[-1] in parts.policy.stop_ids for r in ended)
 
 
-def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_padding_does_not_affect_log_probs(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model.double()
     rows = [
         TokenSequence(prompt_ids=(5, 6), completion_ids=(7, 8, 9)),
@@ -175,7 +179,7 @@ def test_padding_cannot_be_seen(tiny: Callable[..., Config], parts_of: Any) -> N
     torch.testing.assert_close(values[0], values[2], rtol=0, atol=1e-6)
 
 
-def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_log_probs_match_a_plain_forward(tiny: Callable[..., Config], parts_of: Any) -> None:
     model = parts_of(tiny()).policy.model
     row = TokenSequence(prompt_ids=(5, 6, 7), completion_ids=(8, 9, 1))
     plan = make_plan([row], [0], mini_batches=1, token_budget=999, pad_id=0, seed="")
@@ -190,7 +194,7 @@ def test_log_probabilities_match_a_plain_forward(tiny: Callable[..., Config], pa
     assert logp.dtype == torch.float32
 
 
-def test_groups_stay_together_and_every_row_is_used_once() -> None:
+def test_groups_stay_together_and_every_sequence_is_used_once() -> None:
     rows = [TokenSequence(prompt_ids=(1,) * (1 + i % 5), completion_ids=(2,) * (1 + i % 7)) for i in range(24)]
     groups = [i // 4 for i in range(24)]
     plan = make_plan(rows, groups, mini_batches=3, token_budget=30, pad_id=0, seed="x")
@@ -206,7 +210,7 @@ def test_groups_stay_together_and_every_row_is_used_once() -> None:
                 assert micro.input_ids.flatten()[micro.output_N[n] + 1] == micro.target_N[n]
 
 
-def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_unscored_completions_are_in_no_mean_and_no_denominator(tiny: Callable[..., Config], parts_of: Any) -> None:
     from gspo.types import Score, Status
 
     parts = parts_of(tiny())
@@ -220,18 +224,17 @@ def test_unscored_replies_are_in_no_mean_and_no_denominator(tiny: Callable[..., 
     learn(fake, without, step=1)
     assert torch.equal(recorder.gradients[0], recorder.gradients[2])
     assert torch.equal(recorder.gradients[1], recorder.gradients[3])
-    # A reply left alone in its group goes too.
+    # A completion that is the only scored one of its group is excluded too.
     alone = [replace(groups[0], scores=[groups[0].scores[0], unscored, unscored, unscored])]
     assert trainable(alone, parts.objective, max_tokens=10) == []
     assert learn(fake, alone, step=1) is None
 
 
 def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
-
     parts = parts_of(tiny())
     groups = groups_of(parts)
-    cut = [c for g in groups for c in g.completions if c.stop is StopReason.LENGTH]
-    assert cut
+    truncated = [c for g in groups for c in g.completions if c.stop is StopReason.LENGTH]
+    assert truncated
     filtered = trainable(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
     assert all(r.completion.stop is StopReason.EOS for r in filtered)
     soft = trainable(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
@@ -244,26 +247,27 @@ def test_kl_in_the_reward_reaches_the_advantage(tiny: Callable[..., Config], par
     parts = parts_of(tiny("objective.name=rloo", "objective.kl=0.5", "objective.kl_in=reward"))
     other = parts_of(tiny("seed=5", run_dir="other")).policy.model
     parts = replace(parts, reference=other, optimizer=GradientRecorder(parts.policy.model))
-    learned = learn(parts, groups_of(parts), step=1)
-    assert learned is not None
-    k1 = learned.tokens.sequences.sum(learned.tokens.logp_old_N - learned.tokens.logp_ref_N)
-    reward = torch.tensor([r.reward for r in learned.samples]) - 0.5 * k1
-    expected = gspo.group_advantage("rloo", reward, [r.group for r in learned.samples])
-    torch.testing.assert_close(learned.advantage_B, expected, rtol=1e-4, atol=1e-5)
+    result = learn(parts, groups_of(parts), step=1)
+    assert result is not None
+    k1 = result.tokens.sequences.sum(result.tokens.logp_old_N - result.tokens.logp_ref_N)
+    reward = torch.tensor([r.reward for r in result.samples]) - 0.5 * k1
+    expected = gspo.group_advantage("rloo", reward, [r.group for r in result.samples])
+    torch.testing.assert_close(result.advantage_B, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny("objective.name=reinforce_pp", "objective.kl=0.3"))
     other = parts_of(tiny("seed=5", run_dir="other")).policy.model
     parts = replace(parts, reference=other, optimizer=GradientRecorder(parts.policy.model))
-    learned = learn(parts, groups_of(parts), step=1)
-    assert learned is not None
-    returns, at = [], 0
-    k1 = (learned.tokens.logp_old_N - learned.tokens.logp_ref_N).double().tolist()
-    for r in learned.samples:
+    result = learn(parts, groups_of(parts), step=1)
+    assert result is not None
+    returns = []
+    at = 0
+    k1 = (result.tokens.logp_old_N - result.tokens.logp_ref_N).double().tolist()
+    for r in result.samples:
         n = len(r.completion.token_ids)
         returns += [r.reward - 0.3 * sum(k1[at + t : at + n]) for t in range(n)]
         at += n
     expected = torch.tensor(returns, dtype=torch.float64)
     expected = (expected - expected.mean()) / expected.std()
-    torch.testing.assert_close(learned.tokens.advantage_N.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.tokens.advantage_N.double(), expected, rtol=1e-4, atol=1e-5)

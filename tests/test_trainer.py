@@ -1,4 +1,4 @@
-"""Whole runs: exact resume, faults that must not stop or falsify a run, and what is written down."""
+"""Whole runs: exact resume, faults that must not stop or falsify a run, and the files of a run."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def same_checkpoint(a: Path, b: Path) -> bool:
 
 VARIANTS = {
     "gspo": (),
-    "kl against a kept reference": ("objective.name=grpo",),
+    "KL to a stored reference": ("objective.name=grpo",),
     "dynamic sampling": ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2"),
     "mixture of experts": ("model.build=tiny_moe",),
-    "bfloat16 with float32 masters": ("model.dtype=bfloat16",),
+    "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
     "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
     "cold start": ("cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9"),
-    "tokens singled out": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),
+    "selected tokens": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
 }
 
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
+def test_a_resumed_run_is_byte_identical_to_the_uninterrupted_run(
     overrides: tuple[str, ...], tiny: Callable[..., Config], display: Any
 ) -> None:
     whole, cut = tiny(*overrides, "steps=4", run_dir="whole"), tiny(*overrides, "steps=4", run_dir="cut")
     train(whole, display)
     shutil.copytree(run_of(whole), run_of(cut))
-    for step in (3, 4):  # forget the end, as if killed during step 3
+    for step in (3, 4):  # remove the end, as if the run was killed during step 3
         os.rename(run_of(cut) / f"checkpoints/{step:06d}", run_of(cut) / f".gone-{step}")
     outcome = resume(run_of(cut), display, trust_run=True)
     assert outcome.step == 4
@@ -87,7 +87,7 @@ def test_a_refused_resume_changes_no_settings(
     assert "new end" not in kinds
 
 
-def test_a_stop_signal_saves_and_a_resume_goes_on_exactly(tiny: Callable[..., Config], display: Any) -> None:
+def test_a_stop_signal_saves_and_the_run_resumes_exactly(tiny: Callable[..., Config], display: Any) -> None:
     whole, cut = tiny("steps=4", run_dir="whole"), tiny("steps=4", "checkpoint.every=100", run_dir="cut")
     train(whole, display)
 
@@ -110,33 +110,37 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny: Callable[..
     assert read(a) == read(b) != read(c)
 
 
-def test_lengths_and_what_they_cost_are_those_of_the_replies(tiny: Callable[..., Config], display: Any) -> None:
-    """Counted again from what the run wrote of every reply."""
-    config = tiny("objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2")  # fmt: skip
+def test_length_metrics_match_the_completions(tiny: Callable[..., Config], display: Any) -> None:
+    """Recomputed from the records of all completions."""
+    config = tiny(
+        "objective.shape=soft_overlong", "objective.overlong_cache=8", "rollout.engine_options.slots=6", "steps=2"
+    )
     train(config, display)
     for row in read_jsonl(run_of(config) / "metrics.jsonl")[1:]:
-        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
-        lengths = sorted(len(r["token_ids"]) for r in replies)
+        records = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        lengths = sorted(len(r["token_ids"]) for r in records)
         assert row["length/median"] == statistics.median(lengths)
         assert lengths[0] <= row["length/p10"] <= row["length/median"] <= row["length/p90"] <= row["length/max"]
-        punished = [max(0, length - 2) / 8 for length in lengths]  # of a limit of 10 tokens the last 8
-        assert row["reward/length_penalty"] == pytest.approx(statistics.mean(punished))
-        assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in punished)
-        assert all(r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in replies)  # fmt: skip
+        penalties = [max(0, length - 2) / 8 for length in lengths]  # the limit is 10 tokens, the penalty starts 8 below
+        assert row["reward/length_penalty"] == pytest.approx(statistics.mean(penalties))
+        assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in penalties)
+        assert all(
+            r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in records
+        )
         assert row["sampler/steps"] * row["sampler/live_mean"] == pytest.approx(sum(lengths))
         assert max(lengths) <= row["sampler/steps"]
         assert row["sampler/live_mean"] <= 6
-        assert row["padding/sampler"] == 0, "no idle row is computed on a CPU"
-        assert row["padding/learner"] == 0, "replies are packed"
+        assert row["padding/sampler"] == 0, "a CPU computes no idle slots"
+        assert row["padding/learner"] == 0, "sequences are packed"
         assert 0 < row["padding/saved"] < 1
 
 
-def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config], display: Any) -> None:
+def test_metrics_are_complete_and_exclude_timings(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()
     train(config, display)
     rows = read_jsonl(run_of(config) / "metrics.jsonl")
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
-    promised = [
+    required = [
         "reward/mean",
         "reward/std",
         "groups/uniform_fraction",
@@ -158,7 +162,7 @@ def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config
         "tokens/trained",
     ]
     for row in rows[1:]:
-        assert all(row[name] is not None for name in promised)
+        assert all(row[name] is not None for name in required)
         assert not any(name.startswith("time/") for name in row)
     assert all(
         row["eval/accuracy"] is not None and "eval/accuracy_greedy" in row for row in (rows[0], rows[2], rows[3])
@@ -167,9 +171,9 @@ def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config
     assert all(
         t[name] >= 0 for t in times for name in ("time/rollout_s", "time/reward_s", "time/learn_s", "time/step_s")
     )
-    replies = read_jsonl(run_of(config) / "rollouts/000001.jsonl")
-    assert len(replies) == 16
-    for r in replies:
+    records = read_jsonl(run_of(config) / "rollouts/000001.jsonl")
+    assert len(records) == 16
+    for r in records:
         assert len(r["token_ids"]) == len(r["logp_sampler"]) == len(r["logp_old"]) == len(r["logp_new"])
     kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
     assert kinds[0] == "start"
@@ -178,7 +182,7 @@ def test_metrics_name_everything_and_times_stay_apart(tiny: Callable[..., Config
     assert again == config
 
 
-def test_checkpoints_load_in_transformers_as_they_are(tiny: Callable[..., Config], display: Any) -> None:
+def test_checkpoints_load_in_plain_transformers(tiny: Callable[..., Config], display: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = tiny("model.build=tiny_moe")
@@ -191,24 +195,26 @@ def test_checkpoints_load_in_transformers_as_they_are(tiny: Callable[..., Config
     assert not [f for f in path.iterdir() if f.suffix in (".pt", ".bin", ".pkl")]
 
 
-def test_masters_follow_the_cold_start(tiny: Callable[..., Config], display: Any) -> None:
+def test_master_weights_include_the_cold_start(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny(
         "model.dtype=bfloat16", "cold_start.steps=4", "cold_start.check_every=4", "steps=1", "learner.learning_rate=0"
     )
     train(config, display)
     checkpoints = [run_of(config) / f"checkpoints/{step:06d}/model.safetensors" for step in (0, 1)]
     before, after = map(load_file, checkpoints)
-    assert all(torch.equal(before[k], after[k]) for k in before)  # a step of size 0 must not undo the cold start
+    assert all(
+        torch.equal(before[k], after[k]) for k in before
+    )  # an update with learning rate 0 must not undo the cold start
 
 
-def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
+def test_a_cold_start_shorter_than_its_check_interval_is_evaluated(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "kind.py").write_text(
-        "def kind(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    (tmp_path / "ones.py").write_text(
+        "def ones(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
     )
-    kind = f"reward.functions={tmp_path}/kind.py:kind"
-    config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", kind)
+    ones = f"reward.functions={tmp_path}/ones.py:ones"
+    config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", ones)
     train(config, display)
     (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold start"]
     assert (event["steps"], event["accuracy"]) == (3, 1.0)
@@ -216,7 +222,7 @@ def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["objective.overlong_cache=11"], r"objective\.overlong_cache: .* 11 tokens .* limit of 10 .*10 or less"),
         (
@@ -226,17 +232,17 @@ def test_a_cold_start_that_is_shorter_than_its_checks_is_measured(
         (["objective.overlong_limit=100"], r"objective\.overlong_limit: .* above 80 tokens .*max_tokens = 10"),
     ],
 )
-def test_a_length_penalty_that_cannot_work_is_refused_before_anything_is_made(
-    overrides: list[str], says: str, tiny: Callable[..., Config], display: Any
+def test_an_ineffective_length_penalty_is_refused_before_the_run_starts(
+    overrides: list[str], message: str, tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("objective.shape=soft_overlong", "cold_start.steps=2", *overrides)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         train(config, display)
     assert not run_of(config).exists()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "manifest"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callable[..., Config], display: Any) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()
     train(config, display)
     golden = (run_of(config) / "metrics.jsonl").read_bytes()
@@ -261,7 +267,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: str, tiny: Callab
         resume(run_of(config), display)
 
 
-def test_a_log_shorter_than_its_checkpoint_sends_the_resume_further_back(
+def test_a_log_shorter_than_its_checkpoint_resumes_from_an_earlier_one(
     tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny()
@@ -276,7 +282,7 @@ def test_a_log_shorter_than_its_checkpoint_sends_the_resume_further_back(
         resume(run_of(config), display)
 
 
-def test_a_run_on_other_problems_is_refused(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+def test_a_resume_on_changed_problems_is_refused(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{i}", "answer": "x"}) for i in range(20)]
     (tmp_path / "d.jsonl").write_text("\n".join(rows))
     tree = {"task": "", "path": str(tmp_path / "d.jsonl"), "held_out": 4}
@@ -287,20 +293,20 @@ def test_a_run_on_other_problems_is_refused(tiny: Callable[..., Config], display
         resume(run_of(config), display)
 
 
-def test_the_learning_rate_warms_up_and_ends_where_it_should() -> None:
+def test_the_learning_rate_warms_up_and_decays_to_its_final_fraction() -> None:
     from gspo.config import LearnerConfig
     from gspo.learner.optimizer import learning_rate
 
     for schedule in ("linear", "cosine"):
-        settings_ = LearnerConfig(learning_rate=2.0, warmup_updates=2, schedule=schedule, final_fraction=0.1)  # type: ignore[arg-type]
-        rates = [learning_rate(settings_, update, 10) for update in range(10)]
+        config = LearnerConfig(learning_rate=2.0, warmup_updates=2, schedule=schedule, final_fraction=0.1)  # type: ignore[arg-type]
+        rates = [learning_rate(config, update, 10) for update in range(10)]
         assert rates[0] == 1.0
         assert rates[1] == rates[2] == 2.0
         assert rates[-1] == pytest.approx(0.2)
         assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
-def test_old_checkpoints_go_and_the_newest_stay(tiny: Callable[..., Config], display: Any) -> None:
+def test_old_checkpoints_are_deleted_and_the_newest_kept(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("checkpoint.keep=2", "steps=5")
     train(config, display)
     assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004", "000005"]
@@ -309,7 +315,7 @@ def test_old_checkpoints_go_and_the_newest_stay(tiny: Callable[..., Config], dis
     assert sorted(p.name for p in (run_of(config) / "checkpoints").iterdir()) == ["000004-best", "000006", "000007"]
 
 
-def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> None:
+def test_a_run_can_be_extended(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("steps=2")
     train(config, display)
     outcome = resume(run_of(config), display, steps=3)
@@ -319,10 +325,10 @@ def test_a_run_can_be_made_longer(tiny: Callable[..., Config], display: Any) -> 
         resume(run_of(config), display, steps=2)
     with pytest.raises(ConfigError):
         resume(run_of(config), display, steps=-5)
-    assert resume(run_of(config), display).step == 3  # finished: nothing to do, and nothing was broken by the attempts
+    assert resume(run_of(config), display).step == 3  # finished, and unchanged by the refused attempts
 
 
-def test_a_lower_learning_rate_is_taken_by_a_resume_and_written_down(tiny: Callable[..., Config], display: Any) -> None:
+def test_a_resume_accepts_and_records_a_lower_learning_rate(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("steps=2", "eval.every=0")
     train(config, display)
     run = run_of(config)
@@ -339,7 +345,7 @@ def test_a_lower_learning_rate_is_taken_by_a_resume_and_written_down(tiny: Calla
 @pytest.mark.parametrize(
     "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.replies=2", "run_dir=elsewhere"]
 )
-def test_a_resume_takes_no_setting_that_makes_another_run(
+def test_a_resume_refuses_settings_that_define_the_run(
     override: str, tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("steps=1", "eval.every=0")
@@ -354,7 +360,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     """Make the loss of some micro-batches NaN."""
     from gspo import step as module
 
-    real, count = module.loss_of, [0]
+    real = module.loss_of
+    count = [0]
 
     def broken(*arguments: Any) -> Any:
         loss = real(*arguments)
@@ -364,7 +371,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     monkeypatch.setattr(module, "loss_of", broken)
 
 
-def test_a_non_finite_update_is_skipped_and_said(
+def test_a_non_finite_update_is_skipped_and_reported(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny()
@@ -378,7 +385,7 @@ def test_a_non_finite_update_is_skipped_and_said(
     assert all(t.isfinite().all() for t in weights.values())
 
 
-def test_a_skipped_update_leaves_weights_and_moments_alone(
+def test_a_skipped_update_changes_neither_weights_nor_moments(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny("steps=2", "learner.max_skipped=9")
@@ -388,7 +395,7 @@ def test_a_skipped_update_leaves_weights_and_moments_alone(
     assert same_checkpoint(path / "000001", path / "000002")
 
 
-def test_updates_that_stay_non_finite_stop_the_run(
+def test_repeated_non_finite_updates_stop_the_run(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, set(range(3, 99)))
@@ -400,11 +407,15 @@ def test_a_broken_reward_stops_the_run_with_a_checkpoint(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     flag = tmp_path / "broken"
-    (tmp_path / "moody.py").write_text(
-        f"import os\ndef score(prompts, completions, **columns):\n    if os.path.exists({str(flag)!r}):\n        raise ValueError('ouch')\n    return [len(c) % 3 for c in completions]\n"
+    (tmp_path / "broken.py").write_text(
+        "import os\n"
+        "def score(prompts, completions, **columns):\n"
+        f"    if os.path.exists({str(flag)!r}):\n"
+        "        raise ValueError('ouch')\n"
+        "    return [len(c) % 3 for c in completions]\n"
     )
     config = replace(
-        tiny("steps=5", "eval.every=0"), reward=replace(tiny().reward, functions=(f"{tmp_path}/moody.py:score",))
+        tiny("steps=5", "eval.every=0"), reward=replace(tiny().reward, functions=(f"{tmp_path}/broken.py:score",))
     )
 
     class BreakAfterTwo(type(display)):  # type: ignore[misc]
@@ -419,15 +430,16 @@ def test_a_broken_reward_stops_the_run_with_a_checkpoint(
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 5
 
 
-def test_some_unscored_replies_do_not_stop_a_run(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
+def test_some_unscored_completions_do_not_stop_a_run(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
-        "def score(prompts, completions, **columns):\n    return [float('nan') if len(c) % 4 == 0 else len(c) % 3 for c in completions]\n"
+        "def score(prompts, completions, **columns):\n"
+        "    return [float('nan') if len(c) % 4 == 0 else len(c) % 3 for c in completions]\n"
     )
     config = replace(tiny(), reward=replace(tiny().reward, functions=(f"{tmp_path}/picky.py:score",)))
     train(config, display)
     rows = read_jsonl(run_of(config) / "metrics.jsonl")
-    replies = [r for s in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{s:06d}.jsonl")]
-    unscored = [r for r in replies if r["status"] == "unscored"]
+    records = [r for s in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{s:06d}.jsonl")]
+    unscored = [r for r in records if r["status"] == "unscored"]
     assert unscored
     assert sum(r["samples/unscored"] for r in rows[1:]) == len(unscored)
     assert all(r["reward"] is None and not r["trained"] and "nonsense" in r["failure"] for r in unscored)
@@ -446,16 +458,16 @@ def test_dynamic_sampling_replaces_uniform_groups_within_its_budget(
     rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
     assert any(row["groups/discarded"] for row in rows)
     for row in rows:
-        replies = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
-        trained = {r["prompt_id"] for r in replies if r["trained"]}
+        records = read_jsonl(run_of(config) / f"rollouts/{row['step']:06d}.jsonl")
+        trained = {r["prompt_id"] for r in records if r["trained"]}
         assert row["groups/sampled"] - row["groups/discarded"] == len(trained) <= 4
         assert row["groups/sampled"] <= 12
         assert len(trained) == 4 or row["groups/sampled"] == 12
         for prompt in trained:
-            assert {r["reward"] for r in replies if r["prompt_id"] == prompt} == {0.0, 1.0}
+            assert {r["reward"] for r in records if r["prompt_id"] == prompt} == {0.0, 1.0}
 
 
-def test_dynamic_sampling_keeps_groups_whose_rewards_differ_although_none_counts_as_correct(
+def test_dynamic_sampling_keeps_mixed_groups_without_a_correct_completion(
     tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("objective.name=dapo", "reward.correct_above=1000")
@@ -465,33 +477,38 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_although_none_counts
     assert all(row["samples/trained"] == 16 for row in rows)
 
 
-def test_dynamic_sampling_does_not_ask_replies_that_are_left_out(
+def test_dynamic_sampling_ignores_excluded_completions(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
-    """Cut replies are not learned from under overlong_filter, so a group is not mixed by them."""
+    """With overlong_filter, truncated completions are not trained on, so they do not make a group mixed."""
     (tmp_path / "long.py").write_text(
         "def long(prompts, completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n"
     )
     config = tiny(
-        "objective.keep=mixed", "objective.shape=overlong_filter", "rollout.max_tokens=24", "rollout.replies=6",
+        "objective.keep=mixed",
+        "objective.shape=overlong_filter",
+        "rollout.max_tokens=24",
+        "rollout.replies=6",
         f"reward.functions={tmp_path}/long.py:long",
-    )  # fmt: skip
+    )
     train(config, display)
-    replies = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
+    records = [r for step in (1, 2, 3) for r in read_jsonl(run_of(config) / f"rollouts/{step:06d}.jsonl")]
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for r in replies:
+    for r in records:
         groups.setdefault((r["version"], r["prompt_id"]), []).append(r)
     trained = [[r for r in g if r["trained"]] for g in groups.values()]
     assert any(trained)
     assert all({r["correct"] for r in g} == {True, False} for g in trained if g)
-    only_with_cut = [
+    mixed_by_truncated = [
         g for g in groups.values() if len({r["correct"] for r in g}) == 2 and not any(r["trained"] for r in g)
     ]
-    assert any(r["left_out"] == "not mixed" for g in only_with_cut for r in g)
+    assert any(r["left_out"] == "not mixed" for g in mixed_by_truncated for r in g)
 
 
-def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
-    """A length penalty sets equal replies apart, and dapo has one; that is no reason to train on them."""
+def test_steps_without_a_group_to_train_on_are_reported_and_skipped(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """DAPO's length penalty makes equal rewards differ, but such groups are still not trained on."""
     (tmp_path / "same.py").write_text(
         "def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n"
     )
@@ -503,7 +520,7 @@ def test_nothing_to_learn_from_is_said_and_survived(tiny: Callable[..., Config],
     assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
 
 
-def test_fewer_replies_than_mini_batches_is_said_once(
+def test_fewer_completions_than_mini_batches_is_reported_once(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "half.py").write_text(
@@ -513,27 +530,25 @@ def test_fewer_replies_than_mini_batches_is_said_once(
     half = f"reward.functions={tmp_path}/half.py:half"
     config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
     train(config, display)
-    told = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
+    messages = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
     found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer updates"]
-    assert (len(told), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
+    assert (len(messages), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
 
 
-def test_a_run_that_ends_by_tokens_never_shows_a_step_beyond_its_last(
-    tiny: Callable[..., Config], display: Any
-) -> None:
-    class Recording(type(display)):  # type: ignore[misc]
+def test_a_run_limited_by_tokens_never_shows_a_step_beyond_its_last(tiny: Callable[..., Config], display: Any) -> None:
+    class RecordingDisplay(type(display)):  # type: ignore[misc]
         def step(self, step: int, steps: int, *rest: Any) -> None:
             self.steps.append((step, steps))
 
-    shown = Recording()
-    outcome = train(tiny("steps=2", "tokens=420", "eval.every=0"), shown)
+    recorder = RecordingDisplay()
+    outcome = train(tiny("steps=2", "tokens=420", "eval.every=0"), recorder)
     assert outcome.step > 2  # a step samples at most 160 tokens
-    assert all(step < steps for step, steps in shown.steps[:-1])
-    assert shown.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
+    assert all(step < steps for step, steps in recorder.steps[:-1])
+    assert recorder.steps[-1] == (outcome.step, outcome.step) == (outcome.step, outcome.steps)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_one_of_several_processes_is_refused(
+def test_a_multi_process_launch_is_refused(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config = tiny("steps=1")
@@ -555,7 +570,8 @@ def test_a_run_with_relative_paths_resumes_from_another_directory(
         lines = [json.dumps({"prompt": f"sort {i}", "answer": str(i)}) + "\n" for i in rows]
         (home / f"{name}.jsonl").write_text("".join(lines))
     (home / "mine.py").write_text(
-        "def mine(prompts, completions, *, most=1.0, **columns):\n    return [min(most, len(c) % 3) for c in completions]\n"
+        "def mine(prompts, completions, *, most=1.0, **columns):\n"
+        "    return [min(most, len(c) % 3) for c in completions]\n"
     )
     task = tiny("steps=2")
     tree = settings.flat(task) | {"data.path": "train.jsonl", "data.held_out_path": "test.jsonl", "data.held_out": 4}
@@ -572,8 +588,10 @@ def test_a_run_with_relative_paths_resumes_from_another_directory(
     assert saved.reward.options == {f"{home}/mine.py:mine": {"most": 2.0}}
 
 
-def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: Any, tmp_path: Path) -> None:
-    """Replies of one token are cut, all but those that end at once."""
+def test_the_message_without_a_group_to_train_on_gives_the_reasons(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """With a limit of one token, all completions but a lone EOS are truncated."""
     config = tiny(
         "objective.shape=overlong_filter",
         "rollout.max_tokens=1",
@@ -582,19 +600,20 @@ def test_nothing_to_learn_from_says_why(tiny: Callable[..., Config], display: An
         "eval.every=0",
     )
     (tmp_path / "picky.py").write_text(
-        "def score(prompts, completions, **columns):\n    return [None] + [float(i) for i in range(len(completions) - 1)]\n"
+        "def score(prompts, completions, **columns):\n"
+        "    return [None] + [float(i) for i in range(len(completions) - 1)]\n"
     )
     config = replace(config, reward=replace(config.reward, functions=(f"{tmp_path}/picky.py:score",)))
     train(config, display)
     found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "nothing to learn"]
     for event in found:
-        replies = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
-        assert event["reasons"] == Counter(r["left_out"] for r in replies)
+        records = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
+        assert event["reasons"] == Counter(r["left_out"] for r in records)
         assert {"overlong", "unscored"} <= event["reasons"].keys()
-    said = [m for m in display.messages if "no group to train on" in m]
-    assert len(said) == len(found) == 2
+    messages = [m for m in display.messages if "no group to train on" in m]
+    assert len(messages) == len(found) == 2
     assert all(
-        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in said
+        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in messages
     )
 
 
@@ -611,7 +630,7 @@ def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[.
     held.close()
 
 
-def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], display: Any) -> None:
+def test_invalid_settings_of_a_run_are_refused(tiny: Callable[..., Config], display: Any) -> None:
     for overrides, words in [
         (("objective.name=ppo_clip",), "external advantages"),
         (("rollout.replies=1",), "at least 2"),
@@ -624,7 +643,7 @@ def test_settings_a_run_cannot_use_are_refused(tiny: Callable[..., Config], disp
     assert not run_of(tiny()).exists()
 
 
-def test_dr_grpo_divides_by_the_runs_own_limit(tiny: Callable[..., Config]) -> None:
+def test_dr_grpo_divides_by_the_length_limit_of_the_run(tiny: Callable[..., Config]) -> None:
     from gspo.build import run_objective
 
     assert run_objective(tiny("objective.name=dr_grpo")).aggregate.max_length == 10  # type: ignore[attr-defined]
@@ -638,10 +657,10 @@ def test_tensorboard_sink(tiny: Callable[..., Config], display: Any) -> None:
     assert list((run_of(config) / "tensorboard").glob("events.*"))
 
 
-def test_a_sink_that_fails_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_sink_is_disabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gspo.record import sinks
 
-    class Falling:
+    class FailingSink:
         def __init__(self, *_: Any) -> None:
             self.calls = 0
 
@@ -649,29 +668,41 @@ def test_a_sink_that_fails_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_
             raise ConnectionError("down")
 
         def close(self) -> None:
-            raise AssertionError("closed although it was switched off")
+            raise AssertionError("closed although it was disabled")
 
-    monkeypatch.setitem(sinks.SINKS, "wandb", Falling)
-    said: list[str] = []
-    made = sinks.Sinks(["wandb"], name="x", run=tmp_path, settings={}, complain=said.append)
-    made.log(1, {"a": 1})
-    made.log(2, {"a": 1})
-    made.close()
-    assert len(said) == 1
-    assert "down" in said[0]
+    monkeypatch.setitem(sinks.SINKS, "wandb", FailingSink)
+    messages: list[str] = []
+    failing = sinks.Sinks(["wandb"], name="x", run=tmp_path, settings={}, complain=messages.append)
+    failing.log(1, {"a": 1})
+    failing.log(2, {"a": 1})
+    failing.close()
+    assert len(messages) == 1
+    assert "down" in messages[0]
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_run_ends_the_same(tmp_path: Path) -> None:
-    """SIGKILL a real process again and again; the log must be that of a run nobody touched."""
+def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path) -> None:
+    """Kill a real process repeatedly. The log must equal that of an uninterrupted run."""
     command = [
-        sys.executable, "-m", "gspo.cli", "train", "demo", "--steps=6", "--cold_start.steps=30", "--rollout.prompts=8",
-        "--data.held_out=16", "--eval.every=2", "--checkpoint.every=1", "--cold_start.check_every=30",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "gspo.cli",
+        "train",
+        "demo",
+        "--steps=6",
+        "--cold_start.steps=30",
+        "--rollout.prompts=8",
+        "--data.held_out=16",
+        "--eval.every=2",
+        "--checkpoint.every=1",
+        "--cold_start.check_every=30",
+    ]
     subprocess.run([*command, f"--run-dir={tmp_path}/golden"], check=True, capture_output=True, timeout=240)
     golden = (tmp_path / "golden/metrics.jsonl").read_bytes()
     again = [sys.executable, "-m", "gspo.cli", "train", "--resume", f"{tmp_path}/cut"]
-    start, log, kills = [*command, f"--run-dir={tmp_path}/cut"], tmp_path / "cut/metrics.jsonl", 0
+    start = [*command, f"--run-dir={tmp_path}/cut"]
+    log = tmp_path / "cut/metrics.jsonl"
+    kills = 0
     for extra in (0.0, 0.15, 0.4, 0.7):
         before = log.stat().st_size if log.exists() else 0
         child = subprocess.Popen(again if kills else start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -691,7 +722,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_cleanly_and_says_how_to_resume(tmp_path: Path) -> None:
+def test_ctrl_c_stops_cleanly_and_prints_how_to_resume(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

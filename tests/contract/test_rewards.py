@@ -1,7 +1,7 @@
-"""What every file in `gspo/reward/rewards` must hold. A new reward is tested here because it exists.
+"""The contract of a reward, tested for every file in `gspo/reward/rewards`. A new file is tested automatically.
 
 A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, and an `EXAMPLE` whose
-reply it scores as right.
+completion it scores as correct.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"gspo.reward.rewards.{name}")
 
 
-def call(name: str, replies: list[str], *, chat: bool = False) -> list[Any]:
+def call(name: str, texts: list[str], *, chat: bool = False) -> list[Any]:
     example = copy.deepcopy(module(name).EXAMPLE)
-    completions = [[{"role": "assistant", "content": r}] if chat else r for r in replies]
-    columns = {key: [copy.deepcopy(value) for _ in replies] for key, value in example["columns"].items()}
-    columns["completion_ids"] = [[1, 2] for _ in replies]
-    return module(name).score(prompts=["?"] * len(replies), completions=completions, **columns, **example["options"])
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    columns = {key: [copy.deepcopy(value) for _ in texts] for key, value in example["columns"].items()}
+    columns["completion_ids"] = [[1, 2] for _ in texts]
+    return module(name).score(prompts=["?"] * len(texts), completions=completions, **columns, **example["options"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shape_of_the_file(name):
     parameters = inspect.signature(module(name).score).parameters.values()
     assert [p.name for p in parameters][:2] == ["prompts", "completions"]
-    assert any(p.kind is p.VAR_KEYWORD for p in parameters), "take **columns: the data may have others"
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters), "accept **columns: the data may have more columns"
     assert module(name).__doc__
     assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"reply", "columns", "options"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_example_is_right(name, chat):
+def test_the_example_is_correct(name, chat):
     assert call(name, [module(name).EXAMPLE["reply"]], chat=chat) == [1.0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_replies(name):
-    """No exception; as many values as replies, each a number from 0 to 1, or None, or a failure of that reply alone."""
+def test_hostile_completions(name):
+    """No exception. One value per completion: a number from 0 to 1, `None`, or a failure of that completion alone."""
     values = call(name, HOSTILE)
     assert len(values) == len(HOSTILE)
     for value in values:
@@ -89,32 +89,32 @@ def test_hostile_replies(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_value_alone_in_company_and_in_any_order(name):
-    replies = [module(name).EXAMPLE["reply"], *(text for text in HOSTILE if len(text) < 10_000)]
-    expected = call(name, replies)
-    order = list(range(len(replies)))
+def test_the_value_does_not_depend_on_the_batch_or_its_order(name):
+    texts = [module(name).EXAMPLE["reply"], *(text for text in HOSTILE if len(text) < 10_000)]
+    expected = call(name, texts)
+    order = list(range(len(texts)))
     random.Random(0).shuffle(order)
-    assert call(name, [replies[i] for i in order]) == [expected[i] for i in order]
-    assert [call(name, [reply])[0] for reply in replies] == expected
+    assert call(name, [texts[i] for i in order]) == [expected[i] for i in order]
+    assert [call(name, [text])[0] for text in texts] == expected
     assert expected[0] == 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_through_the_pool(name):
     example = module(name).EXAMPLE
-    replies = [example["reply"], *HOSTILE[:6]]
+    texts = [example["reply"], *HOSTILE[:6]]
     prompt = Prompt(id="p", content="?", text="?", token_ids=(1,), columns={**example["columns"], "other": [1]})
     completions = [
         Completion(prompt_id="p", sample=i, token_ids=(), text=text, logp_sampler=(), stop=StopReason.LENGTH, version=0)
-        for i, text in enumerate(replies)
+        for i, text in enumerate(texts)
     ]
     config = RewardConfig(functions=(name,), options={name: example["options"]}, workers=1, timeout_s=30.0)
     with RewardPool(config) as pool:
         (scores,) = pool.score([(prompt, completions)])
     assert (scores[0].status, scores[0].reward, scores[0].correct) == (Status.SCORED, 1.0, True)
-    assert [s.reward for s in scores[1:]] == call(name, replies[1:])
+    assert [s.reward for s in scores[1:]] == call(name, texts[1:])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_replies(name):
+def test_no_completions(name):
     assert call(name, []) == []

@@ -1,4 +1,4 @@
-"""How runs ended, compared."""
+"""Comparison of how two runs ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run_of(config: Config) -> Path:
 
 
 def same_end(a: Path, b: Path) -> None:
-    """Byte-identical metrics and replies, and the same last checkpoint to the bit."""
+    """Assert byte-identical metrics and completions, and a bitwise identical last checkpoint."""
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
     for file in sorted((a / "rollouts").iterdir()):
         assert file.read_bytes() == (b / "rollouts" / file.name).read_bytes()

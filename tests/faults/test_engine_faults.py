@@ -1,4 +1,4 @@
-"""A sampling engine that fails for good: the run ends with the reason and a checkpoint, and goes on from there as if nothing was."""
+"""An unrecoverable engine error ends the run with the reason and a checkpoint, and the run resumes exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo.trainer import resume, train
 
 @pytest.mark.parametrize("kind", [EngineError, WeightSyncError])
 @pytest.mark.parametrize("occasion", ["train/3", "eval"])
-def test_the_run_is_saved_and_goes_on(
+def test_an_engine_error_saves_the_run_and_it_resumes_exactly(
     kind: type[EngineError],
     occasion: str,
     tiny: Callable[..., Config],
@@ -33,7 +33,7 @@ def test_the_run_is_saved_and_goes_on(
             raise kind("the servers are gone")
         return generate(self, prompts, stream=stream, version=version, **settings)
 
-    undisturbed = train(tiny("checkpoint.every=10", run_dir="whole"), display)
+    uninterrupted = train(tiny("checkpoint.every=10", run_dir="whole"), display)
     with monkeypatch.context() as patched:
         patched.setattr(LocalEngine, "generate", failing)
         with pytest.raises(kind, match=r"the servers are gone\. The run is saved: gspo train --resume"):
@@ -42,26 +42,30 @@ def test_the_run_is_saved_and_goes_on(
     events = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "error"]
     assert [e["error"] for e in events] == [kind.__name__]
     outcome = resume(tmp_path / "run", display)
-    assert outcome.step == undisturbed.step == 3
-    ours, theirs = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "whole"))
-    assert ours == theirs
+    assert outcome.step == uninterrupted.step == 3
+    resumed, whole = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "whole"))
+    assert resumed == whole
 
 
 @pytest.mark.parametrize("off", [0.0, 0.2])
-def test_f15_log_probabilities_that_leave_the_learners_are_an_alarm_within_one_step(
+def test_f15_log_probs_far_from_the_learners_raise_an_alarm_within_one_step(
     off: float, tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What digest and canary should have caught, and did not."""
+    """The last line of defense, for an engine that passes the digest and the canary."""
     generate = LocalEngine.generate
 
-    def elsewhere(self: Any, prompts: Any, *, stream: str, **settings: Any) -> Any:
+    def shifted(self: Any, prompts: Any, *, stream: str, **settings: Any) -> Any:
         groups = generate(self, prompts, stream=stream, **settings)
         if not stream.startswith("train/5"):
             return groups
-        return [[replace(r, logp_sampler=tuple(v - off for v in r.logp_sampler)) for r in group] for group in groups]
+        return [[replace(c, logp_sampler=tuple(v - off for v in c.logp_sampler)) for c in group] for group in groups]
 
-    monkeypatch.setattr(LocalEngine, "generate", elsewhere)
+    monkeypatch.setattr(LocalEngine, "generate", shifted)
     train(tiny("steps=5", "alarms.steps=3", "eval.every=0"), display)
-    found = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "alarm" and e["name"] == "engine apart"]  # fmt: skip
+    found = [
+        e
+        for e in read_jsonl(tmp_path / "run" / "events.jsonl")
+        if e["event"] == "alarm" and e["name"] == "engine apart"
+    ]
     assert [e["step"] for e in found] == ([5] if off else [])
     assert all("resume" in e["what"] for e in found)

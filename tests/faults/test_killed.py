@@ -1,6 +1,6 @@
-"""A trainer that is killed at random instants, and what it leaves behind. Kills within a save: `test_saves.py`.
+"""A trainer killed at random instants, and what it leaves behind. `test_saves.py` covers kills within a save.
 
-The trainer runs in a forked child, so that a kill costs no new interpreter. Every kill is counted.
+The trainer runs in a forked child, so that a restart needs no new interpreter. Every kill is counted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Silent:
     def close(self) -> None: ...
 
 
-def go(config: Config) -> None:
-    """Start the run, or go on with it."""
+def start_or_resume(config: Config) -> None:
+    """Start the run, or resume it."""
     if (run_of(config) / "config.toml").exists():
         resume(run_of(config), Silent())
     else:
@@ -41,7 +41,7 @@ def go(config: Config) -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that does the work and exits."""
+    """Run `work` in a forked child. Returns its process id."""
     child = os.fork()
     if child:
         return child
@@ -70,18 +70,19 @@ def wait(child: int, limit_s: float = 60) -> int:
 def test_f1_killed_at_twenty_random_instants(tiny: Callable[..., Config]) -> None:
     setting = ("steps=30", "eval.every=7", "checkpoint.every=2", "checkpoint.keep=2")
     golden, cut = tiny(*setting, run_dir="golden"), tiny(*setting, run_dir="cut")
-    assert wait(forked(lambda: go(golden)), 300) == 0
-    chance, kills = random.Random(4), 0
+    assert wait(forked(lambda: start_or_resume(golden)), 300) == 0
+    rng = random.Random(4)
+    kills = 0
     while kills < 20:
-        child = forked(lambda: go(cut))
-        time.sleep(chance.uniform(0.3, 2.0))
+        child = forked(lambda: start_or_resume(cut))
+        time.sleep(rng.uniform(0.3, 2.0))
         os.kill(child, signal.SIGKILL)
         if wait(child) == -signal.SIGKILL:
             kills += 1
         steps = checkpoint.saved(run_of(cut) / "checkpoints")
-        if steps and int(steps[-1].name) >= 28:  # nearly done: begin anew, the count goes on
+        if steps and int(steps[-1].name) >= 28:  # nearly done: start over and continue counting
             shutil.rmtree(run_of(cut))
-    assert wait(forked(lambda: go(cut)), 300) == 0
+    assert wait(forked(lambda: start_or_resume(cut)), 300) == 0
     same_end(run_of(golden), run_of(cut))
 
 
@@ -95,24 +96,24 @@ def test_f8_nothing_outlives_a_killed_trainer(tiny: Callable[..., Config], tmp_p
 
     def work() -> None:
         os.environ["GSPO_TEST_MARK"] = mark
-        go(tiny("steps=500", "eval.every=0"))
+        start_or_resume(tiny("steps=500", "eval.every=0"))
 
     child = forked(work)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and len(read_jsonl(tmp_path / "run/metrics.jsonl")) < 2:
         time.sleep(0.05)
-    mine = marked(mark) - {child}
-    assert mine, "the reward workers were not found, so their end would prove nothing"
+    workers = marked_processes(mark) - {child}
+    assert workers, "no reward worker was found, so their absence later would prove nothing"
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL
-    deadline = time.monotonic() + 60  # on a busy machine; they do not last 5 s on an idle one
-    while marked(mark) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60  # generous for a busy machine; on an idle one they end within 5 s
+    while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not marked(mark)
+    assert not marked_processes(mark)
 
 
-def marked(mark: str) -> set[int]:
-    """Processes that were started with the mark in their environment."""
+def marked_processes(mark: str) -> set[int]:
+    """Processes that have the mark in their environment."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -124,8 +125,8 @@ def marked(mark: str) -> set[int]:
 
 
 @pytest.mark.slow
-def test_f11_every_step_is_a_place_to_stop(tiny: Callable[..., Config]) -> None:
-    """Two epochs of a data set that is smaller than two batches, cut at every step."""
+def test_f11_a_run_resumes_exactly_from_every_step(tiny: Callable[..., Config]) -> None:
+    """Two epochs of a data set smaller than two batches, interrupted at every step."""
     setting = ("data.task_size=7", "data.held_out=2", "steps=5", "eval.every=2", "checkpoint.every=1")
     whole = tiny(*setting, run_dir="whole")
     train(whole, Silent())

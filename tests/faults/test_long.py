@@ -1,4 +1,4 @@
-"""Long or repeated runs: memory that must not grow (F22), the same run under other circumstances (F29), every fault at a low rate (F30)."""
+"""Long or repeated runs: bounded memory (F22), the same run in other environments (F29), all faults together (F30)."""
 
 from __future__ import annotations
 
@@ -35,33 +35,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ("eval.every=0", "rollout.prompts=2", "rollout.replies=2", "rollout.max_tokens=4", "log.rollouts=false")
 
 
-def resident() -> float:
-    """Megabytes that this process holds."""
+def resident_mb() -> float:
+    """Resident memory of this process in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_f22_memory_does_not_grow(tiny: Callable[..., Config]) -> None:
-    held: dict[int, float] = {}
+    memory_mb: dict[int, float] = {}
 
-    class Watch(Silent):
+    class MemoryDisplay(Silent):
         def step(self, step: int, *rest: Any) -> None:
-            held[step] = resident()
+            memory_mb[step] = resident_mb()
 
-    train(tiny("steps=300", "checkpoint.every=25", "checkpoint.keep=1", *SMALL), Watch())
-    assert len(held) == 300
+    train(tiny("steps=300", "checkpoint.every=25", "checkpoint.keep=1", *SMALL), MemoryDisplay())
+    assert len(memory_mb) == 300
     x = torch.arange(100, 300, dtype=torch.float64)
-    y = torch.tensor([held[int(step) + 1] for step in x], dtype=torch.float64)
+    y = torch.tensor([memory_mb[int(step) + 1] for step in x], dtype=torch.float64)
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()) * 100
-    print(f"{slope:.2f} MB per 100 steps, {held[100]:.0f} MB at step 100, {held[300]:.0f} MB at the end")
+    print(f"{slope:.2f} MB per 100 steps, {memory_mb[100]:.0f} MB at step 100, {memory_mb[300]:.0f} MB at the end")
     assert slope < 1.0
 
 
-# ------------------------------------------------------------------------------------------------- F29: the same run elsewhere
+# -------------------------------------------------------------------------------- F29: other environments
 
 
-def command(config: Config, **environment: str) -> None:
-    """The run in a process of its own."""
-    code = "import sys, json; from gspo import config; from gspo.trainer import train; from gspo.record.progress import PlainDisplay; train(config.from_tree(json.loads(sys.argv[1]), where='test'), PlainDisplay())"
+def train_in_subprocess(config: Config, **environment: str) -> None:
+    """Train in a subprocess with these environment variables."""
+    code = (
+        "import sys, json; from gspo import config; from gspo.trainer import train; "
+        "from gspo.record.progress import PlainDisplay; "
+        "train(config.from_tree(json.loads(sys.argv[1]), where='test'), PlainDisplay())"
+    )
     tree = dataclasses.asdict(config)
     tree["objective"] = {"name": config.objective.name, **config.objective.settings}
     done = subprocess.run(
@@ -74,14 +78,15 @@ def command(config: Config, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_f29_hash_seed_and_the_order_of_finishing_change_nothing(
+def test_f29_hash_seed_and_reward_job_order_change_nothing(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = {name: tiny("steps=3", "eval.every=2", run_dir=name) for name in ("one", "hash", "slow")}
-    command(runs["one"], PYTHONHASHSEED="1")
-    command(runs["hash"], PYTHONHASHSEED="2")
+    train_in_subprocess(runs["one"], PYTHONHASHSEED="1")
+    train_in_subprocess(runs["hash"], PYTHONHASHSEED="2")
     same_end(run_of(runs["one"]), run_of(runs["hash"]))
-    original, shots = RewardPool._take, [0]
+    original = RewardPool._take
+    shots = [0]
 
     def shuffled(self: RewardPool) -> Any:
         with self._changed:
@@ -95,12 +100,12 @@ def test_f29_hash_seed_and_the_order_of_finishing_change_nothing(
     same_end(run_of(runs["one"]), run_of(runs["slow"]))
 
 
-def test_f29_two_threads_give_what_one_gives_but_for_rounding(tiny: Callable[..., Config]) -> None:
-    """Sums that are split between threads are rounded otherwise: the same completions, and numbers that are close."""
+def test_f29_two_threads_match_one_up_to_rounding(tiny: Callable[..., Config]) -> None:
+    """Threads change the order of summation: identical completions, and numbers that agree up to rounding."""
     options = ("steps=1", "eval.every=0", "learner.mini_batches=1")
     one, two = (run_of(tiny(*options, f"model.threads={n}", run_dir=str(n))) for n in (1, 2))
     for run in (one, two):
-        command(tiny(*options, f"model.threads={run.name}", run_dir=run.name))
+        train_in_subprocess(tiny(*options, f"model.threads={run.name}", run_dir=run.name))
     ours, theirs = (read_jsonl(run / "rollouts/000001.jsonl") for run in (one, two))
     for a, b in zip(ours, theirs, strict=True):
         assert a["token_ids"] == b["token_ids"]
@@ -109,7 +114,7 @@ def test_f29_two_threads_give_what_one_gives_but_for_rounding(tiny: Callable[...
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------- F30: everything at once
+# -------------------------------------------------------------------------------- F30: all faults together
 
 STEPS = 500
 REWARD = """
@@ -127,10 +132,14 @@ def varied(prompts, completions, **columns):
 
 
 class Faults:
-    """Injects faults into a run at a low rate, by the step they come at, and counts them in a file that outlives the process."""
+    """Injects faults into a run at a low rate, determined by the step, and counts them in a file.
+
+    The file survives the process, so that kills are counted too.
+    """
 
     def __init__(self, ledger: Path) -> None:
-        self.ledger, self.step = ledger, 0
+        self.ledger = ledger
+        self.step = 0
 
     def counts(self) -> Counter[str]:
         return (
@@ -140,7 +149,7 @@ class Faults:
         )
 
     def due(self, kind: str, one_in: int) -> bool:
-        """Whether this fault comes now; each at most once for a step, so that a repeated step is not hit again."""
+        """Whether to inject this fault now: at most once per step, so that a repeated step gets no second fault."""
         line = f"{kind} {self.step}"
         if random.Random(line).random() * one_in >= 1 or (
             self.ledger.exists() and line in self.ledger.read_text().splitlines()
@@ -154,13 +163,13 @@ class Faults:
         learn, save = gspo.loop.learn, checkpoint.save
         step, decode = Optimizer.step, LocalEngine._decode
 
-        def learning(parts: Any, groups: Any, *, step: int) -> Any:
+        def faulty_learn(parts: Any, groups: Any, *, step: int) -> Any:
             self.step = step
             if self.due("terminate", 60):
                 os.kill(os.getpid(), signal.SIGTERM)
             return learn(parts, groups, step=step)
 
-        def saving(*args: Any, **kwargs: Any) -> Any:
+        def faulty_save(*args: Any, **kwargs: Any) -> Any:
             if self.due("disk", 8):
                 raise OSError(28, "No space left on device")
             done = save(*args, **kwargs)
@@ -169,25 +178,37 @@ class Faults:
                     file.write(b"XXXX")
             return done
 
-        def stepping(optimizer: Optimizer, *, loss_finite: bool) -> Any:
+        def faulty_step(optimizer: Optimizer, *, loss_finite: bool) -> Any:
             if self.due("nan", 40):
                 loss_finite = False
             return step(optimizer, loss_finite=loss_finite)
 
-        def decoding(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def faulty_decode(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if self.due("kill", 60):
                 os.kill(os.getpid(), signal.SIGKILL)
             return decode(engine, *args, **kwargs)
 
-        gspo.loop.learn, checkpoint.save, Optimizer.step = learning, saving, stepping
-        LocalEngine._decode = decoding
+        gspo.loop.learn = faulty_learn
+        checkpoint.save = faulty_save
+        Optimizer.step = faulty_step
+        LocalEngine._decode = faulty_decode
 
 
 def test_f30_a_soak_of_all_faults(tiny: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "varied.py").write_text(REWARD)
-    config = tiny(f"steps={STEPS}", "checkpoint.every=10", "checkpoint.keep=2", "reward.timeout_s=0.6", "reward.workers=2",
-                  f"reward.functions={tmp_path}/varied.py:varied", "learner.max_skipped=50", *SMALL)  # fmt: skip
-    faults, starts, began = Faults(tmp_path / "ledger"), 0, time.monotonic()
+    config = tiny(
+        f"steps={STEPS}",
+        "checkpoint.every=10",
+        "checkpoint.keep=2",
+        "reward.timeout_s=0.6",
+        "reward.workers=2",
+        f"reward.functions={tmp_path}/varied.py:varied",
+        "learner.max_skipped=50",
+        *SMALL,
+    )
+    faults = Faults(tmp_path / "ledger")
+    starts = 0
+    began = time.monotonic()
 
     def work() -> None:
         faults.install()
@@ -201,10 +222,10 @@ def test_f30_a_soak_of_all_faults(tiny: Callable[..., Config], tmp_path: Path) -
         assert starts < 100
         code = wait(forked(work), 300)
         last = (read_jsonl(run_of(config) / "events.jsonl") or [{}])[-1]
-        full = code == 1 and last.get("error") == "CheckpointError"  # a disk that is full at the very last save
+        full = code == 1 and last.get("error") == "CheckpointError"  # the disk is full at the last save
         assert full or code in (0, -signal.SIGKILL), f"start {starts} ended with {code}: {last}"
     rows = read_jsonl(run_of(config) / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))  # nothing twice, nothing lost
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))  # no step twice, none lost
     counts = faults.counts()
     assert all(counts[kind] >= 3 for kind in ("terminate", "disk", "damage", "nan", "kill")), counts
     assert sum(row.get("grad/skipped", 0) for row in rows) >= 3
@@ -218,7 +239,8 @@ def test_f30_a_soak_of_all_faults(tiny: Callable[..., Config], tmp_path: Path) -
     used = sum(t["time/step_s"] for t in read_jsonl(run_of(config) / "timings.jsonl"))
     wall = time.monotonic() - began
     print(
-        f"goodput {used / wall:.0%}: {used:.0f} s of steps that count in {wall:.0f} s, {starts} starts, {dict(counts)}, {dict(unscored)}"
+        f"goodput {used / wall:.0%}: {used:.0f} s of logged steps in {wall:.0f} s, {starts} starts, "
+        f"{dict(counts)}, {dict(unscored)}"
     )
 
 

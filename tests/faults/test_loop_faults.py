@@ -1,6 +1,7 @@
-"""Faults inside a run: signals in every phase, numbers that go wrong, memory and disks that run out.
+"""Faults inside a run: signals in every phase, numerical faults, exhausted memory and full disks.
 
-Every injector counts its shots: a test whose fault did not happen fails. Numbers (F7, ...) are those of docs/reliability.md.
+Every injector counts its shots: a test whose fault did not happen fails. The numbers (F7, ...) are those of
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from gspo.trainer import resume, train
 
 
 class Injector:
-    """Replaces a function by one that does something else at its n-th call, once."""
+    """Replaces a function by one that also calls `shot` at its n-th call, once."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, shot: Callable[[], None]
     ) -> None:
-        self.calls, self.shots, original = 0, 0, getattr(owner, name)
+        self.calls = 0
+        self.shots = 0
+        original = getattr(owner, name)
 
         def instead(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
@@ -51,25 +54,25 @@ class Injector:
 
 
 @pytest.fixture(scope="module")
-def untouched() -> dict[tuple[str, ...], Path]:
+def finished_runs() -> dict[tuple[str, ...], Path]:
     return {}
 
 
 @pytest.fixture
 def whole_run(
-    untouched: dict[tuple[str, ...], Path],
+    finished_runs: dict[tuple[str, ...], Path],
     tiny: Callable[..., Config],
     display: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Path]:
-    """The run with these settings that no fault has touched, trained once for all tests."""
+    """The uninterrupted run with these settings, trained once for all tests."""
 
     def find(*overrides: str) -> Path:
-        if overrides not in untouched:
+        if overrides not in finished_runs:
             run = tmp_path_factory.mktemp("whole") / "run"
             train(tiny(*overrides, run_dir=str(run)), display)
-            untouched[overrides] = run
-        return untouched[overrides]
+            finished_runs[overrides] = run
+        return finished_runs[overrides]
 
     return find
 
@@ -81,7 +84,7 @@ def events(config: Config, kind: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- F7: signals
 
 PHASES: dict[str, tuple[Any, str, int, int]] = {
-    # where, function, which call, the step whose state must be saved
+    # owner, function, which call, the step whose state must be saved
     "generate": (LocalEngine, "_decode", 4, 1),
     "reward": (RewardPool, "score", 4, 1),
     "learn": (gspo.loop, "learn", 2, 2),
@@ -95,7 +98,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     ("phase", "number"),
     [*((phase, number) for phase in PHASES for number in (signal.SIGTERM, signal.SIGINT)), ("reward", signal.SIGUSR1)],
 )
-def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
+def test_f7_a_signal_in_any_phase_saves_and_exits_soon_and_the_run_resumes_bitwise(
     phase: str,
     number: int,
     whole_run: Callable[..., Path],
@@ -105,18 +108,18 @@ def test_f7_a_signal_in_any_phase_saves_leaves_soon_and_resumes_to_the_bit(
 ) -> None:
     owner, name, at, step = PHASES[phase]
     whole, cut = whole_run("steps=3", "eval.every=1"), tiny("steps=3", "eval.every=1", run_dir="cut")
-    asked: list[float] = []
+    signal_times: list[float] = []
 
-    def ask() -> None:
-        asked.append(time.process_time())
+    def send_signal() -> None:
+        signal_times.append(time.process_time())
         os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        injector = Injector(patch, owner, name, at, ask)
+        injector = Injector(patch, owner, name, at, send_signal)
         stopped = train(cut, display)
     assert injector.shots == 1
     assert stopped.stopped_by == number
-    assert time.process_time() - asked[0] < 5, "seconds of work, whatever else the machine does"
+    assert time.process_time() - signal_times[0] < 5, "CPU seconds, independent of other load"
     newest = checkpoint.newest(run_of(cut) / "checkpoints")[0]
     assert int(newest.name) == step
     resume(run_of(cut), display)
@@ -136,7 +139,7 @@ def test_f7_an_interrupted_evaluation_leaves_its_step_pending(
     assert [r["step"] for r in read_jsonl(run_of(config) / "metrics.jsonl")] == [0, 1]
 
 
-def test_f7_a_stop_during_the_cold_start_begins_it_anew(
+def test_f7_a_stop_during_the_cold_start_restarts_it(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = ("steps=2", "cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9")
@@ -151,7 +154,7 @@ def test_f7_a_stop_during_the_cold_start_begins_it_anew(
     same_end(run_of(whole), run_of(cut))
 
 
-# ------------------------------------------------------------------------------------------------- F10: changed settings
+# -------------------------------------------------------------------------------- F10: changed settings
 
 
 def edit(config: Config, old: str, new: str) -> None:
@@ -169,7 +172,7 @@ def edit(config: Config, old: str, new: str) -> None:
         ('name = "gspo"', 'name = "grpo"', "objective.name"),
     ],
 )
-def test_f10_a_resume_names_and_refuses_a_change_that_makes_it_another_run(
+def test_f10_a_resume_refuses_and_names_a_change_that_affects_results(
     old: str, new: str, key: str, tiny: Callable[..., Config], display: Any
 ) -> None:
     config = tiny("steps=2")
@@ -181,32 +184,34 @@ def test_f10_a_resume_names_and_refuses_a_change_that_makes_it_another_run(
     assert (run_of(config) / "metrics.jsonl").read_bytes() == before
 
 
-def test_f10_a_harmless_change_is_said_and_allowed(tiny: Callable[..., Config], display: Any) -> None:
+def test_f10_a_harmless_change_is_reported_and_allowed(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("steps=2")
     train(config, display)
     edit(config, "micro_batch_tokens = 16384", "micro_batch_tokens = 100")
     edit(config, "rollouts = true", "rollouts = false")
     resume(run_of(config), display, steps=3)
-    said = "".join(display.messages)
-    assert "learner.micro_batch_tokens: 16384 then, 100 now" in said
-    assert "log.rollouts: True then, False now" in said
+    messages = "".join(display.messages)
+    assert "learner.micro_batch_tokens: 16384 then, 100 now" in messages
+    assert "log.rollouts: True then, False now" in messages
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["step"] == 3
 
 
 # ------------------------------------------------------------------------------------------------- F16, F17: numbers
 
 
-def test_f16_weights_that_are_not_finite_are_never_saved(
+def test_f16_non_finite_weights_are_never_saved(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, original, shots = tiny("steps=4", "eval.every=0"), gspo.loop.learn, []
+    config = tiny("steps=4", "eval.every=0")
+    original = gspo.loop.learn
+    shots = []
 
     def poisoned(parts: Any, groups: Any, *, step: int) -> Any:
-        learned = original(parts, groups, step=step)
+        result = original(parts, groups, step=step)
         if step == 2:
             shots.append(step)
             next(parts.policy.model.parameters()).data[0, 0] = torch.nan
-        return learned
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(gspo.loop, "learn", poisoned)
@@ -219,8 +224,10 @@ def test_f16_weights_that_are_not_finite_are_never_saved(
 
 
 def scale_gradient(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> list[int]:
-    """Multiplies the gradient of the n-th optimiser step."""
-    original, calls, shots = Optimizer.step, [0], []
+    """Multiply the gradient of the n-th optimizer step."""
+    original = Optimizer.step
+    calls = [0]
+    shots: list[int] = []
 
     def step(self: Optimizer, *, loss_finite: bool) -> Any:
         calls[0] += 1
@@ -235,7 +242,7 @@ def scale_gradient(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> l
     return shots
 
 
-def test_f17_a_gradient_spike_is_skipped_and_an_ordinary_run_has_none(
+def test_f17_a_gradient_spike_is_skipped_and_a_healthy_run_has_none(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = ("steps=12", "eval.every=0", "checkpoint.every=1")
@@ -249,10 +256,10 @@ def test_f17_a_gradient_spike_is_skipped_and_an_ordinary_run_has_none(
     assert (event["step"], event["mini_batch"]) == (11, 0)
     assert "spike" in event["why"]
     states = [checkpoint.read_state(run_of(spiked) / f"checkpoints/{n:06d}") for n in (10, 11, 12)]
-    assert [s.updates for s in states] == [20, 21, 23]  # the schedule waits too
+    assert [s.updates for s in states] == [20, 21, 23]  # the skipped update does not advance the schedule
 
 
-def test_f17_norms_are_remembered_by_a_resume(
+def test_f17_a_resume_restores_the_gradient_norm_history(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny("steps=10", "eval.every=0")
@@ -273,7 +280,7 @@ HEALTHY = {
     "length/repetitive_fraction": 0.0,
     "noise/beyond_clip": 0.1,
 }
-SICK = {
+FAULTY = {
     "nothing trained": {"samples/trained": 0},
     "uniform rewards": {"groups/uniform_fraction": 1.0},
     "entropy collapse": {"entropy/mean": 1e-5},
@@ -287,33 +294,38 @@ OTHERS = {"reward jump", "held-out falls", "engine apart"}
 
 
 def test_f18_every_alarm_is_covered_here() -> None:
-    assert set(SICK) | OTHERS == {alarm.name for alarm in ALARMS}
+    assert set(FAULTY) | OTHERS == {alarm.name for alarm in ALARMS}
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_f18_an_alarm_needs_its_sign_in_every_step(name: str) -> None:
+@pytest.mark.parametrize("name", FAULTY)
+def test_f18_an_alarm_needs_its_symptom_in_every_step(name: str) -> None:
     healthy = [{"step": 0}] + [{"step": i, **HEALTHY} for i in range(1, 6)]
-    sick = [{"step": i, **HEALTHY, **SICK[name]} for i in range(6, 11)]
+    faulty = [{"step": i, **HEALTHY, **FAULTY[name]} for i in range(6, 11)]
     assert holding(healthy, 5) == []
-    assert [alarm.name for alarm in holding(healthy + sick, 5)] == [name]
-    assert holding(healthy + sick[:4], 5) == []
-    assert holding([*healthy, *sick[:4], healthy[-1], sick[4]], 5) == []
+    assert [alarm.name for alarm in holding(healthy + faulty, 5)] == [name]
+    assert holding(healthy + faulty[:4], 5) == []
+    assert holding([*healthy, *faulty[:4], healthy[-1], faulty[4]], 5) == []
 
 
-def climbing(steps: int, seed: int) -> list[dict[str, Any]]:
-    """A healthy run: accuracy climbs from a fifth to four fifths with the noise of 64 replies, held-out accuracy with it;
-    engine and learner are as far apart as rounding in bfloat16 takes them, within a factor of 3."""
-    chance, rounding, rows = random.Random(seed), random.Random(seed + 1000), []
+def healthy_metrics(steps: int, seed: int) -> list[dict[str, Any]]:
+    """Metrics of a healthy run.
+
+    Accuracy climbs from 0.2 to 0.8 with the noise of 64 completions, and held-out accuracy with it. Engine and learner
+    differ by the rounding noise of bfloat16, within a factor of 3.
+    """
+    rng = random.Random(seed)
+    noise_rng = random.Random(seed + 1000)
+    rows = []
     for step in range(steps + 1):
         p = 0.2 + 0.6 * step / steps
-        share = sum(chance.random() < p for _ in range(64)) / 64
+        share = sum(rng.random() < p for _ in range(64)) / 64
         row = {
             "step": step,
             **HEALTHY,
             "reward/mean": share,
             "reward/std": (p * (1 - p)) ** 0.5,
             "reward/correct_fraction": share,
-            "mismatch/abs_mean": 0.015 * 3 ** rounding.uniform(-1, 1),
+            "mismatch/abs_mean": 0.015 * 3 ** noise_rng.uniform(-1, 1),
         }
         if step % 10 == 0:
             row |= {"eval/accuracy": p, "eval/accuracy_low": p - 0.06, "eval/accuracy_high": p + 0.06}
@@ -324,71 +336,69 @@ def climbing(steps: int, seed: int) -> list[dict[str, Any]]:
 def test_f18_a_healthy_climb_raises_no_alarm() -> None:
     for seed in range(20):
         for steps in (60, 200):
-            rows = climbing(steps, seed)
+            rows = healthy_metrics(steps, seed)
             for end in range(1, len(rows) + 1):
                 assert holding(rows[:end], 5) == [], (seed, steps, end)
 
 
-def test_f18_a_leap_of_the_reward_is_an_alarm() -> None:
-    rows = climbing(200, seed=1)[:60]
-    leap = [{**rows[-1], "step": 60 + i, "reward/mean": 0.98} for i in range(5)]
-    assert holding(rows + leap[:4], 5) == []
-    assert [alarm.name for alarm in holding(rows + leap, 5)] == ["reward jump"]
-    silent = [{**row, "reward/mean": 0.0, "reward/std": 0.0} for row in rows]
-    first_successes = [{**row, "reward/mean": 0.02, "reward/std": 0.14} for row in leap]
-    assert holding(silent + first_successes, 5) == []
+def test_f18_a_reward_jump_is_an_alarm() -> None:
+    rows = healthy_metrics(200, seed=1)[:60]
+    jump = [{**rows[-1], "step": 60 + i, "reward/mean": 0.98} for i in range(5)]
+    assert holding(rows + jump[:4], 5) == []
+    assert [alarm.name for alarm in holding(rows + jump, 5)] == ["reward jump"]
+    without_reward = [{**row, "reward/mean": 0.0, "reward/std": 0.0} for row in rows]
+    first_successes = [{**row, "reward/mean": 0.02, "reward/std": 0.14} for row in jump]
+    assert holding(without_reward + first_successes, 5) == []
 
 
-def test_f18_training_that_parts_from_held_out_accuracy_is_an_alarm() -> None:
-    rows = climbing(100, seed=2)
+def test_f18_held_out_accuracy_that_falls_while_reward_rises_is_an_alarm() -> None:
+    rows = healthy_metrics(100, seed=2)
     for row in rows:
         if row["step"] > 60 and "eval/accuracy" in row:
             row |= {"eval/accuracy": 0.3, "eval/accuracy_low": 0.24, "eval/accuracy_high": 0.36}
-    assert holding(rows[:71], 5) == []  # once may be chance
+    assert holding(rows[:71], 5) == []  # a single drop may be noise
     assert [alarm.name for alarm in holding(rows[:81], 5)] == ["held-out falls"]
     for row in rows[60:]:
         row |= {"reward/correct_fraction": 0.1, "reward/mean": 0.1}
-    assert holding(rows[:81], 5) == []  # both fall: no hack, and no news
+    assert holding(rows[:81], 5) == []  # both fall: not reward hacking
 
 
-def test_f15_an_engine_that_parts_from_the_learner_is_an_alarm_at_once() -> None:
-    rows = climbing(60, seed=3)
+def test_f15_an_engine_that_diverges_from_the_learner_is_an_immediate_alarm() -> None:
+    rows = healthy_metrics(60, seed=3)
     for row in rows:
         row["mismatch/abs_mean"] = 0.015
     for value, expected in ((0.201, ["engine apart"]), (0.12, [])):
-        gone = {**rows[-1], "step": 61, "mismatch/abs_mean": value}
-        assert [alarm.name for alarm in holding([*rows, gone], 5)] == expected
-    sick = [{**rows[-1], "step": 61 + i, "mismatch/abs_mean": 0.201} for i in range(20)]
-    assert [alarm.name for alarm in holding(rows + sick, 5)] == ["engine apart"], (
-        "a fault that stays is not a new normal"
+        diverged = {**rows[-1], "step": 61, "mismatch/abs_mean": value}
+        assert [alarm.name for alarm in holding([*rows, diverged], 5)] == expected
+    faulty = [{**rows[-1], "step": 61 + i, "mismatch/abs_mean": 0.201} for i in range(20)]
+    assert [alarm.name for alarm in holding(rows + faulty, 5)] == ["engine apart"], (
+        "a persistent fault does not become the baseline"
     )
-    assert holding([*rows, *sick[:1], rows[-1]], 5) == []
-    assert holding([*rows[:4], sick[0]], 5) == [], "nothing to compare with yet"
+    assert holding([*rows, *faulty[:1], rows[-1]], 5) == []
+    assert holding([*rows[:4], faulty[0]], 5) == [], "too few steps for a baseline"
 
 
-def test_f15_rounding_that_grows_within_float32_is_no_alarm() -> None:
+def test_f15_growing_rounding_noise_within_float32_is_no_alarm() -> None:
     rows = [{"step": i, **HEALTHY, "mismatch/abs_mean": 1e-7 if i < 30 else 5e-6} for i in range(1, 31)]
     assert holding(rows, 5) == []
     assert [alarm.name for alarm in holding([*rows, {**rows[-1], "mismatch/abs_mean": 1e-3}], 5)] == ["engine apart"]
 
 
-def test_f18_a_solved_task_may_be_certain() -> None:
+def test_f18_low_entropy_on_a_solved_task_is_no_alarm() -> None:
     rows = [{"step": i, **HEALTHY, "entropy/mean": 1e-6, "reward/correct_fraction": 1.0} for i in range(1, 6)]
     assert holding(rows, 5) == []
 
 
 @pytest.fixture
 def constant(tmp_path: Path) -> str:
-    """A reward that says the same of everything."""
+    """A reward function that gives every completion the same reward."""
     (tmp_path / "same.py").write_text(
         "def same(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
     )
     return f"reward.functions={tmp_path}/same.py:same"
 
 
-def test_f18_uniform_rewards_are_an_event_once_with_a_remedy(
-    constant: str, tiny: Callable[..., Config], display: Any
-) -> None:
+def test_f18_uniform_rewards_are_one_event_with_a_fix(constant: str, tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("steps=6", "alarms.steps=3", "eval.every=0", constant)
     train(config, display)
     found = [e for e in events(config, "alarm") if e["name"] == "uniform rewards"]
@@ -396,17 +406,24 @@ def test_f18_uniform_rewards_are_an_event_once_with_a_remedy(
     assert "problems that are sometimes solved" in found[0]["what"]
 
 
-def test_f18_uniform_rewards_that_a_length_penalty_sets_apart_are_no_alarm(
+def test_f18_uniform_rewards_with_a_length_penalty_are_no_alarm(
     constant: str, tiny: Callable[..., Config], display: Any
 ) -> None:
-    config = tiny("steps=4", "alarms.steps=2", "eval.every=0", "objective.shape=soft_overlong", "objective.overlong_cache=10", constant)  # fmt: skip
+    config = tiny(
+        "steps=4",
+        "alarms.steps=2",
+        "eval.every=0",
+        "objective.shape=soft_overlong",
+        "objective.overlong_cache=10",
+        constant,
+    )
     train(config, display)
     rows = read_jsonl(run_of(config) / "metrics.jsonl")[1:]
     assert all(row["groups/uniform_fraction"] == 1 and row["advantage/std"] > 0.1 for row in rows)
     assert "uniform rewards" not in [e["name"] for e in events(config, "alarm")]
 
 
-def test_f18_cut_replies_are_not_mended_by_a_shape_that_may_be_set() -> None:
+def test_f18_the_truncation_alarm_suggests_max_tokens_and_not_length_shaping() -> None:
     what = next(alarm.what for alarm in ALARMS if alarm.name == "length pinned")
     assert "rollout.max_tokens" in what
     assert "objective.shape" not in what
@@ -434,7 +451,7 @@ def test_f18_an_unknown_alarm_is_refused(tiny: Callable[..., Config]) -> None:
 def starve(
     monkeypatch: pytest.MonkeyPatch, most_rows: int, error: type[Exception], *, training: bool = True
 ) -> list[int]:
-    """Forwards of more rows than this run out of memory."""
+    """Make every forward pass of more than `most_rows` sequences run out of memory."""
     shots: list[int] = []
 
     def limited(plain: Any) -> Any:
@@ -452,7 +469,7 @@ def starve(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "old log-probs"])
-def test_f22_what_does_not_fit_is_halved_with_the_same_result(
+def test_f22_a_micro_batch_that_does_not_fit_is_halved_with_the_same_result(
     training: bool,
     error: type[Exception],
     whole_run: Callable[..., Path],
@@ -476,7 +493,7 @@ def test_f22_what_does_not_fit_is_halved_with_the_same_result(
         assert first["micro_batch_tokens"] < 16384
 
 
-def test_f22_memory_for_not_even_one_row_is_a_typed_stop_with_a_checkpoint(
+def test_f22_a_single_sequence_that_does_not_fit_stops_the_run_with_a_checkpoint(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny("steps=2", "eval.every=0")
@@ -500,8 +517,9 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, at: int, error: OSError) -> Injec
 
 
 def fail_always(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-    """Every save fails but for the first ones."""
-    save, calls = checkpoint.save_file, [0]
+    """Make every save after the first `after` fail."""
+    save = checkpoint.save_file
+    calls = [0]
 
     def instead(*arguments: Any) -> None:
         calls[0] += 1
@@ -513,7 +531,7 @@ def fail_always(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
-def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
+def test_f4_f5_a_failed_save_keeps_the_last_checkpoint_and_training_continues(
     error: OSError,
     whole_run: Callable[..., Path],
     tiny: Callable[..., Config],
@@ -531,10 +549,11 @@ def test_f4_f5_a_save_that_fails_keeps_the_last_one_and_training_goes_on(
     same_end(whole, run_of(cut))
 
 
-def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
+def test_f4_a_failed_last_save_is_an_error_and_a_resume_fixes_it(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cut = tiny("steps=3", "checkpoint.every=2", run_dir="whole"), tiny("steps=3", "checkpoint.every=2", run_dir="cut")  # fmt: skip
+    whole = tiny("steps=3", "checkpoint.every=2", run_dir="whole")
+    cut = tiny("steps=3", "checkpoint.every=2", run_dir="cut")
     train(whole, display)
     with monkeypatch.context() as patch:
         injector = fail_once(patch, 3, OSError(28, "No space left on device"))
@@ -546,26 +565,30 @@ def test_f4_a_last_save_that_fails_is_an_error_and_a_resume_mends_it(
 
 
 class FullDisk:
-    """The system writes a part of what is appended to files of a name, from the `at`-th time on, and then says that the disk is full."""
+    """A disk that is full from the `at`-th write to files of this name on. That write is partial, later ones fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
-        self.name, self.at, self.seen, self.write = name, at, 0, os.write
+        self.name = name
+        self.at = at
+        self.writes = 0
+        self.write = os.write
         monkeypatch.setattr(os, "write", self)
 
     def __call__(self, file: int, data: bytes) -> int:
         if os.readlink(f"/proc/self/fd/{file}").endswith(self.name):
-            self.seen += 1
-            if self.seen == self.at:
+            self.writes += 1
+            if self.writes == self.at:
                 return self.write(file, data[:7])
-            if self.seen > self.at:
+            if self.writes > self.at:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.write(file, data)
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "room"), [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)]
-)  # fmt: skip
-def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exact(
+    ("name", "at", "room"),
+    [("metrics.jsonl", 1, True), ("metrics.jsonl", 3, False), ("timings.jsonl", 2, True), ("events.jsonl", 3, True)],
+)
+def test_f4_a_full_disk_at_a_log_is_reported_and_the_run_resumes_exactly(
     name: str,
     at: int,
     room: bool,
@@ -574,7 +597,7 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
     display: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`room`: there is some left for the checkpoint. Every file holds whole lines alone, also before the resume."""
+    """`room` leaves space for the checkpoint. Every file has only complete lines, even before the resume."""
     whole, cut = whole_run("steps=2"), tiny("steps=2", run_dir="cut")
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, name, at)
@@ -582,7 +605,7 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
             fail_always(patch, after=at - 1)
         with pytest.raises(DiskError, match=r"No space left on device.*--resume") as stopped:
             train(cut, display)
-    assert disk.seen > at
+    assert disk.writes > at
     assert f"{run_of(cut)}/{name}: cannot be written" in str(stopped.value)
     assert ("no room for a checkpoint of step 2" in str(stopped.value)) is not room
     for file in run_of(cut).glob("*.jsonl"):
@@ -593,7 +616,7 @@ def test_f4_a_full_disk_at_a_log_is_named_the_step_is_saved_and_a_resume_is_exac
     same_end(whole, run_of(cut))
 
 
-def test_f23_replies_that_cannot_be_written_do_not_stop_a_run(
+def test_f23_completions_that_cannot_be_written_do_not_stop_a_run(
     whole_run: Callable[..., Path], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gspo.record.run_dir import RunDir
@@ -615,7 +638,8 @@ def test_f25_a_jumping_wall_clock_changes_nothing(
 ) -> None:
     whole, cut = tiny(run_dir="whole"), tiny(run_dir="cut")
     train(whole, display)
-    jumps, real = [0], time.time
+    jumps = [0]
+    real = time.time
 
     def jumping() -> float:
         jumps[0] += 1
@@ -624,22 +648,22 @@ def test_f25_a_jumping_wall_clock_changes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", jumping)
         train(cut, display)
-        ours = jumps[0]
+        count = jumps[0]
         assert abs(time.time() - real()) > 3000  # the clock did jump
-    assert jumps[0] == ours + 1
+    assert jumps[0] == count + 1
     assert not [f for f in Path(gspo.__file__).parent.rglob("*.py") if "time.time(" in f.read_text()]
     same_end(run_of(whole), run_of(cut))
     assert all(v >= 0 for t in read_jsonl(run_of(cut) / "timings.jsonl") for k, v in t.items() if k.startswith("time/"))
 
 
-def test_events_are_whole_json(tiny: Callable[..., Config], display: Any) -> None:
+def test_events_are_valid_json(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny()
     train(config, display)
     for line in (run_of(config) / "events.jsonl").read_text().splitlines():
         assert "event" in json.loads(line)
 
 
-def test_f4_too_little_room_for_the_checkpoints_is_said_before_the_first_step(
+def test_f4_too_little_disk_space_is_reported_before_the_first_step(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:
@@ -658,7 +682,7 @@ def test_f4_too_little_room_for_the_checkpoints_is_said_before_the_first_step(
     assert "checkpoints will need" in events(config, "warning")[0]["what"]
 
 
-def test_room_for_the_checkpoints_is_no_warning(tiny: Callable[..., Config], display: Any) -> None:
+def test_enough_disk_space_raises_no_warning(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("steps=1", "eval.every=0")
     train(config, display)
     assert not events(config, "warning")

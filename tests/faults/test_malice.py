@@ -1,6 +1,6 @@
-"""M1 to M4: files from others. Nothing in a data file, model directory or checkpoint is run, followed or believed.
+"""M1 to M4: malicious files. Nothing in a data file, model directory or checkpoint is executed, followed or trusted.
 
-Every payload, were it unpickled or imported, would make a file (the canary).
+Every payload would create a folder (the canary) if it were unpickled or imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def canary(tmp_path: Path) -> Path:
     return tmp_path / "canary"
 
 
-def test_the_payload_works_where_it_is_let_in(canary: Path) -> None:
+def test_the_payload_creates_the_canary_when_unpickled(canary: Path) -> None:
     pickle.loads(pickle.dumps(Payload(canary)))
     assert canary.exists()
 
@@ -51,7 +51,7 @@ def test_the_payload_works_where_it_is_let_in(canary: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "data.pt", "data.metadata", "data.jsonl", "data.parquet", "data.json"])
-def test_m1_a_pickle_is_no_data(name: str, canary: Path, tmp_path: Path) -> None:
+def test_m1_a_pickle_is_not_read_as_data(name: str, canary: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Payload(canary)))
     try:
         rows = read_file(str(tmp_path / name))
@@ -61,27 +61,27 @@ def test_m1_a_pickle_is_no_data(name: str, canary: Path, tmp_path: Path) -> None
     assert not canary.exists()
 
 
-_trained: list[Path] = []
+_trained_runs: list[Path] = []
 
 
 @pytest.fixture
 def saved(tiny: Callable[..., Config], display: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a run, which is also a model directory: a copy of one that is trained once."""
+    """A checkpoint of a run, which is also a model directory. All tests copy one trained run."""
     config = tiny("steps=1", "eval.every=0")
-    if not _trained:
+    if not _trained_runs:
         train(config, display)
-        _trained.append(shutil.copytree(run_of(config), tmp_path_factory.mktemp("trained") / "run"))
-    shutil.copytree(_trained[0], run_of(config), dirs_exist_ok=True)
+        _trained_runs.append(shutil.copytree(run_of(config), tmp_path_factory.mktemp("trained") / "run"))
+    shutil.copytree(_trained_runs[0], run_of(config), dirs_exist_ok=True)
     return checkpoint.saved(run_of(config) / "checkpoints")[-1]
 
 
-def start(tiny: Callable[..., Config], display: Any, model: Path) -> None:
+def train_from(tiny: Callable[..., Config], display: Any, model: Path) -> None:
     train(tiny("steps=1", "eval.every=0", "model.build=", f"model.path={model}", run_dir="other"), display)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "pytorch_model.pt"])
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
-def test_m1_a_model_that_is_a_pickle_is_refused(
+def test_m1_a_pickled_model_is_refused(
     name: str, kind: str, saved: Path, canary: Path, tiny: Callable[..., Config], display: Any
 ) -> None:
     (saved / "model.safetensors").unlink()
@@ -90,12 +90,12 @@ def test_m1_a_model_that_is_a_pickle_is_refused(
     else:
         (saved / name).write_bytes(pickle.dumps(Payload(canary)))
     with pytest.raises(GspoError):
-        start(tiny, display, saved)
+        train_from(tiny, display, saved)
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_m1_code_that_comes_with_a_model_or_tokenizer_is_not_run(
+def test_m1_custom_code_of_a_model_or_tokenizer_is_not_run(
     file: str, saved: Path, canary: Path, tiny: Callable[..., Config], display: Any
 ) -> None:
     (saved / "modeling_mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
@@ -108,10 +108,10 @@ def test_m1_code_that_comes_with_a_model_or_tokenizer_is_not_run(
     (saved / file).write_text(json.dumps(settings))
     if file == "config.json":
         with pytest.raises(GspoError, match="custom code"):
-            start(tiny, display, saved)
-    else:  # the class is unknown; the plain files are enough, or it is refused
+            train_from(tiny, display, saved)
+    else:  # the class is unknown: either the plain files suffice or the tokenizer is refused
         with suppress(GspoError):
-            start(tiny, display, saved)
+            train_from(tiny, display, saved)
     assert not canary.exists()
 
 
@@ -129,20 +129,20 @@ def entry(start: int, end: int) -> dict[str, Any]:
 
 BAD = {
     "a header of 2 GB": tensors({"a": entry(0, 8)}, b"x" * 8, length=2**31),
-    "a header beyond all": tensors({"a": entry(0, 8)}, b"x" * 8, length=2**63),
+    "a header of 2^63 bytes": tensors({"a": entry(0, 8)}, b"x" * 8, length=2**63),
     "overlapping": tensors({"a": entry(0, 8), "b": entry(4, 12)}, b"x" * 12),
     "a hole": tensors({"a": entry(0, 8), "b": entry(16, 24)}, b"x" * 24),
-    "cut short": tensors({"a": entry(0, 2**20)}, b"x" * 100),
-    "a shape beyond all": tensors({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, b"x" * 8),
+    "truncated data": tensors({"a": entry(0, 2**20)}, b"x" * 100),
+    "a shape of 2^40": tensors({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, b"x" * 8),
     "no header": b"",
 }
 
 
 @pytest.mark.parametrize("where", ["model.safetensors", "trainer.tensors"])
-def test_m2_bad_tensors_are_an_error_with_little_memory(
+def test_m2_invalid_tensor_files_are_an_error_and_allocate_little_memory(
     where: str, saved: Path, tiny: Callable[..., Config], display: Any
 ) -> None:
-    """The manifest is made to fit, so that it is the reading that must notice."""
+    """The manifest matches the bad file, so the tensor reader must detect the fault."""
     manifest = json.loads((saved / "manifest.json").read_text())
     run = saved.parent.parent
     for other in checkpoint.saved(saved.parent)[:-1]:
@@ -175,7 +175,7 @@ def pipe(saved: Path, outside: Path) -> None:
     os.mkfifo(saved / "more.json")
 
 
-def named(name: str) -> Callable[[Path, Path], None]:
+def manifest_entry(name: str) -> Callable[[Path, Path], None]:
     def change(saved: Path, outside: Path) -> None:
         (outside / "secret").write_text("s")
         manifest = json.loads((saved / "manifest.json").read_text())
@@ -185,24 +185,24 @@ def named(name: str) -> Callable[[Path, Path], None]:
     return change
 
 
-STRANGE = {
+ESCAPES = {
     "link": link,
     "folder link": folder_link,
     "pipe": pipe,
-    "name with ..": named("../../../outside/secret"),
-    "absolute name": named("{outside}/secret"),
-    "..": named(".."),
-    "empty name": named(""),
+    "name with ..": manifest_entry("../../../outside/secret"),
+    "absolute name": manifest_entry("{outside}/secret"),
+    "..": manifest_entry(".."),
+    "empty name": manifest_entry(""),
 }
 
 
-@pytest.mark.parametrize("how", STRANGE)
-def test_m3_a_checkpoint_that_leads_elsewhere_is_passed_over(
+@pytest.mark.parametrize("how", ESCAPES)
+def test_m3_a_checkpoint_that_points_outside_is_skipped(
     how: str, saved: Path, tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    STRANGE[how](saved, outside)
+    ESCAPES[how](saved, outside)
     assert checkpoint.damage(saved) is not None
     newest, complaints = checkpoint.newest(saved.parent)
     assert newest.name == "000000"
@@ -212,24 +212,30 @@ def test_m3_a_checkpoint_that_leads_elsewhere_is_passed_over(
         checkpoint.newest(saved.parent)
 
 
-# ------------------------------------------------------------------------------------------------- M4: the package itself
+# -------------------------------------------------------------------------------- M4: the package itself
 
 ALLOWED = {
-    # in the sandbox, which is there for that: the program, and the row's tests
+    # Inside the sandbox, whose purpose this is: the model's program and the tests of the problem.
     "reward/sandbox/inside/candidate.py": {"exec", "compile", "__import__"},
     "reward/sandbox/inside/judge.py": {"exec", "compile", "__import__"},
-    # stands for the tests' own `eval`: of a program's text it evaluates arithmetic only
+    # Replaces `eval` in the tests of a problem: of a program's text it evaluates arithmetic only.
     "reward/sandbox/inside/evaluate.py": {"eval", "exec", "compile", "__import__"},
 }
 NAMES = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {
-    "pickle": {"load", "loads", "Unpickler"}, "marshal": {"load", "loads"}, "yaml": {"load", "unsafe_load", "full_load"},
-    "torch": {"load"}, "os": {"system", "popen"}, "shelve": {"open"}, "dill": {"load", "loads"}, "joblib": {"load"},
-}  # fmt: skip
+    "pickle": {"load", "loads", "Unpickler"},
+    "marshal": {"load", "loads"},
+    "yaml": {"load", "unsafe_load", "full_load"},
+    "torch": {"load"},
+    "os": {"system", "popen"},
+    "shelve": {"open"},
+    "dill": {"load", "loads"},
+    "joblib": {"load"},
+}
 KEYWORDS = {"shell": True, "trust_remote_code": True, "weights_only": False, "allow_pickle": True}
 
 
-def dangers(tree: ast.AST) -> set[str]:
+def dangerous_calls(tree: ast.AST) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -247,19 +253,28 @@ def dangers(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_m4_the_search_finds_what_it_is_for() -> None:
-    text = "eval(x); pickle.load(f); torch.load(f, weights_only=False); run(c, shell=True); yaml.load(t); g(trust_remote_code=True)"
-    assert dangers(ast.parse(text)) == {
-        "eval", "pickle.load", "torch.load", "weights_only=False", "shell=True", "yaml.load", "trust_remote_code=True",
-    }  # fmt: skip
+def test_m4_the_search_finds_dangerous_calls() -> None:
+    text = (
+        "eval(x); pickle.load(f); torch.load(f, weights_only=False); run(c, shell=True); yaml.load(t); "
+        "g(trust_remote_code=True)"
+    )
+    assert dangerous_calls(ast.parse(text)) == {
+        "eval",
+        "pickle.load",
+        "torch.load",
+        "weights_only=False",
+        "shell=True",
+        "yaml.load",
+        "trust_remote_code=True",
+    }
 
 
-def test_m4_the_package_runs_no_text_and_reads_no_pickle() -> None:
+def test_m4_the_package_evaluates_no_text_and_reads_no_pickle() -> None:
     package = Path(gspo.__file__).parent
-    found = {str(p.relative_to(package)): dangers(ast.parse(p.read_text())) for p in package.rglob("*.py")}
+    found = {str(p.relative_to(package)): dangerous_calls(ast.parse(p.read_text())) for p in package.rglob("*.py")}
     assert len(found) > 100
-    too_much = {name: what - ALLOWED.get(name, set()) for name, what in found.items()}
-    assert {name: what for name, what in too_much.items() if what} == {}
+    not_allowed = {name: what - ALLOWED.get(name, set()) for name, what in found.items()}
+    assert {name: what for name, what in not_allowed.items() if what} == {}
     imported = {
         alias.name.partition(".")[0]
         for p in package.rglob("*.py")

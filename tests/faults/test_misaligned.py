@@ -1,4 +1,4 @@
-"""Tensors read from files lie at other addresses than fresh ones: nothing that a run or a command computes may depend on it."""
+"""Tensors read from files have a different alignment than fresh ones. No result of a run or command depends on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo.trainer import resume, train
 
 VARIANTS = {
     "float32": ((8, 16, 32, 48), ()),
-    "bfloat16 with float32 masters": ((8,), ("model.dtype=bfloat16",)),
+    "bfloat16 with float32 master weights": ((8,), ("model.dtype=bfloat16",)),
     "mixture of experts": ((8,), ("model.build=tiny_moe",)),
     "a reference": ((8,), ("objective.name=grpo",)),
     "a cold start": ((8,), ("cold_start.steps=2",)),
@@ -26,14 +26,14 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(("offsets", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_resume_from_misaligned_tensors_is_the_uninterrupted_run(
+def test_a_resume_from_misaligned_tensors_equals_the_uninterrupted_run(
     offsets: tuple[int, ...],
     overrides: tuple[str, ...],
     tiny: Callable[..., Config],
     display: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A single slot and a prompt at a time: the products of single rows are those that round by alignment.
+    # One slot and one prompt at a time: the rounding of single-row matrix products depends on alignment.
     options = ("steps=2", "rollout.prompts=2", "rollout.engine_options.slots=1", "learner.micro_batch_tokens=16")
     whole = tiny(*options, "data.held_out=2", *overrides, run_dir="whole")
     train(whole, display)
@@ -46,14 +46,15 @@ def test_a_resume_from_misaligned_tensors_is_the_uninterrupted_run(
         same_end(cut, run_of(whole))
 
 
-def test_adapters_are_evaluated_merged_and_resumed_the_same(
+def test_evaluation_merge_and_resume_of_adapters_ignore_alignment(
     tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = char_tokenizer("sort 0123456789")
     build_model(ModelConfig(build="tiny_dense"), tokenizer, 3).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     adapted = ("model.build=", f"model.path={tmp_path / 'base'}", "model.lora.rank=2", "rollout.engine_options.slots=1")
-    config, ends = tiny(*adapted, "steps=2", "rollout.prompts=2", "data.held_out=2"), []
+    config = tiny(*adapted, "steps=2", "rollout.prompts=2", "data.held_out=2")
+    ends = []
     train(config, display)
     for offset in (0, 8, 16, 32, 48):
         run, out = tmp_path / f"run{offset}", tmp_path / f"out{offset}"
@@ -62,11 +63,11 @@ def test_adapters_are_evaluated_merged_and_resumed_the_same(
         misalign_loading(offset, monkeypatch.setattr)
         resume(run, display, trust_run=True)
         out.mkdir()
-        replies = str(out / "replies.jsonl")
-        assert main(["eval", str(run), "--limit", "2", "--samples", "2", "--replies", replies]) == 0
+        completions = str(out / "completions.jsonl")
+        assert main(["eval", str(run), "--limit", "2", "--samples", "2", "--replies", completions]) == 0
         assert main(["merge", str(run), str(out / "merged")]) == 0
         last = run / "checkpoints/000002"
-        kept = (run / "metrics.jsonl", last / "adapter_model.safetensors", last / "trainer.tensors")
-        made = (out / "replies.jsonl", out / "merged" / "model.safetensors")
-        ends.append([file.read_bytes() for file in (*kept, *made)])
+        checkpoint_files = (run / "metrics.jsonl", last / "adapter_model.safetensors", last / "trainer.tensors")
+        output_files = (out / "completions.jsonl", out / "merged" / "model.safetensors")
+        ends.append([file.read_bytes() for file in (*checkpoint_files, *output_files)])
     assert all(end == ends[0] for end in ends)

@@ -1,8 +1,8 @@
-"""F19: reward functions that do what they should not, sixteen ways. Numbers are those of docs/reliability.md.
+"""F19: seventeen ways in which a reward function can misbehave. The numbers are those of docs/reliability.md.
 
-Every function gives a reply its own number (its length over seven) and misbehaves on the replies `bad`, which write a mark
-before they do: so the shots are counted. Asked each time: the run's other numbers are the same to the bit, the fault has its
-own name, the batch is over in time, and the pool is whole.
+Every function gives a completion its own number (its length over seven) and misbehaves on the completions `bad`. It
+writes a mark before it does, so that the faults are counted. Each test checks that all other rewards are bitwise
+identical, the fault has its own name, the batch ends in time, and the pool has all its workers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUNCTION = """
         return {result}
 """
 CASES: dict[str, tuple[str, str | float]] = {
-    # what a bad reply does -> the kind of failure it must be counted as, or the number it must get
+    # What the function does on a bad completion -> the expected kind of failure, or the expected number.
     "raises": ("raise ValueError('no')", "raised"),
     "gives None": ("return None", "abstained"),
     "gives NaN": ("return float('nan')", "nonsense"),
@@ -44,9 +44,9 @@ CASES: dict[str, tuple[str, str | float]] = {
     "gives a str": ("return '1'", "nonsense"),
     "gives a numpy number": ("import numpy; return numpy.float32(0.5)", 0.5),
     "gives a bool": ("return True", 1.0),
-    "sleeps for ever": ("time.sleep(3600)", "timeout"),
+    "sleeps forever": ("time.sleep(3600)", "timeout"),
     "exits": ("sys.exit(3)", "raised"),
-    "leaves at once": ("os._exit(0)", "died"),
+    "exits immediately": ("os._exit(0)", "died"),
     "crashes": ("faulthandler._sigsegv()", "died"),
     "forks": ("os.fork(); return 0.25", 0.25),
     "prints 1 GB": ("[sys.stdout.write('x' * 2**20) for _ in range(1024)]; return 0.25", 0.25),
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, str | float]] = {
         0.25,
     ),
     "holds the GIL in C": ("(10 ** 8) ** (10 ** 7)", "timeout"),
-    "eats 4 GB": ("held.extend(bytearray(b'x' * 2**26) for _ in range(64)); return 0.25", "memory"),
+    "allocates 4 GB": ("held.extend(bytearray(b'x' * 2**26) for _ in range(64)); return 0.25", "memory"),
     "needs another thread's lock": (
         "t = threading.Thread(target=lock.acquire); t.start(); t.join(); lock.acquire()",
         "timeout",
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, str | float]] = {
 
 @pytest.fixture
 def misbehaving(make_pool: Callable[..., Any], reward_file: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
-    """A pool whose function does this on a bad reply, and the folder in which it leaves its marks."""
+    """A pool whose function does this on a bad completion, and the folder for its marks."""
 
     def make(bad: str, result: str = "values", **settings: Any) -> tuple[Any, Path]:
         marks = tmp_path / "marks"
@@ -84,7 +84,7 @@ def check_others(scores: list[list[Any]], groups: list[list[str]]) -> None:
 
 
 def wait_for(pool: Any, workers: int) -> None:
-    """The pool is at its full size; a pool this young may still be starting its second worker."""
+    """Wait until the pool has all its workers: a new pool may still be starting its second."""
     until = time.monotonic() + 60
     while len(pool.pids()) != workers and time.monotonic() < until:
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def wait_for(pool: Any, workers: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_f19_a_function_that_misbehaves(case: str, misbehaving: Callable[..., Any], group: Callable[..., Any]) -> None:
     bad, expected = CASES[case]
-    timeout_s = TIMEOUT_S if expected == "timeout" else 120.0  # what is slow on a busy machine is no fault
+    timeout_s = TIMEOUT_S if expected == "timeout" else 120.0  # on a busy machine, slow is not a fault
     pool, marks = misbehaving(bad, timeout_s=timeout_s)
     groups = [group(texts, id=f"train/{i}") for i, texts in enumerate(GROUPS)]
     began = time.monotonic()
@@ -114,7 +114,7 @@ def test_f19_a_function_that_misbehaves(case: str, misbehaving: Callable[..., An
     check_others(pool.score([group(["after", "it"])]), [["after", "it"]])
 
 
-def test_f19_a_wrong_number_of_values_fails_the_call_and_no_other(
+def test_f19_a_wrong_number_of_values_fails_only_that_call(
     misbehaving: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
     pool, marks = misbehaving("return 1.0", result="values + [1.0] * ('bad' in completions)")
@@ -127,10 +127,10 @@ def test_f19_a_wrong_number_of_values_fails_the_call_and_no_other(
             check_others([row], [texts])
 
 
-def test_f19_many_hanging_replies_cost_one_deadline_together_and_nobody_elses_score(
+def test_f19_many_hanging_completions_share_one_deadline_and_affect_no_other_score(
     misbehaving: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
-    """Eight hang, two workers: one after the other they would take four deadlines, and eight when tried alone."""
+    """Eight hang with two workers. In sequence they would take four deadlines, and eight when retried alone."""
     pool, marks = misbehaving("time.sleep(3600)", timeout_s=5.0)
     groups = [["bad" if i == n % 3 else "a" * (n + i + 1) for i in range(3)] for n in range(8)]
     began = time.monotonic()
@@ -142,13 +142,13 @@ def test_f19_many_hanging_replies_cost_one_deadline_together_and_nobody_elses_sc
     wait_for(pool, 2)
 
 
-def test_f19_when_everything_hangs_the_batch_is_over_in_time_and_says_what_was_never_tried(
+def test_f19_when_all_calls_hang_the_batch_ends_in_time_and_names_untried_completions(
     misbehaving: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
     pool, _ = misbehaving("time.sleep(3600)")
     began = time.monotonic()
     scores = pool.score([group(["bad"] * 8, id=f"train/{i}") for i in range(16)])
-    assert time.monotonic() - began < 16 * TIMEOUT_S, "one after the other they would take 64 deadlines"
+    assert time.monotonic() - began < 16 * TIMEOUT_S, "in sequence they would take 64 deadlines"
     kinds = Counter(s.failure.partition(": ")[0] for row in scores for s in row)
     assert kinds["timeout"] + kinds["untried"] == 128
     assert 0 < kinds["timeout"] <= 8 * (2 + MOST_SPARES)
@@ -158,8 +158,10 @@ def test_f19_when_everything_hangs_the_batch_is_over_in_time_and_says_what_was_n
 def test_f19_a_slow_function_is_not_a_hanging_one(
     make_pool: Callable[..., Any], reward_file: Callable[..., str], group: Callable[..., Any]
 ) -> None:
-    """Each call takes half of its time, and all of them together several deadlines: every answer counts, that of the
-    whole group where there is one (it gives its size)."""
+    """Each call takes half of its deadline, and all together take several.
+
+    Every result counts, and that of the whole group is preferred (it returns the size of the group).
+    """
     name = reward_file("""
         import time
         def score(completions, **_):
@@ -172,10 +174,10 @@ def test_f19_a_slow_function_is_not_a_hanging_one(
     assert all(s.status is Status.SCORED for row in scores for s in row)
 
 
-def test_f19_what_a_function_leaves_running_ends_with_it(
+def test_f19_processes_that_a_function_leaves_running_end_with_it(
     make_pool: Callable[..., Any], reward_file: Callable[..., str], group: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Daemons: double fork, a session of their own, pipes closed. After a hang, after a death, and at the end."""
+    """Daemons with a double fork, their own session and closed pipes: after a hang, after a crash, and at the end."""
     note = tmp_path / "pids"
     name = reward_file(f"""
         import os, time
@@ -203,8 +205,8 @@ def test_f19_what_a_function_leaves_running_ends_with_it(
             return [1.0]
     """)
     pool = make_pool(name, timeout_s=3.0)
-    for reply in ("hang", "die", "stay"):
-        pool.score([group([reply])])
+    for completion in ("hang", "die", "stay"):
+        pool.score([group([completion])])
     assert pool.score([group(["good"])])[0][0].reward == 1.0
     pool.close()
     daemons = list(map(int, note.read_text().split()))

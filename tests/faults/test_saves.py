@@ -1,7 +1,7 @@
-"""Saves cut short by the system: killed at each system call, a disk that is full at each file, writes and flushes that fail.
+"""Saves interrupted by the system: killed at each system call, a full disk at each file, failing writes and flushes.
 
-One save is prepared as a run would make it, and made again and again in forks with a fault in it; `strace` puts the fault at one system call, a
-small file system makes the disk full. Every fault is counted: a fork that was not hit fails the test.
+One save is prepared as a run would make it and repeated in forks with one fault each. `strace` injects the fault at one
+system call; a small file system fills the disk. Every fault is counted: a fork without its fault fails the test.
 """
 
 from __future__ import annotations
@@ -48,46 +48,48 @@ CALLS = (
 """System calls of a save at which it is killed."""
 
 
-class Enough(Exception):
-    """The save is prepared."""
+class SaveCaptured(Exception):
+    """Ends the run when the arguments of the save are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run that is about to save its second step, and how the whole run ends."""
+class PreparedSave:
+    """A run that is about to save its second step, and the uninterrupted run to compare with."""
 
     run: Path
     golden: Path
     arguments: tuple[Any, ...]
 
     def save(self, run: Path) -> None:
-        """The second step's save, in a copy of the run."""
+        """Save the second step in a copy of the run."""
         checkpoint.save(run / "checkpoints", *self.arguments, keep=1)
 
 
 @pytest.fixture
-def prepared(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    disable_progress_bar()  # its lock is shared by all forks: one that dies with it would hold up the next
+def prepared(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedSave:
+    # Forks share the progress bar's lock: a fork that dies while holding it would block the next.
+    disable_progress_bar()
     setting = ("steps=3", "eval.every=0", "checkpoint.keep=1")
-    golden, begun = tiny(*setting, run_dir="golden"), tiny(*setting, run_dir="begun")
+    golden = tiny(*setting, run_dir="golden")
+    partial = tiny(*setting, run_dir="partial")
     train(golden, Silent())
-    train(begun, StopAfterOne())
-    caught: list[tuple[Any, ...]] = []
+    train(partial, StopAfterOne())
+    captured: list[tuple[Any, ...]] = []
 
-    def catch(folder: Path, *arguments: Any, keep: int) -> None:
-        caught.append(arguments)
-        raise Enough
+    def capture(folder: Path, *arguments: Any, keep: int) -> None:
+        captured.append(arguments)
+        raise SaveCaptured
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", catch)
-        with pytest.raises(Enough):
-            resume(run_of(begun), Silent())
-    assert caught[0][-1].step == 2
-    return Prepared(run=run_of(begun), golden=run_of(golden), arguments=caught[0])
+        patch.setattr(checkpoint, "save", capture)
+        with pytest.raises(SaveCaptured):
+            resume(run_of(partial), Silent())
+    assert captured[0][-1].step == 2
+    return PreparedSave(run=run_of(partial), golden=run_of(golden), arguments=captured[0])
 
 
 @pytest.fixture
-def copies(prepared: Prepared, tmp_path: Path) -> Callable[[], Path]:
+def copies(prepared: PreparedSave, tmp_path: Path) -> Callable[[], Path]:
     """Fresh copies of the prepared run, one at a time."""
 
     def copy() -> Path:
@@ -97,18 +99,18 @@ def copies(prepared: Prepared, tmp_path: Path) -> Callable[[], Path]:
     return copy
 
 
-def counted(log: Path) -> Counter[str]:
+def count_calls(log: Path) -> Counter[str]:
     """How often each system call was made."""
     return Counter(m[1] for line in log.read_text().splitlines() if (m := re.match(r"[0-9]+ +([a-z0-9_]+)\(", line)))
 
 
 def signature(run: Path) -> tuple[Any, ...]:
-    """What lies in the checkpoint folder: names and sizes."""
+    """Names and sizes of all files in the checkpoint folder."""
     found = sorted(p for p in (run / "checkpoints").rglob("*"))
     return tuple((str(p.relative_to(run)), p.stat().st_size if p.is_file() else -1) for p in found)
 
 
-def goes_on(run: Path, golden: Path) -> None:
+def assert_resumes_exactly(run: Path, golden: Path) -> None:
     assert wait(forked(lambda: resume(run, Silent(), trust_run=True))) == 0
     same_end(golden, run)
     assert len(checkpoint.saved(run / "checkpoints")) == 1
@@ -116,17 +118,19 @@ def goes_on(run: Path, golden: Path) -> None:
 
 
 def test_f2_f6_killed_at_every_system_call_of_a_save(
-    prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
+    prepared: PreparedSave, copies: Callable[[], Path], tmp_path: Path
 ) -> None:
     log, run = tmp_path / "log", copies()
     assert traced(lambda: prepared.save(run), log, ["-e", f"trace={','.join(CALLS)}"]) == 0
-    calls = counted(log)
+    calls = count_calls(log)
     assert calls["openat"] > 10
     assert calls["write"] > 5
     assert calls["fsync"] > 5
-    assert calls["rename"] == 2, "into place, and out of the way"
+    assert calls["rename"] == 2, "one into place, one out of the way"
     assert calls["unlinkat"] + calls["unlink"] > 5
-    seen, kills, ends = set(), 0, Counter[str]()
+    states = set()
+    kills = 0
+    ends = Counter[str]()
     for call, number in calls.items():
         for n in range(1, number + 1):
             run = copies()
@@ -139,12 +143,12 @@ def test_f2_f6_killed_at_every_system_call_of_a_save(
             assert not complaints
             assert len(checkpoint.saved(run / "checkpoints")) <= 2
             state = tuple(name for name, _ in signature(run))
-            if state not in seen:
-                seen.add(state)
-                goes_on(run, prepared.golden)
+            if state not in states:
+                states.add(state)
+                assert_resumes_exactly(run, prepared.golden)
     assert kills == sum(calls.values())
     assert set(ends) == {"000001", "000002"}
-    print(f"{kills} kills at {len(calls)} kinds of system calls, {len(seen)} different states, {dict(ends)}")
+    print(f"{kills} kills at {len(calls)} kinds of system calls, {len(states)} different states, {dict(ends)}")
 
 
 OPERATIONS = (
@@ -156,11 +160,11 @@ OPERATIONS = (
     (Path, "write_text"),
     (shutil, "rmtree"),
 )
-"""The same in Python, for machines without strace."""
+"""Python functions of a save at which it is killed, for machines without strace."""
 
 
-def operations(prepared: Prepared, run: Path, count: Path, at: int) -> int:
-    """Save in a fork, and kill it before the `at`-th file operation (0: only count them); how the fork ended."""
+def save_and_kill(prepared: PreparedSave, run: Path, count: Path, at: int) -> int:
+    """Save in a fork and kill it before the `at`-th file operation; `0` only counts them. Returns the exit code."""
     calls = [0]
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,10 +187,11 @@ def operations(prepared: Prepared, run: Path, count: Path, at: int) -> int:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_f2_killed_at_every_file_operation_of_a_save(
-    again: bool, prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
+    again: bool, prepared: PreparedSave, copies: Callable[[], Path], tmp_path: Path
 ) -> None:
-    """`again`: the same step is saved a second time, over the only checkpoint there is."""
-    count, seen = tmp_path / "count", set()
+    """With `again`, the same step is saved a second time, over the only checkpoint."""
+    count = tmp_path / "count"
+    newest_names = set()
 
     def copy() -> Path:
         run = copies()
@@ -194,21 +199,22 @@ def test_f2_killed_at_every_file_operation_of_a_save(
             prepared.save(run)
         return run
 
-    assert operations(prepared, copy(), count, 0) == 0
+    assert save_and_kill(prepared, copy(), count, 0) == 0
     number = int(count.read_text())
     assert number >= 15
     for at in range(1, number + 1):
         run = copy()
-        assert operations(prepared, run, count, at) == -signal.SIGKILL, f"operation {at} did not kill"
+        assert save_and_kill(prepared, run, count, at) == -signal.SIGKILL, f"operation {at} did not kill"
         newest, complaints = checkpoint.newest(run / "checkpoints")
         assert not complaints
-        seen.add(newest.name)
-    assert seen == ({"000002"} if again else {"000001", "000002"})
+        newest_names.add(newest.name)
+    assert newest_names == ({"000002"} if again else {"000001", "000002"})
 
 
-def test_f6_five_resumes_each_killed_before_the_clean_up(prepared: Prepared, copies: Callable[[], Path]) -> None:
-    """`keep = 1`, killed between the new checkpoint and the end of the old one, time and again."""
-    run, kills = copies(), 0
+def test_f6_five_resumes_each_killed_before_the_cleanup(prepared: PreparedSave, copies: Callable[[], Path]) -> None:
+    """With `keep = 1`, killed repeatedly after writing the new checkpoint and before deleting the old one."""
+    run = copies()
+    kills = 0
 
     def work() -> None:
         def die(*arguments: Any) -> None:
@@ -229,21 +235,21 @@ def test_f6_five_resumes_each_killed_before_the_clean_up(prepared: Prepared, cop
 
 
 FAULTS = ("fsync:error=EIO", "write:error=EIO", "write:error=ENOSPC", "write:retval=1")
-"""`retval=1`: the system says that one byte was written, and none was."""
+"""`retval=1`: the system reports one written byte, but wrote none."""
 
 
 def test_f5_a_flush_or_write_that_fails_is_a_failed_save(
-    prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
+    prepared: PreparedSave, copies: Callable[[], Path], tmp_path: Path
 ) -> None:
     for fault in FAULTS:
-        each_fails(fault, prepared, copies, tmp_path)
+        check_each_call(fault, prepared, copies, tmp_path)
 
 
-def each_fails(fault: str, prepared: Prepared, copies: Callable[[], Path], tmp_path: Path) -> None:
+def check_each_call(fault: str, prepared: PreparedSave, copies: Callable[[], Path], tmp_path: Path) -> None:
     call, log, run = fault.partition(":")[0], tmp_path / "log", copies()
     assert traced(lambda: prepared.save(run), log, ["-e", f"trace={call}"]) == 0
     whole = {p.name: p.read_bytes() for p in checkpoint.newest(run / "checkpoints")[0].iterdir()}
-    number = counted(log)[call]
+    number = count_calls(log)[call]
     assert number > 5
     shots = 0
     for n in range(1, number + 1):
@@ -255,10 +261,10 @@ def each_fails(fault: str, prepared: Prepared, copies: Callable[[], Path], tmp_p
         shots += log.read_text().count("(INJECTED)")
         newest, complaints = checkpoint.newest(run / "checkpoints")
         assert not complaints, (fault, n)
-        if code == 0 or newest.name == "000002":  # nothing was lost, or the folder's own flush failed at the very end
+        if code == 0 or newest.name == "000002":  # nothing was lost, or only the final fsync of the folder failed
             assert {p.name: p.read_bytes() for p in newest.iterdir()} == whole
         else:
-            assert code == 2, f"{fault} at {n}: another error than OSError"
+            assert code == 2, f"{fault} at {n}: an error other than OSError"
             assert signature(run) == before
     assert shots == number
 
@@ -267,36 +273,37 @@ def each_fails(fault: str, prepared: Prepared, copies: Callable[[], Path], tmp_p
 
 
 def small_disk(path: Path, size: int) -> None:
-    """In a fork: put a file system of so many bytes at a path, seen by this process alone."""
+    """Mount a file system of `size` bytes at a path, visible only to this process. Call it in a fork."""
     system = ctypes.CDLL(None, use_errno=True)
-    spaces = 0x00020000 | (0x10000000 if os.geteuid() else 0)  # mounts, and users where only they allow it
+    # CLONE_NEWNS; without root also CLONE_NEWUSER, which grants the right to mount.
+    spaces = 0x00020000 | (0x10000000 if os.geteuid() else 0)
     if system.unshare(spaces):
         os._exit(77)
-    private = 1 << 18 | 1 << 14
+    private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC: the mount does not propagate to other processes
     system.mount(b"none", b"/", None, ctypes.c_ulong(private), None)
     if system.mount(b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(0), f"size={size}".encode()):
         os._exit(77)
 
 
-def pages(size: int) -> int:
+def round_to_pages(size: int) -> int:
     return -(-size // 4096) * 4096
 
 
 def too_small(files: list[Path]) -> list[tuple[str, int]]:
-    """For each file, in the order of writing, the room in which all before it fit, and half of it or none."""
-    sizes = [pages(path.stat().st_size) for path in files]
+    """For each file, in the order of writing, a disk size that fits all files before it and at most half of it."""
+    sizes = [round_to_pages(path.stat().st_size) for path in files]
     return [(path.name, sum(sizes[:i]) + sizes[i] // 2 // 4096 * 4096) for i, path in enumerate(files)]
 
 
-def test_f4_a_disk_that_is_full_at_each_file_of_a_save(
-    prepared: Prepared, copies: Callable[[], Path], tmp_path: Path
+def test_f4_the_disk_is_full_at_each_file_of_a_save(
+    prepared: PreparedSave, copies: Callable[[], Path], tmp_path: Path
 ) -> None:
     whole = copies()
     prepared.save(whole)
     files = sorted(checkpoint.newest(whole / "checkpoints")[0].iterdir(), key=lambda p: p.stat().st_mtime_ns)
     assert len(files) >= 6
     rooms = too_small(files)
-    old = sum(pages(p.stat().st_size) for p in (prepared.run / "checkpoints/000001").iterdir())
+    old = sum(round_to_pages(p.stat().st_size) for p in (prepared.run / "checkpoints/000001").iterdir())
     failures = []
     for name, room in rooms:
         run, report = copies(), tmp_path / "report"
@@ -318,26 +325,26 @@ def test_f4_a_disk_that_is_full_at_each_file_of_a_save(
         if code == 77:
             unusable("bwrap", "no file system can be mounted here, as bubblewrap would")
         assert code == 0
-        assert report.exists(), f"room for all before {name}, and the save did not fail"
+        assert report.exists(), f"room for all files before {name}, and the save did not fail"
         failures.append(report.read_text())
     assert len(failures) == len(files)
     assert all("No space left" in text or "os error 28" in text for text in failures), failures
 
 
-def test_f4_a_run_on_a_full_disk_goes_on_and_mends_itself(
-    tiny: Callable[..., Config], prepared: Prepared, tmp_path: Path
+def test_f4_a_run_on_a_full_disk_continues_and_recovers(
+    tiny: Callable[..., Config], prepared: PreparedSave, tmp_path: Path
 ) -> None:
     """The disk is full while steps 2 and 3 are saved, and has room again for step 4."""
     config, whole = tiny("steps=5", "eval.every=0", run_dir="full"), tiny("steps=5", "eval.every=0", run_dir="room")
     train(whole, Silent())
-    size = sum(pages(p.stat().st_size) for p in (prepared.run / "checkpoints/000001").iterdir())
+    size = sum(round_to_pages(p.stat().st_size) for p in (prepared.run / "checkpoints/000001").iterdir())
     ballast = run_of(config) / "checkpoints/ballast"
 
     class Filler(Silent):
         def step(self, step: int, *rest: Any) -> None:
             if step == 2:
                 with suppress(OSError), ballast.open("wb", buffering=0) as file:
-                    while True:  # until there is no room left
+                    while True:  # until the disk is full
                         file.write(b"x" * 4096)
             if step == 4:
                 ballast.unlink()

@@ -1,4 +1,4 @@
-"""F20, F21: verifier bombs, and workers that hang hundreds of times. Numbers are those of docs/reliability.md."""
+"""F20, F21: verifier bombs, and workers that hang hundreds of times. The numbers are those of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gspo.types import Status
 
 LIMIT_S = 1
 TIMEOUTS = 200
-"""A thousand take three minutes, and leave as little."""
+"""A thousand would take three minutes and show the same."""
 BOMBS = [
     "\\boxed{9^{9^{9^9}}}",
     "\\boxed{(10^9)!}",
@@ -29,10 +29,12 @@ BOMBS = [
 
 
 def golden() -> list[tuple[str, str, float]]:
-    """200 replies with their expected answer and score, from arithmetic alone."""
-    chance, cases = random.Random(20), []
+    """200 completions with their expected answer and score, from arithmetic alone."""
+    rng = random.Random(20)
+    cases = []
     for i in range(50):
-        a, b = chance.randint(2, 99), chance.randint(2, 99)
+        a = rng.randint(2, 99)
+        b = rng.randint(2, 99)
         cases.append((f"So it is \\boxed{{{a * b}}}.", str(a * b), 1.0))
         cases.append((f"So it is \\boxed{{{a * b + 1}}}.", str(a * b), 0.0))
         cases.append((f"That makes $\\boxed{{\\frac{{{a * 3}}}{{{b * 3}}}}}$.", f"{a}/{b}", 1.0))
@@ -43,11 +45,13 @@ def golden() -> list[tuple[str, str, float]]:
 def scores(pool: Any, group: Callable[..., Any], cases: list[tuple[str, str, float]]) -> list[float | None]:
     return [
         row[0].reward
-        for row in pool.score([group([r], answer=a, id=f"train/{i}") for i, (r, a, _) in enumerate(cases)])
+        for row in pool.score(
+            [group([completion], answer=a, id=f"train/{i}") for i, (completion, a, _) in enumerate(cases)]
+        )
     ]
 
 
-def test_f20_the_same_scores_from_any_thread_in_any_order_and_beside_bombs(
+def test_f20_scores_do_not_depend_on_thread_order_or_bombs(
     make_pool: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
     pool = make_pool("math_answer", options={"math_answer": {"limit_s": LIMIT_S}}, timeout_s=20.0, workers=2)
@@ -55,12 +59,12 @@ def test_f20_the_same_scores_from_any_thread_in_any_order_and_beside_bombs(
     assert len(cases) == 200
     expected = [value for _, _, value in cases]
     assert scores(pool, group, cases) == expected
-    seen: list[list[float | None]] = []
-    thread = threading.Thread(target=lambda: seen.append(scores(pool, group, cases)))
+    from_thread: list[list[float | None]] = []
+    thread = threading.Thread(target=lambda: from_thread.append(scores(pool, group, cases)))
     thread.start()
     thread.join(timeout=120)
-    assert seen == [expected]
-    mixed = [*((reply, answer, value) for reply, answer, value in cases), *((bomb, "72", -1.0) for bomb in BOMBS)]
+    assert from_thread == [expected]
+    mixed = [*cases, *((bomb, "72", -1.0) for bomb in BOMBS)]
     random.Random(1).shuffle(mixed)
     found = scores(pool, group, mixed)
     assert sum(value == -1.0 for _, _, value in mixed) == len(BOMBS)
@@ -70,15 +74,13 @@ def test_f20_the_same_scores_from_any_thread_in_any_order_and_beside_bombs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bomb", range(len(BOMBS)))
-def test_f20_a_bomb_is_over_within_its_limit(
-    bomb: int, make_pool: Callable[..., Any], group: Callable[..., Any]
-) -> None:
-    """Reading and comparing have a limit; what outruns it is killed with its process at `timeout_s`. It is wrong either way."""
+def test_f20_a_bomb_ends_within_its_limit(bomb: int, make_pool: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Parsing and comparing have a limit; a call that exceeds it is killed at `timeout_s`. It is wrong either way."""
     timeout_s = 3.0
     pool = make_pool("math_answer", options={"math_answer": {"limit_s": LIMIT_S}}, timeout_s=timeout_s)
     began = time.monotonic()
     (score,) = pool.score([group([BOMBS[bomb]], answer="72")])[0]
-    assert time.monotonic() - began < 10 * timeout_s  # about 1 s later on an idle machine; without a limit, never
+    assert time.monotonic() - began < 10 * timeout_s  # about 1 s more on an idle machine; without a limit it never ends
     assert (score.status, score.reward) == (Status.SCORED, 0.0)
     assert scores(pool, group, [("\\boxed{72}", "72", 1.0)]) == [1.0]
 
@@ -97,7 +99,9 @@ def test_f21_many_timeouts_leave_nothing(
     pool = make_pool(name, timeout_s=0.3, workers=2)
     batch = [group(["a"], id="train/0"), *(group(["bad"], id=f"train/{i}") for i in range(1, 30))]
     pool.score(batch)
-    before, mine, threads = len(os.listdir("/proc/self/fd")), children() - set(pool.pids()), threading.active_count()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    other_children = children() - set(pool.pids())
+    threads = threading.active_count()
     kinds: Counter[str] = Counter()
     while kinds["timeout"] < TIMEOUTS:
         rows = pool.score(batch)
@@ -105,7 +109,7 @@ def test_f21_many_timeouts_leave_nothing(
         kinds.update(s.failure.partition(":")[0] for row in rows for s in row if s.failure)
     assert set(kinds) <= {"timeout", "untried"}
     assert len(pool.pids()) == 2
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert threading.active_count() == threads
-    assert children() - set(pool.pids()) == mine  # no zombie either
+    assert children() - set(pool.pids()) == other_children  # includes zombies
     print(f"{dict(kinds)}")

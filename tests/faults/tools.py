@@ -1,4 +1,4 @@
-"""Work watched by `strace`, for tests of what is on disk when a process dies."""
+"""Run a function under `strace`, for tests of what is on disk when a process dies."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from needs import unusable
 
 
 def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s: float = 60) -> int:
-    """Do the work in a fork, with `strace` on it from its first system call on; how the fork ended (as `Popen.returncode`)."""
+    """Run `work` in a fork, traced from its first system call. Returns its exit code (as `Popen.returncode`)."""
     if shutil.which("strace") is None:
         unusable("strace", "not installed (apt-get install strace)")
-    (wait, go), (begun, ready) = os.pipe(), os.pipe()
+    go_read, go_write = os.pipe()
+    ready_read, ready_write = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            ctypes.CDLL(None).prctl(
-                0x59616D61, ctypes.c_long(-1)
-            )  # a tracer that is no ancestor needs leave (PR_SET_PTRACER)
-            os.write(ready, b"x")
-            os.read(wait, 1)
+            # PR_SET_PTRACER: the tracer is not an ancestor of this process, so Yama requires permission.
+            ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_long(-1))
+            os.write(ready_write, b"x")
+            os.read(go_read, 1)
             work()
             code = 0
         except OSError:
             code = 2
         finally:
             os._exit(code)
-    os.read(begun, 1)
+    os.read(ready_read, 1)
     tracer = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", str(log), *options, "-p", str(child)], stderr=subprocess.PIPE
     )
@@ -44,10 +44,10 @@ def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s:
             if tracer.poll() is not None or time.monotonic() > deadline:
                 os.kill(child, 9)
                 os.waitpid(child, 0)
-                _, words = tracer.communicate()
-                unusable("strace", f"cannot trace: {words.decode().strip()}")
+                _, stderr = tracer.communicate()
+                unusable("strace", f"cannot trace: {stderr.decode().strip()}")
             time.sleep(0.002)
-        os.write(go, b"x")
+        os.write(go_write, b"x")
         while time.monotonic() < deadline:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -55,9 +55,9 @@ def traced(work: Callable[[], None], log: Path, options: Sequence[str], limit_s:
             time.sleep(0.002)
         os.kill(child, 9)
         os.waitpid(child, 0)
-        raise AssertionError("the traced work hangs")
+        raise AssertionError("the traced process hangs")
     finally:
-        for descriptor in (wait, go, begun, ready):
+        for descriptor in (go_read, go_write, ready_read, ready_write):
             os.close(descriptor)
         with suppress(subprocess.TimeoutExpired):
             tracer.wait(timeout=10)

@@ -1,4 +1,4 @@
-"""The first micro-batch is computed once for the old log-probabilities and the first update: nothing else changes."""
+"""One forward pass of the first micro-batch serves the old log-probs and the first update. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CASES = {
 }
 
 
-def learned(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What a batch teaches, the weights after it, and how many forwards that took."""
+def train_on_batch(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Result of one batch and the weights after it. Appends to `forwards` for each forward pass."""
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
     hook = parts.policy.model.register_forward_hook(lambda *_: forwards.append(1))
     out = learn(parts, groups, step=1)
@@ -36,51 +36,55 @@ def learned(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_to_the_bit_with_one_forward_less(
+def test_results_are_bitwise_identical_with_one_fewer_forward_pass(
     tiny: Callable[..., Config], parts_of: Any, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[list[int]] = [[], []]
-    kept, weights = learned(parts_of(tiny(*CASES[case])), counts[0])
+    cached, weights = train_on_batch(parts_of(tiny(*CASES[case])), counts[0])
     for kind in (NoRouting, Routing):
         monkeypatch.setattr(kind, "repeats", property(lambda self: False))
-    plain, expected = learned(parts_of(tiny(*CASES[case], run_dir="plain")), counts[1])
+    plain, expected = train_on_batch(parts_of(tiny(*CASES[case], run_dir="plain")), counts[1])
     assert len(counts[0]) == len(counts[1]) - 1
     assert all(torch.equal(weights[k], expected[k]) for k in expected)
     for name in ("logp_old_N", "logp_N"):
-        assert torch.equal(getattr(kept.tokens, name), getattr(plain.tokens, name))
+        assert torch.equal(getattr(cached.tokens, name), getattr(plain.tokens, name))
     for name in ("entropy_M", "ratio_N", "clipped_N"):
-        assert torch.equal(getattr(kept, name), getattr(plain, name))
-    assert [u.grad_norm for u in kept.updates] == [u.grad_norm for u in plain.updates]
-    if kept.routed:
-        assert all(torch.equal(v, vars(plain.routed)[k]) for k, v in vars(kept.routed).items() if torch.is_tensor(v))
+        assert torch.equal(getattr(cached, name), getattr(plain, name))
+    assert [u.grad_norm for u in cached.updates] == [u.grad_norm for u in plain.updates]
+    if cached.routed:
+        assert all(torch.equal(v, vars(plain.routed)[k]) for k, v in vars(cached.routed).items() if torch.is_tensor(v))
 
 
-@pytest.mark.parametrize("override", ["routing.replay=old", "routing.replay=sampler", "routing.balance_loss=0.01", "objective.name=clip_cov"])  # fmt: skip
-def test_what_has_more_to_do_gets_its_own_forward(
+@pytest.mark.parametrize(
+    "override", ["routing.replay=old", "routing.replay=sampler", "routing.balance_loss=0.01", "objective.name=clip_cov"]
+)
+def test_features_that_need_more_from_the_forward_do_not_share_it(
     tiny: Callable[..., Config], parts_of: Any, override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, made = parts_of(tiny("model.build=tiny_moe", override)), []
-    monkeypatch.setattr(old_logprobs, "CachedForward", lambda *given: made.append(given))
-    learned(parts, [])
-    assert made == []
+    parts = parts_of(tiny("model.build=tiny_moe", override))
+    cached: list[Any] = []
+    monkeypatch.setattr(old_logprobs, "CachedForward", lambda *args: cached.append(args))
+    train_on_batch(parts, [])
+    assert cached == []
 
 
-def test_a_forward_that_does_not_fit_with_its_graph_is_run_without(
+def test_a_forward_that_does_not_fit_with_its_autograd_graph_runs_without_it(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = learned(parts_of(tiny()), [])[1]
-    parts, failed = parts_of(tiny(run_dir="full")), []
+    expected = train_on_batch(parts_of(tiny()), [])[1]
+    parts = parts_of(tiny(run_dir="full"))
+    failures: list[int] = []
 
     def full_once(plain: Any) -> Any:
-        def instead(*given: Any, **options: Any) -> Any:
-            if not failed:
-                failed.append(1)
+        def instead(*args: Any, **options: Any) -> Any:
+            if not failures:
+                failures.append(1)
                 raise torch.OutOfMemoryError("full")
-            return plain(*given, **options)
+            return plain(*args, **options)
 
         return instead
 
     patch_forward(monkeypatch, full_once, training=True)
-    found = learned(parts, [])[1]
-    assert failed
+    found = train_on_batch(parts, [])[1]
+    assert failures
     assert all(torch.equal(found[k], expected[k]) for k in expected)

@@ -1,4 +1,4 @@
-"""The old policy's log-probabilities: the learner's, or the engine's where they are near enough."""
+"""Old log-probs: recomputed by the learner, or those of the engine if they are close enough."""
 
 from __future__ import annotations
 
@@ -23,32 +23,41 @@ from gspo.trainer import resume, train
 SAMPLER = "learner.old_logp=sampler"
 
 
-def noisy(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
-    """An engine whose log-probabilities are off by up to `amount`, up and down without a pattern."""
+def add_noise(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
+    """Add pseudo-random noise of up to `amount` to the engine's log-probs."""
     generate = LocalEngine.generate
 
-    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_with_noise(self: Any, *args: Any, **kwargs: Any) -> Any:
         return [
-            [dataclasses.replace(c, logp_sampler=tuple(v + amount * math.sin(12.9898 * i + 78.233 * t) for i, (v, t) in enumerate(zip(c.logp_sampler, c.token_ids, strict=True)))) for c in group]
+            [
+                dataclasses.replace(
+                    c,
+                    logp_sampler=tuple(
+                        v + amount * math.sin(12.9898 * i + 78.233 * t)
+                        for i, (v, t) in enumerate(zip(c.logp_sampler, c.token_ids, strict=True))
+                    ),
+                )
+                for c in group
+            ]
             for group in generate(self, *args, **kwargs)
-        ]  # fmt: skip
+        ]
 
-    monkeypatch.setattr(LocalEngine, "generate", off)
+    monkeypatch.setattr(LocalEngine, "generate", generate_with_noise)
 
 
-def test_the_engines_numbers_are_the_old_policys(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_the_engines_log_probs_are_the_old_log_probs(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny(SAMPLER))
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
-    learned = learn(parts, groups, step=1)
-    assert learned is not None
-    reported = [v for c in learned.samples for v in c.completion.logp_sampler]
-    assert torch.equal(learned.tokens.logp_old_N, torch.tensor(reported))
-    assert 0 < len(learned.log_rho_M) < len(reported), "one mini-batch is compared"
-    assert len(learned.log_rho_M) == len(learned.entropy_M)
-    assert learned.log_rho_M.abs().max() < 1e-4
+    result = learn(parts, groups, step=1)
+    assert result is not None
+    reported = [v for c in result.samples for v in c.completion.logp_sampler]
+    assert torch.equal(result.tokens.logp_old_N, torch.tensor(reported))
+    assert 0 < len(result.log_rho_M) < len(reported), "only one mini-batch is compared"
+    assert len(result.log_rho_M) == len(result.entropy_M)
+    assert result.log_rho_M.abs().max() < 1e-4
 
 
-def test_an_exact_engine_gives_the_same_learning_either_way(
+def test_with_an_exact_engine_both_sources_train_equally(
     tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
     for name, overrides in (("a", ()), ("b", (SAMPLER,))):
@@ -59,10 +68,10 @@ def test_an_exact_engine_gives_the_same_learning_either_way(
 
 
 @pytest.mark.parametrize(("objective", "amount"), [("gspo", 0.05), ("dapo", 0.6)])
-def test_noise_beyond_the_clip_range_is_refused_before_it_is_learned_from(
+def test_noise_beyond_the_clip_range_is_refused_before_training_on_it(
     objective: str, amount: float, tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noisy(monkeypatch, amount)
+    add_noise(monkeypatch, amount)
     parts = parts_of(tiny(SAMPLER, f"objective.name={objective}"))
     before = [p.clone() for p in parts.policy.model.parameters()]
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.sampled
@@ -71,21 +80,21 @@ def test_noise_beyond_the_clip_range_is_refused_before_it_is_learned_from(
     assert all(torch.equal(a, b) for a, b in zip(before, parts.policy.model.parameters(), strict=True))
 
 
-def test_noise_within_the_clip_range_is_borne(
+def test_noise_within_the_clip_range_is_accepted(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same engine that is too far for GSPO's range; dapo's is 0.2."""
-    noisy(monkeypatch, 0.05)
+    """The same noise exceeds GSPO's clip range, but not DAPO's of 0.2."""
+    add_noise(monkeypatch, 0.05)
     parts = parts_of(tiny(SAMPLER, "objective.name=dapo"))
     groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.sampled
     assert learn(parts, groups, step=1) is not None
 
 
-def test_a_run_that_is_refused_goes_on_with_recomputing(
+def test_a_refused_run_resumes_with_recomputed_log_probs(
     tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        noisy(patched, 0.05)
+        add_noise(patched, 0.05)
         with pytest.raises(MismatchError, match="The run is saved"):
             train(tiny(SAMPLER), display)
     config = tmp_path / "run" / "config.toml"
@@ -101,18 +110,20 @@ def test_a_run_that_is_refused_goes_on_with_recomputing(
         ((SAMPLER, "model.build=tiny_moe"), "routing.record = false"),
     ],
 )
-def test_what_goes_ill_with_it_is_refused(
+def test_incompatible_settings_are_refused(
     overrides: tuple[str, ...], words: str, tiny: Callable[..., Config], display: Any
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         train(tiny(*overrides), display)
 
 
-def test_a_mixture_may_use_it_when_its_routing_is_left_alone(tiny: Callable[..., Config], display: Any) -> None:
+def test_an_moe_model_can_use_sampler_log_probs_without_routing_records(
+    tiny: Callable[..., Config], display: Any
+) -> None:
     assert train(tiny(SAMPLER, "model.build=tiny_moe", "routing.record=false"), display).step == 3
 
 
-def test_the_numbers_of_a_mismatch_by_hand() -> None:
+def test_mismatch_metrics_match_values_computed_by_hand() -> None:
     """Two tokens: rho = 1 and rho = 4."""
     found = mismatch(torch.tensor([0.0, math.log(4)]))
     assert found == pytest.approx(
@@ -128,7 +139,7 @@ def test_the_numbers_of_a_mismatch_by_hand() -> None:
     )
 
 
-def test_every_step_has_them(tiny: Callable[..., Config], parts_of: Any) -> None:
+def test_every_step_has_mismatch_metrics(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     collected = collect(parts, step=1, cursor=0, clock=Clock())
     found = step_metrics(parts.objective, collected, learn(parts, collected.gathered.groups, step=1))

@@ -1,4 +1,4 @@
-"""Packed rows: the numbers and gradients of separate rows, through every cut, and with experts that stay aligned."""
+"""Sequence packing: values and gradients equal those of separate sequences, for every micro-batch split and for MoE."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from gspo.trainer import train
 CUDA = torch.cuda.is_available()
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 ROUND: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-"""Norms and gates round to float32 inside a float64 model."""
+"""Tolerance: norms and gates round to float32 even inside a float64 model."""
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> tuple[list[TokenSequence], list[int]]:
-    """Rows and their groups, from (length of the prompt, lengths of its replies)."""
-    dice = random.Random(seed)
-    rows, of = [], []
-    for number, (prompt, replies) in enumerate(groups):
-        ids = tuple(dice.randrange(2, 48) for _ in range(prompt))
+    """Sequences and their groups, from (prompt length, completion lengths)."""
+    rng = random.Random(seed)
+    rows = []
+    of = []
+    for number, (prompt, completions) in enumerate(groups):
+        ids = tuple(rng.randrange(2, 48) for _ in range(prompt))
         rows += [
-            TokenSequence(prompt_ids=ids, completion_ids=tuple(dice.randrange(2, 48) for _ in range(n)))
-            for n in replies
+            TokenSequence(prompt_ids=ids, completion_ids=tuple(rng.randrange(2, 48) for _ in range(n)))
+            for n in completions
         ]
-        of += [number] * len(replies)
+        of += [number] * len(completions)
     return rows, of
 
 
@@ -50,36 +51,38 @@ GROUPS = [(6, (3, 1, 8, 5)), (1, (2, 9)), (11, (4, 4, 1)), (3, (7,))]
 ROWS, OF = rows_of(GROUPS)
 
 
-def planned(
+def plan_of(
     packed: bool, *, budget: int = 10**6, steps: int = 1, seed: str = "x", rows: Sequence[TokenSequence] = ROWS
 ) -> Plan:
     return make_plan(rows, OF[: len(rows)], mini_batches=steps, token_budget=budget, pad_id=0, seed=seed, packed=packed)
 
 
-def built(kind: str, dtype: torch.dtype = DOUBLE, **fields: Any) -> Any:
+def build_model(kind: str, dtype: torch.dtype = DOUBLE, **fields: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**BASE, **fields})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "qwen3": lambda: built("qwen3", head_dim=8),
-    "llama, tied": lambda: built("llama", tie_word_embeddings=True),
-    "granite, logits not plain": lambda: built("granite", logits_scaling=4.0),
+    "qwen3": lambda: build_model("qwen3", head_dim=8),
+    "llama, tied": lambda: build_model("llama", tie_word_embeddings=True),
+    "granite, scaled logits": lambda: build_model("granite", logits_scaling=4.0),
     "qwen3-moe": lambda: FAMILIES["qwen3-moe"].model(DOUBLE),
     "deepseek-v3": lambda: FAMILIES["deepseek-v3"].model(DOUBLE),
     "olmoe": lambda: FAMILIES["olmoe"].model(DOUBLE),
 }
 
 
-def learned(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and the gradient of a loss in which every token counts differently."""
+def forward_backward(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and the gradient of a loss that weights every token differently."""
     weight_N = torch.linspace(-1, 1, plan.tokens)
-    logp_N, entropy_N = torch.zeros(plan.tokens), torch.zeros(plan.tokens)
+    logp_N = torch.zeros(plan.tokens)
+    entropy_N = torch.zeros(plan.tokens)
     for micro in plan.updates[0]:
         logp, entropy = completion_logprobs(model, micro, 0.7, entropy_gradient=True)
         (weight_N[micro.at_N] * logp + 0.1 * entropy).sum().backward()
-        logp_N[micro.at_N], entropy_N[micro.at_N] = logp.detach(), entropy.detach()
+        logp_N[micro.at_N] = logp.detach()
+        entropy_N[micro.at_N] = entropy.detach()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     return logp_N, entropy_N, gradient
@@ -87,28 +90,30 @@ def learned(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:log-probs are computed from all logits")
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_gradients_are_those_of_separate_rows(name: str) -> None:
+def test_values_and_gradients_equal_those_of_separate_sequences(name: str) -> None:
     model = MODELS[name]()
-    separate = learned(model, planned(False, budget=1))
+    separate = forward_backward(model, plan_of(False, budget=1))
     assert reads_packed(model)
     assert len(separate[2]) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    for plan in (planned(True), planned(True, budget=30), planned(True, budget=1)):
-        for found, expected in zip(learned(model, plan), separate, strict=True):
+    for plan in (plan_of(True), plan_of(True, budget=30), plan_of(True, budget=1)):
+        for found, expected in zip(forward_backward(model, plan), separate, strict=True):
             torch.testing.assert_close(found, expected, **ROUND)
 
 
-def test_recomputed_activations_give_the_same_gradient() -> None:
-    model = built("qwen3", head_dim=8)
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    model = build_model("qwen3", head_dim=8)
     reads_packed(model)
-    expected = learned(model, planned(True))
+    expected = forward_backward(model, plan_of(True))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    for found, plain in zip(learned(model, planned(True)), expected, strict=True):
+    for found, plain in zip(forward_backward(model, plan_of(True)), expected, strict=True):
         torch.testing.assert_close(found, plain, **ROUND)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (4, 4)])
-def test_decoding_does_not_repeat_keys_and_changes_nothing(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_decoding_without_repeated_keys_gives_the_same_result(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, columns, size = 5, 9, 8
     query = torch.randn(rows, heads[0], 1, size, generator=generator)
@@ -121,14 +126,14 @@ def test_decoding_does_not_repeat_keys_and_changes_nothing(heads: tuple[int, int
     expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **_: (None, None))
     found, _ = attention.attention(module, query, key, value, mask, scaling=0.3)
-    assert (found is None) == (heads == (4, 4)), "only where heads share"
+    assert (found is None) == (heads == (4, 4)), "only with grouped-query attention"
     if found is not None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert attention.attention(module, query, key, value, mask, scaling=0.3, dropout=0.1)[0] is None
 
 
-def test_a_forward_that_is_not_packed_is_untouched() -> None:
-    model = built("qwen3", torch.float32, head_dim=8)
+def test_an_unpacked_forward_is_unchanged() -> None:
+    model = build_model("qwen3", torch.float32, head_dim=8)
     ids = torch.arange(2, 22).view(2, 10)
     before = model(input_ids=ids).logits
     assert reads_packed(model)
@@ -139,14 +144,14 @@ def test_a_forward_that_is_not_packed_is_untouched() -> None:
     ("build", "why"),
     [
         (lambda: FAMILIES["gpt-oss"].model(), "layers other than full attention"),
-        (lambda: built("gemma2", head_dim=8, query_pre_attn_scalar=8), "layers other than full attention"),
+        (lambda: build_model("gemma2", head_dim=8, query_pre_attn_scalar=8), "layers other than full attention"),
         (lambda: SMOKE["qwen3-next"].model(), "layers other than full attention"),
-        (lambda: built("mistral", sliding_window=5), "layers other than full attention"),
-        (lambda: built("bloom", hidden_size=32, n_layer=2, n_head=4), "cannot be replaced"),
+        (lambda: build_model("mistral", sliding_window=5), "layers other than full attention"),
+        (lambda: build_model("bloom", hidden_size=32, n_layer=2, n_head=4), "cannot be replaced"),
     ],
     ids=["gpt-oss", "gemma2", "qwen3-next", "mistral", "bloom"],
 )
-def test_models_that_cannot_read_packed_rows_say_so(build: Callable[[], Any], why: str) -> None:
+def test_models_that_cannot_read_packed_sequences_warn_once(build: Callable[[], Any], why: str) -> None:
     model = build()
     implementation = model.config._attn_implementation
     with pytest.warns(RuntimeWarning, match=why):
@@ -154,17 +159,17 @@ def test_models_that_cannot_read_packed_rows_say_so(build: Callable[[], Any], wh
     assert model.config._attn_implementation == implementation
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not reads_packed(model)  # said once
+        assert not reads_packed(model)  # no second warning
 
 
 def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built("qwen3", head_dim=8)
+    model = build_model("qwen3", head_dim=8)
     forward = type(model.model).forward
 
-    def deaf(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+    def without_positions(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(model.model), "forward", deaf)
+    monkeypatch.setattr(type(model.model), "forward", without_positions)
     assert "gives other logits for packed sequences" in str(obstacle_to_packing(model))
     assert model.config._attn_implementation == "sdpa"
 
@@ -172,13 +177,13 @@ def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.Monk
 # --- the plan ---
 
 
-def test_every_row_stands_where_the_plan_says() -> None:
+def test_every_sequence_is_where_the_plan_says() -> None:
     for budget in (40, 10**6):
-        for micro in planned(True, budget=budget, steps=2).updates[0]:
+        for micro in plan_of(True, budget=budget, steps=2).updates[0]:
             assert micro.packing is not None
             assert micro.position_ids is not None
             ids, positions, at = micro.input_ids[0], micro.position_ids[0], micro.input_at[0]
-            starts = planned(True).input_starts
+            starts = plan_of(True).input_starts
             for i, (row, owner) in enumerate(zip(micro.rows, micro.owners, strict=True)):
                 whole = ROWS[row].prompt_ids + ROWS[row].completion_ids
                 where = micro.packing.rows_RT[i, : len(whole)]
@@ -196,17 +201,17 @@ def test_every_row_stands_where_the_plan_says() -> None:
             assert torch.equal(back, torch.arange(len(ids)))
 
 
-def test_a_prompt_is_computed_once_and_the_budget_is_kept() -> None:
-    whole = planned(True).updates[0]
+def test_a_prompt_is_computed_once_within_the_token_budget() -> None:
+    whole = plan_of(True).updates[0]
     assert len(whole) == 1
-    assert whole[0].input_ids.numel() == sum(p + sum(replies) for p, replies in GROUPS)
+    assert whole[0].input_ids.numel() == sum(p + sum(completions) for p, completions in GROUPS)
     for budget in (1, 15, 25, 40):
-        micro_batches = planned(True, budget=budget).updates[0]
+        micro_batches = plan_of(True, budget=budget).updates[0]
         assert all(m.input_ids.numel() <= budget or len(m.rows) == 1 for m in micro_batches)
         assert sorted(r for m in micro_batches for r in m.rows) == list(range(len(ROWS)))
 
 
-def test_positions_count_padding_and_what_packing_saves() -> None:
+def test_positions_count_padding_and_the_savings_of_packing() -> None:
     rows = [TokenSequence(prompt_ids=(1, 2, 3), completion_ids=(4,) * n) for n in (1, 5)] + [
         TokenSequence(prompt_ids=(5,), completion_ids=(6, 7))
     ]
@@ -217,20 +222,21 @@ def test_positions_count_padding_and_what_packing_saves() -> None:
     assert alone.positions == Positions(computed=4 + 8 + 3, empty=0, padded=4 + 8 + 3)
 
 
-def test_halves_keep_the_gradient_and_whose_prompt_it_is() -> None:
-    model = built("qwen3", head_dim=8)
+def test_halving_keeps_the_gradient_and_the_owners_of_prompts() -> None:
+    model = build_model("qwen3", head_dim=8)
     reads_packed(model)
-    plan = planned(True)
-    expected = learned(model, plan)
+    plan = plan_of(True)
+    expected = forward_backward(model, plan)
     owner = dict(zip(plan.updates[0][0].rows, plan.updates[0][0].owners, strict=True))
-    halved = 0
+    halvings = 0
     while (smaller := plan.halved(0)) is not None:
-        plan, halved = smaller, halved + 1
+        plan = smaller
+        halvings += 1
         for micro in plan.updates[0]:
             assert [owner[r] for r in micro.rows] == list(micro.owners)
-        for found, whole in zip(learned(model, plan), expected, strict=True):
+        for found, whole in zip(forward_backward(model, plan), expected, strict=True):
             torch.testing.assert_close(found, whole, **ROUND)
-    assert halved > 2
+    assert halvings > 2
     assert all(len(m.rows) == 1 for m in plan.updates[0])
 
 
@@ -238,25 +244,33 @@ def test_halves_keep_the_gradient_and_whose_prompt_it_is() -> None:
 
 
 def long_micro_batch(seed: int) -> MicroBatch:
-    dice = random.Random(seed)
-    groups = [(dice.randrange(1, 90), [dice.randrange(1, 60) for _ in range(dice.randrange(1, 6))]) for _ in range(5)]
+    rng = random.Random(seed)
+    groups = [(rng.randrange(1, 90), [rng.randrange(1, 60) for _ in range(rng.randrange(1, 6))]) for _ in range(5)]
     rows, of = rows_of(groups, seed)
     plan = make_plan(rows, of, mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=True)
     return plan.updates[0][0]
 
 
-def dense(span_q: Span, span_k: Span, i: int, causal: bool) -> tuple[slice, slice, Tensor]:
-    """Queries and keys of one sequence, and what is hidden from whom."""
+def slices_and_mask(span_q: Span, span_k: Span, i: int, causal: bool) -> tuple[slice, slice, Tensor]:
+    """Slices of the queries and keys of one sequence, and the attention mask."""
     q, k = (slice(int(s.starts[i]), int(s.starts[i + 1])) for s in (span_q, span_k))
-    hidden = torch.ones(q.stop - q.start, k.stop - k.start, dtype=torch.bool).triu(1) if causal else torch.zeros(1, 1, dtype=torch.bool)  # fmt: skip
+    hidden = (
+        torch.ones(q.stop - q.start, k.stop - k.start, dtype=torch.bool).triu(1)
+        if causal
+        else torch.zeros(1, 1, dtype=torch.bool)
+    )
     return q, k, hidden
 
 
-def plain_flash(query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What flash attention computes, written out."""
-    answer, log_sum, repeat = torch.zeros_like(query), torch.zeros(query.shape[1], len(query), dtype=query.dtype), query.shape[1] // key.shape[1]  # fmt: skip
+def plain_flash(
+    query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Flash attention as plain formulas."""
+    answer = torch.zeros_like(query)
+    log_sum = torch.zeros(query.shape[1], len(query), dtype=query.dtype)
+    repeat = query.shape[1] // key.shape[1]
     for i in range(len(of_query.starts) - 1):
-        q, k, hidden = dense(of_query, of_key, i, causal)
+        q, k, hidden = slices_and_mask(of_query, of_key, i, causal)
         score = scale * torch.einsum("qhd,khd->hqk", query[q], key[k].repeat_interleave(repeat, 1))
         score = score.masked_fill(hidden, -torch.inf)
         log_sum[:, q] = score.logsumexp(-1)
@@ -264,12 +278,27 @@ def plain_flash(query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_ke
     return answer, log_sum
 
 
-def plain_flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, log_sum: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """p from the log-sum given, dv = p^T g, ds = p (g v^T - g.answer): the whole answer, this part of the keys."""
+def plain_flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    log_sum: Tensor,
+    of_query: Span,
+    of_key: Span,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p from `log_sum`, dv = p^T g, ds = p (g v^T - g.answer).
+
+    `answer` and `log_sum` are those over all keys, although only part of the keys is given.
+    """
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     heads, repeat = key.shape[1], query.shape[1] // key.shape[1]
     for i in range(len(of_query.starts) - 1):
-        q, k, hidden = dense(of_query, of_key, i, causal)
+        q, k, hidden = slices_and_mask(of_query, of_key, i, causal)
         wide_k, wide_v = (t[k].repeat_interleave(repeat, 1) for t in (key, value))
         score = (scale * torch.einsum("qhd,khd->hqk", query[q], wide_k)).masked_fill(hidden, -torch.inf)
         share = (score - log_sum[:, q].unsqueeze(-1)).exp()
@@ -282,9 +311,10 @@ def plain_flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Te
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_attention_in_two_parts_is_attention_over_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with flash attention, in bfloat16; elsewhere with its formulas, in float64."""
-    device, dtype = torch.device("cuda" if CUDA else "cpu"), torch.bfloat16 if CUDA else DOUBLE
+def test_attention_in_two_parts_equals_attention_over_sequences(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses flash attention in bfloat16 on a GPU, and its formulas in float64 elsewhere."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else DOUBLE
     if not CUDA:
         monkeypatch.setattr(attention, "_flash", plain_flash)
         monkeypatch.setattr(attention, "_flash_backward", plain_flash_backward)
@@ -292,7 +322,7 @@ def test_attention_in_two_parts_is_attention_over_rows(seed: int, monkeypatch: p
     assert packing is not None
     length = len(packing.place_I)
     torch.manual_seed(seed)
-    made = [torch.randn(1, heads, length, 32, device=device, dtype=dtype) for heads in (4, 2, 2)]
+    inputs = [torch.randn(1, heads, length, 32, device=device, dtype=dtype) for heads in (4, 2, 2)]
     weight = torch.randn(1, length, 4, 32, device=device, dtype=dtype)
 
     def parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -304,7 +334,7 @@ def test_attention_in_two_parts_is_attention_over_rows(seed: int, monkeypatch: p
 
     found = []
     for function, precision in ((parts, dtype), (rows, torch.float64)):
-        given = [t.to(precision, copy=True).requires_grad_() for t in made]
+        given = [t.to(precision, copy=True).requires_grad_() for t in inputs]
         answer = function(*given)
         (answer * weight.to(precision)).sum().backward()
         found.append([answer.detach(), *(t.grad for t in given)])
@@ -316,12 +346,12 @@ def test_attention_in_two_parts_is_attention_over_rows(seed: int, monkeypatch: p
 
 
 def routing_of(model: Any, plan: Plan, *, replay: str = "off", balance: float = 0.0) -> Routing:
-    made = route(find_routers(model), plan, [None] * len(plan.rows), replay=replay, balance=balance, device=CPU)
-    assert isinstance(made, Routing)
-    return made
+    routing = route(find_routers(model), plan, [None] * len(plan.rows), replay=replay, balance=balance, device=CPU)
+    assert isinstance(routing, Routing)
+    return routing
 
 
-def disturbed(model: Any) -> Any:
+def perturb_routers(model: Any) -> Any:
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -333,14 +363,14 @@ def disturbed(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-def test_experts_are_counted_as_in_separate_rows(name: str) -> None:
+def test_routing_metrics_equal_those_of_separate_sequences(name: str) -> None:
     model = FAMILIES[name].model(DOUBLE)
     reads_packed(model)
     outcomes = []
     for packed in (False, True):
-        routing = routing_of(model, planned(packed, budget=40))
+        routing = routing_of(model, plan_of(packed, budget=40))
         plan_logprobs(model, routing.plan, 1.0, CPU, routed=routing.old)
-        other = disturbed(model)
+        other = perturb_routers(model)
         routing.routers = find_routers(other)
         plan_logprobs(other, routing.plan, 1.0, CPU, routed=routing.learning)
         outcomes.append(routing.outcome(other))
@@ -355,10 +385,10 @@ def test_replay_follows_a_shared_prompt_into_smaller_micro_batches() -> None:
     reads_packed(model)
     results = []
     for packed in (False, True):
-        plan = planned(packed)
+        plan = plan_of(packed)
         routing = routing_of(model, plan, replay="old")
         plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
-        other = disturbed(model)
+        other = perturb_routers(model)
         routing.routers = find_routers(other)
         for _ in range(3):
             results.append(plan_logprobs(other, plan, 1.0, CPU, routed=routing.learning)[0])
@@ -366,18 +396,19 @@ def test_replay_follows_a_shared_prompt_into_smaller_micro_batches() -> None:
             smaller = plan.halved(0)
             assert smaller is not None
             plan = smaller
-    native = plan_logprobs(other, planned(False), 1.0, CPU)[0]
-    assert (results[0] - native).abs().max() > 1e-2, "replay has an effect here"
+    native = plan_logprobs(other, plan_of(False), 1.0, CPU)[0]
+    assert (results[0] - native).abs().max() > 1e-2, "without an effect of replay the test shows nothing"
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], **ROUND)
 
 
-def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
+def test_the_balance_loss_does_not_depend_on_packing_or_micro_batches() -> None:
     model = FAMILIES["qwen3-moe"].model(DOUBLE)
     reads_packed(model)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for packed, budget in ((False, 10**6), (False, 1), (True, 10**6), (True, 25), (True, 1)):
-        plan = planned(packed, budget=budget)
+        plan = plan_of(packed, budget=budget)
         routing = routing_of(model, plan, balance=0.1)
         plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
         for micro in plan.updates[0]:
@@ -387,7 +418,9 @@ def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
             assert isinstance(loss, Tensor)
             loss.backward()
         losses.append(routing.outcome(model).balance_losses[0])
-        gradients.append(torch.cat([p.grad.flatten() for n, p in model.named_parameters() if n.endswith("gate.weight")]))  # fmt: skip
+        gradients.append(
+            torch.cat([p.grad.flatten() for n, p in model.named_parameters() if n.endswith("gate.weight")])
+        )
         model.zero_grad()
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert gradients[0].abs().max() > 1e-4
@@ -399,22 +432,22 @@ def test_the_balance_loss_does_not_depend_on_packing_or_cuts() -> None:
 
 
 @pytest.mark.parametrize("build", ["tiny_dense", "tiny_moe"])
-def test_a_run_packs_and_its_checkpoint_does_not_say_so(
+def test_a_run_packs_and_its_checkpoint_has_the_original_attention(
     build: str, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    plans = []
     original = make_plan
-    monkeypatch.setattr("gspo.learner.batch.make_plan", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+    monkeypatch.setattr("gspo.learner.batch.make_plan", lambda *a, **k: plans.append(original(*a, **k)) or plans[-1])
     done = train(tiny(f"model.build={build}", "steps=1", "objective.name=grpo", "objective.kl=0.1"), display)
-    assert [plan.packed for plan in seen] == [True]
+    assert [plan.packed for plan in plans] == [True]
     saved = Path(done.run) / "checkpoints" / "000001" / "config.json"
     assert attention.NAME not in saved.read_text()
     assert any(
-        owner != row for micro in seen[0].updates[0] for row, owner in zip(micro.rows, micro.owners, strict=True)
+        owner != row for micro in plans[0].updates[0] for row, owner in zip(micro.rows, micro.owners, strict=True)
     )
 
 
-def test_memory_that_runs_out_halves_packed_rows(
+def test_out_of_memory_halves_packed_micro_batches(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gspo.clock import Clock
