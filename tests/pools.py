@@ -53,7 +53,7 @@ def reward_file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def make_pool() -> Iterator[Callable[..., RewardPool]]:
-    """Make reward pools that are closed at the end of the test."""
+    """Pools that are closed at the end of the test."""
     pools: list[RewardPool] = []
 
     def make(*functions: str, task: Any = None, **settings: Any) -> RewardPool:

@@ -95,8 +95,8 @@ def test_ordinary_text_is_unchanged(text: str) -> None:
 def test_shell_working_directory_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PWD": "/home/me/work", "OLDPWD": "/home/me/before", "DB_PWD": "a-password"}.items():
         monkeypatch.setenv(name, value)
-    output = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
-    assert output == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
+    said = redacted("/home/me/work/runs, /home/me/before/x and a-password", known_secrets())
+    assert said == f"/home/me/work/runs, /home/me/before/x and {HIDDEN}"
 
 
 def test_secret_split_across_tokens_is_hidden_in_all_of_them() -> None:
@@ -123,8 +123,8 @@ def test_only_secrets_are_removed_from_nested_values() -> None:
 
 def test_static_page_shows_no_secret_and_stays_valid_html(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<p>{{ what }}</p><b>end</b>")
-    output = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
-    assert output == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
+    said = fill(tmp_path / "page.html", what=f"{SHAPES['private key']} {SHAPES['AWS']} <i> https://h/?key=abc")
+    assert said == f"<p>{HIDDEN}{HIDDEN} &lt;i&gt; https://h/?key={HIDDEN}</p><b>end</b>"
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -163,7 +163,7 @@ def test_run_event_contains_no_secret(tmp_path: Path, monkeypatch: pytest.Monkey
         "error", error="E", what=f"{SHAPES['AWS']} and by-its-value refused", steps=[{"x": SHAPES["GitHub p"]}], n=3
     )
     run.close()
-    (output,) = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert output["what"] == f"{HIDDEN} and {HIDDEN} refused"
-    assert output["steps"] == [{"x": HIDDEN}]
-    assert output["n"] == 3
+    (said,) = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert said["what"] == f"{HIDDEN} and {HIDDEN} refused"
+    assert said["steps"] == [{"x": HIDDEN}]
+    assert said["n"] == 3

@@ -36,8 +36,8 @@ ACTING = {
 SECRET = "ghp_abcdefghijklmnopqrstuvwxyz0123456789"
 
 
-def is_harmless(text: str) -> bool:
-    return not any(part in text for value in CONTROL.values() for part in value if not part.isprintable())
+def harmless(text: str) -> bool:
+    return not any(part in text for value in ACTING.values() for part in value if not part.isprintable())
 
 
 @pytest.mark.parametrize("name", list(ACTING))
@@ -57,16 +57,16 @@ def test_text_in_any_script_is_unchanged() -> None:
 def test_file_name_in_an_error_is_sanitized(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"odd{ACTING[name].replace('/', '')}{SECRET}.toml"
     assert main(["train", str(file)]) == 1
-    output = capsys.readouterr()
-    assert "odd" in output.err
-    assert is_harmless(output.err + output.out)
-    assert SECRET not in output.err
+    said = capsys.readouterr()
+    assert "odd" in said.err
+    assert harmless(said.err + said.out)
+    assert SECRET not in said.err
 
 
 def test_setting_name_in_an_error_is_sanitized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.toml").write_text('"\\u001b]0;title\\u0007" = 1\n')
     assert main(["train", str(tmp_path / "recipe.toml")]) == 1
-    assert is_harmless(capsys.readouterr().err)
+    assert harmless(capsys.readouterr().err)
 
 
 def test_traceback_is_sanitized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +75,10 @@ def test_traceback_is_sanitized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     monkeypatch.setattr("gspo.view.report.write_report", broken)
     assert main(["report", "runs"]) == 1
-    output = capsys.readouterr().err
-    assert "Traceback" in output
-    assert "a bug with [hidden]" in output
-    assert is_harmless(output)
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "a bug with [hidden]" in said
+    assert harmless(said)
 
 
 def test_streams_are_restored() -> None:
@@ -91,12 +91,12 @@ def test_streams_are_restored() -> None:
 @pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
 def test_run_message_is_sanitized(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
     display = kind()
-    display.message(f"a reward said: {''.join(CONTROL.values())} {SECRET}")
+    display.message(f"a reward said: {''.join(ACTING.values())} {SECRET}")
     display.close()
-    output = capsys.readouterr().out
-    assert "a reward said" in output
-    assert is_harmless(output)
-    assert SECRET not in output
+    said = capsys.readouterr().out
+    assert "a reward said" in said
+    assert harmless(said)
+    assert SECRET not in said
 
 
 def test_terminal_view_shows_no_control_characters_of_a_run(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_terminal_view_shows_no_control_characters_of_a_run(tmp_path: Path) -> N
     write_lines(run / "events.jsonl", [{"event": "error", "error": "\x1b[2JE", "what": f"\x9b2J\u202e\r{SECRET}"}])
     said = io.StringIO()
     watch_text([run], Console(file=said, width=200))
-    assert "The run stopped with an error" in said.getvalue()
+    assert "The run ended with an error" in said.getvalue()
     assert harmless(said.getvalue())
     assert SECRET not in said.getvalue()
 
@@ -114,10 +114,10 @@ def test_output_printed_during_the_live_display_is_sanitized(capsys: pytest.Capt
     with safe_output():
         display = LiveDisplay()
         display.step(1, 2, {}, {"time/step_s": 1.0})
-        print(f"a library: {''.join(CONTROL.values())} {SECRET}")
+        print(f"a library: {''.join(ACTING.values())} {SECRET}")
         display.close()
-    output = capsys.readouterr().out
-    assert "a library" in output
-    assert SECRET not in output
-    for sequence in ("\x1b[2J", "\x1b]0;", "\x9b", "\x9d", "\x07", "\x08", "\u202e", "\u2066", "\u2028"):
-        assert sequence not in output
+    said = capsys.readouterr().out
+    assert "a library" in said
+    assert SECRET not in said
+    for acting in ("\x1b[2J", "\x1b]0;", "\x9b", "\x9d", "\x07", "\x08", "\u202e", "\u2066", "\u2028"):
+        assert acting not in said
