@@ -1,6 +1,7 @@
 """Say what is missing before the version in `gspo/__init__.py` can be tagged.
 
-In: the repository. Out: one line per obstacle and exit code 1, or the command that makes the tag. Invariant: it changes nothing.
+In: the repository. Out: one line per obstacle and exit code 1, or the command that makes the tag. Invariant: it changes
+nothing.
 
     python .ci/release_check.py
 """

@@ -1,4 +1,4 @@
-"""The structure of the code in numbers: long lines, density, comments, package cycles, and the files that one step runs.
+"""The structure of the code in numbers: long lines, density, comments, package cycles, files that one step runs.
 
     python benchmarks/structure.py            # of this tree
     python benchmarks/structure.py --step     # also trace one training step

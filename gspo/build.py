@@ -26,7 +26,7 @@ from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import TABLE
 from gspo.objectives.table import objective as build_objective
 from gspo.reward.reward import RewardPool
-from gspo.rollout.engine import Engine, EngineContext, build_engine
+from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_traits
 
 
 def run_objective(config: Config) -> Objective:
@@ -48,10 +48,20 @@ def run_objective(config: Config) -> Objective:
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
         )
     _check_overlong(config, objective)
+    _check_quantized(config)
     _check_lora_reference(config, objective)
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return objective
+
+
+def _check_quantized(config: Config) -> None:
+    engine = config.rollout.engine
+    if config.model.quantize and not engine_traits(engine).accepts_quantized:
+        raise ConfigError(
+            f"model.quantize: 4-bit weights cannot be sent to engine {engine!r}; "
+            'set rollout.engine = "local", or quantize = ""'
+        )
 
 
 def _check_lora_reference(config: Config, objective: Objective) -> None:

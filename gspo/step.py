@@ -16,8 +16,8 @@
        |         objectives/loss.py           ratio, trust region, aggregate      |
     update       learner/optimizer.py         AdamW                              /
 
-`collect` changes nothing but the data cursor. `learn` depends only on the groups and the weights. How a batch is split into
-micro-batches decides memory and speed, nothing else.
+`collect` changes nothing but the data cursor. `learn` depends only on the groups and the weights. How a batch is split
+into micro-batches decides memory and speed, nothing else.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from gspo.errors import ConfigError, RewardError, TrustError
 from gspo.model.adapter import base_of
 from gspo.reward.function import Source, find_sources
 from gspo.reward.local_imports import local_imports
+from gspo.rollout.engine import engine_traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +73,12 @@ def _imported_code(file: Path) -> Iterator[Code]:
 
 
 def engine_code(config: Config) -> list[Code]:
-    """vLLM settings, which may name classes to import, and servers that receive this user's token."""
-    options = config.rollout.engine_options
-    where = "rollout.engine_options"
-    found = []
-    if config.rollout.engine == "vllm" and options.get("settings"):
-        given = json.dumps(options["settings"], sort_keys=True, default=str)
-        found.append(Code(what=f"{where}.settings gives vLLM {given}", key=f"vLLM {given}"))
-    if config.rollout.engine == "vllm" and options.get("servers"):
-        given = ", ".join(map(str, options["servers"]))
-        found.append(Code(what=f"{where}.servers sends GSPO_SERVE_TOKEN to {given}", key=f"servers {given}"))
-    return found
+    """What the options of the engine make it run or contact."""
+    try:
+        traits = engine_traits(config.rollout.engine)
+    except ConfigError:  # an engine that does not exist runs nothing; building it says so
+        return []
+    return [Code(what=what, key=key) for what, key in traits.foreign_code(config.rollout.engine_options)]
 
 
 def model_code(config: ModelConfig, models: Sequence[Path | str]) -> list[Code]:

@@ -1,7 +1,7 @@
 """The architecture as a test: who may import whom, and which names belong to one place.
 
-Data moves forward through the stages, so a stage never imports a later one. What a run writes and what reads it come after the
-stages, and commands come last.
+Data moves forward through the stages, so a stage never imports a later one. What a run writes and what reads it come
+after the stages, and commands come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LAYERS = (
     {"errors", "types", "clock", "redact", "safe_output", "signals"},
     {"config", "hub"},
     {"data", "model", "objectives"},
-    {"reward", "rollout", "learner"},
+    {"reward", "rollout"},
+    {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
@@ -37,7 +38,7 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-"""Packages and modules of `gspo`, from what everything may import to what nothing imports. Within a layer, `WITHIN` says who."""
+"""Packages and modules of `gspo`, from what everything may import to what nothing imports. `WITHIN` is about one layer."""
 
 WITHIN = {
     ("safe_output", "redact"),
@@ -144,4 +145,6 @@ def test_engine_names_appear_only_at_home() -> None:
 
 def test_reward_names_appear_only_at_home() -> None:
     rewards = importlib.import_module("gspo.reward.rewards")
-    assert not named_outside([m.name for m in pkgutil.iter_modules(rewards.__path__)], "reward/")
+    found = named_outside([m.name for m in pkgutil.iter_modules(rewards.__path__)], "reward/")
+    # The doctor plants completions in each built-in reward's own format, and `trust.py` knows what starts programs.
+    assert {line.split(":")[0] for line in found} <= {"preflight/rewards.py", "trust.py"}

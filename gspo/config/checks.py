@@ -66,10 +66,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.quantize and not config.model.lora.rank:
         raise ConfigError('model.quantize: 4-bit weights cannot be trained; set model.lora.rank, or quantize = ""')
-    if config.model.quantize and config.rollout.engine == "vllm":
-        raise ConfigError(
-            'model.quantize: 4-bit weights cannot be sent to vLLM; set rollout.engine = "local", or quantize = ""'
-        )
     if config.model.lora.rank and config.model.build:
         raise ConfigError(
             "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "

@@ -52,7 +52,7 @@ def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat
 
 
 def check_template(tokenizer: Any, *, chat: Chat) -> None:
-    """Refuse a template with a syntax error, once and before there are rows. What else is wrong with it depends on the row."""
+    """Refuse a template with a syntax error once, before any row is read. Other faults depend on the row."""
     if uses_template(tokenizer, chat=chat):
         render_all([""], tokenizer, chat=chat)
 

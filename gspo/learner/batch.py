@@ -26,6 +26,7 @@ from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Sequences, Tokens
+from gspo.rollout.engine import engine_traits
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext
@@ -186,7 +187,7 @@ def _rounding(context: LearnContext, samples: Sequence[TrainSample], old: OldLog
     """The rounding noise. Known if the completions were sampled from the full distribution of the current weights."""
     config, now = context.config, context.optimizer.updates
     rollout = config.rollout
-    same_weights = rollout.engine == "local" and all(s.completion.version == now for s in samples)
+    same_weights = engine_traits(rollout.engine).shares_weights and all(s.completion.version == now for s in samples)
     full_distribution = rollout.top_p == 1 and not rollout.top_k
     # If the sampler's log-probs are the old ones, their difference is 0 and says nothing about rounding.
     computed = config.learner.old_logp == "recompute"

@@ -1,7 +1,7 @@
 """Restart an optimizer step with micro-batches of half the size if it runs out of memory.
 
-In: a batch and one of its optimizer steps. Out: attempts, the last of which succeeded or raised. Invariant: the gradient is the
-same, because token weights belong to the optimizer step and not to the micro-batch.
+In: a batch and one of its optimizer steps. Out: attempts, the last of which succeeded or raised. Invariant: the
+gradient is the same, because token weights belong to the optimizer step and not to the micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """One try of an update. As a context manager it swallows an out-of-memory error if smaller micro-batches may help."""
+    """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
 
     def __init__(self, batch: TrainBatch, index: int, halvings: int) -> None:
         self.batch = batch

@@ -1,7 +1,7 @@
 """Credit assignment: from the rewards of a batch to the advantage of every token.
 
-In: packed tokens and the samples they belong to. Out: the reward that entered each advantage, and `advantage_N`. Invariant: a KL
-penalty that belongs to the reward is detached and is part of both.
+In: packed tokens and the samples they belong to. Out: the reward that entered each advantage, and `advantage_N`.
+Invariant: a KL penalty that belongs to the reward is detached and is part of both.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from gspo.model.quantization import BITS, linear_layers
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
+from gspo.rollout.engine import engine_traits
 
 LOGIT_BYTES = 20
 """Per completion token and vocabulary entry in training: five float32 copies for softmax, entropy and gradient."""
@@ -208,7 +209,7 @@ def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
 
 
 def _sampling(case: Case) -> tuple[MemoryUse, ...]:
-    if case.config.rollout.engine != "local":
+    if not engine_traits(case.config.rollout.engine).shares_weights:
         return ()
     shape = shape_of(case.skeleton)
     size = next(case.skeleton.parameters()).element_size()

@@ -28,6 +28,7 @@ from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
 from gspo.record.alarms import NOISY
+from gspo.rollout.engine import engine_traits
 from gspo.types import Completion, Prompt
 
 
@@ -252,7 +253,7 @@ def _rounding(case: Case, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
     rollout = case.config.rollout
     objective = case.objective
     # An engine with the learner's own weights and the full distribution differs from the learner by rounding alone.
-    only_rounding = rollout.engine == "local" and rollout.top_p == 1 and not rollout.top_k
+    only_rounding = engine_traits(rollout.engine).shares_weights and rollout.top_p == 1 and not rollout.top_k
     if objective is None or case.config.learner.mini_batches < 2 or not only_rounding:
         return
     sequence_N = logprobs.plan.sequence_N.to(logprobs.known_N.device)[logprobs.known_N]

@@ -1,7 +1,7 @@
 """Every number that a run writes, once: key, definition, unit, and how it is reduced over ranks.
 
-In: nothing. Out: `METRICS` and `TIMINGS`. `docs/metrics.md` is made from them, and a test compares them with what a run writes.
-Upper-case parts of a key stand for a name: `reward/part/NAME`.
+In: nothing. Out: `METRICS` and `TIMINGS`. `docs/metrics.md` is made from them, and a test compares them with what a run
+writes. Upper-case parts of a key stand for a name: `reward/part/NAME`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,18 @@ class DecodeStats:
         return DecodeStats(steps=self.steps - other.steps, rows=self.rows - other.rows)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineTraits:
+    """What is known of an engine before it is built: `TRAITS` in its file."""
+
+    shares_weights: bool = False
+    """Whether it samples in this process with the learner's own weights, so that only rounding separates the two."""
+    accepts_quantized: bool = False
+    """Whether it can sample from 4-bit weights."""
+    foreign_code: Callable[[Mapping[str, Any]], list[tuple[str, str]]] = lambda options: []
+    """The options that make it run or contact what somebody else wrote, as (what happens, key to remember)."""
+
+
 class Engine(Protocol):
     """Samples completions from the current policy."""
 
@@ -85,7 +97,7 @@ class EngineContext:
     """The model's routers; None for a dense model, or if routing is not recorded."""
 
     def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
-        """Completions as text. A damaged tokenizer may load and encode, and fail only here: it raises anything, and panics."""
+        """Completions as text. A damaged tokenizer may load and encode, and raise or panic only here."""
         try:
             with panics_as_errors():
                 return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
@@ -93,8 +105,8 @@ class EngineContext:
             name = getattr(self.tokenizer, "name_or_path", "") or "the model"
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise EngineError(
-                f"{name}: its tokenizer cannot decode a completion: {reason:.200}; tokenizer.json is damaged, or of another "
-                "version: fetch the tokenizer's files again"
+                f"{name}: its tokenizer cannot decode a completion: {reason:.200}; tokenizer.json is damaged or of "
+                "another version: download the tokenizer's files again"
             ) from error
 
 
@@ -111,6 +123,14 @@ def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) 
                 f"{', '.join(known) or 'none'}"
             )
     return build(context, **options)
+
+
+def engine_traits(name: str) -> EngineTraits:
+    """The traits of the engine in `engines/NAME.py`."""
+    if name not in engine_names():
+        raise ConfigError(f"rollout.engine: no engine {name!r}; there are: {', '.join(engine_names())}")
+    traits: EngineTraits = importlib.import_module(f"gspo.rollout.engines.{name}").TRAITS
+    return traits
 
 
 def engine_names() -> list[str]:

@@ -1,7 +1,7 @@
 """Gather enough groups to train on, refilling what the objective discards.
 
-In: scored groups, as they come. Out: a `CollectResult`. Invariant: a group is kept or discarded by its rewards before length
-shaping. When the budget runs out, the step trains on what was kept; nothing that was discarded comes back.
+In: scored groups, as they come. Out: a `CollectResult`. Invariant: a group is kept or discarded by its rewards before
+length shaping. When the budget runs out, the step trains on what was kept; nothing that was discarded comes back.
 """
 
 from __future__ import annotations

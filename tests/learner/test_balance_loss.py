@@ -71,7 +71,8 @@ def test_the_balancing_loss_is_switch_on_native_routing(
     parts = double_parts(tiny(*MOE, *options, f"model.gradient_checkpointing={checkpointing}"))
     model, config = parts.policy.model, parts.config
     learned, metrics = stepped(parts, with_altered_routes)
-    without = replace(parts, optimizer=GradientRecorder(model), config=replace(config, routing=replace(config.routing, balance_loss=0.0)))  # fmt: skip
+    routing = replace(config.routing, balance_loss=0.0)
+    without = replace(parts, optimizer=GradientRecorder(model), config=replace(config, routing=routing))
     plain, plain_metrics = stepped(without, with_altered_routes)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -1,4 +1,4 @@
-"""Hard clipping of sequences (GSPO) and of tokens (GRPO and its relatives), and the dual clip of negative advantages."""
+"""Hard clipping of sequences (GSPO) and tokens (GRPO and its relatives), and the dual clip of negative advantages."""
 
 import math
 

@@ -122,6 +122,7 @@ def test_rounding_noise_has_the_size_of_the_noise_in_real_ratios(
         measured, real = (rounding_noise(objective, sequences, x) for x in (old - sampler, truth))
         assert measured is not None
         assert real is not None
-        # In a mixture of experts a single choice that flips between precisions outweighs all rounding; how many flip differs by CPU.
+        # In an MoE model one expert choice that flips between precisions outweighs all rounding, and how many
+        # flip differs by CPU.
         factor = 4 if build_as == "tiny_dense" else 16
         assert real.log_ratio / factor < measured.log_ratio < factor * real.log_ratio

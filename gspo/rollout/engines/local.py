@@ -29,13 +29,15 @@ from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.model.load import position_limit
 from gspo.model.memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
-from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits
 from gspo.rollout.local.batch import PagedBatch
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.queue import DecodeResult, Queue, make_queue
 from gspo.rollout.local.sampling import sample_from_logits, uniform, with_greedy
 from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, eval_mode, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
+
+TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True)
 
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:

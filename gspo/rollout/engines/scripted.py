@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gspo.errors import ConfigError
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, EngineTraits
 from gspo.rollout.local.states import eval_mode, padded
 from gspo.types import Completion, Prompt, Sampling, StopReason
+
+TRAITS = EngineTraits(accepts_quantized=True)
 
 
 def build(

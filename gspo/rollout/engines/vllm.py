@@ -12,6 +12,7 @@ top-p; 0 for greedy decoding.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
 from gspo.model.routing import Routers
-from gspo.rollout.engine import EngineContext, stream_key
+from gspo.rollout.engine import EngineContext, EngineTraits, stream_key
 from gspo.rollout.engines.local import check_fits
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
@@ -33,6 +34,21 @@ if TYPE_CHECKING:
     from gspo.rollout.vllm.connect import Options
 
 REFUSED = "rollout.engine_options.adapters is false"
+
+
+def _foreign_code(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """vLLM settings, which may name classes to import, and servers that receive this user's token."""
+    found = []
+    if options.get("settings"):
+        given = json.dumps(options["settings"], sort_keys=True, default=str)
+        found.append((f"rollout.engine_options.settings gives vLLM {given}", f"vLLM {given}"))
+    if options.get("servers"):
+        given = ", ".join(map(str, options["servers"]))
+        found.append((f"rollout.engine_options.servers sends GSPO_SERVE_TOKEN to {given}", f"servers {given}"))
+    return found
+
+
+TRAITS = EngineTraits(foreign_code=_foreign_code)
 
 
 def build(
