@@ -330,7 +330,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(adapting: Callable[...,
         assert main(command) == 0
         said = capsys.readouterr().err
         assert "skipped a damaged checkpoint: 000003: " in said
-        assert "000002 is used" in said
+        assert "using 000002" in said
     assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
     assert "is damaged" in capsys.readouterr().err
 
