@@ -410,7 +410,9 @@ def test_a_forged_state_is_passed_over(how: str, own: Path, display: Any) -> Non
     change(newest, FORGED[how])
     assert checkpoint.damage(newest) is None
     before = (own / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint to resume from: 000002: .*(trainer|metrics)\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"no intact checkpoint to resume from: 000002: .*(trainer|metrics)\.json"
+    ):
         resume(own, display, steps=3)
     assert (own / "metrics.jsonl").read_bytes() == before
 
