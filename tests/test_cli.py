@@ -85,7 +85,7 @@ def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> 
     assert numbers["problems"] == 8
     assert set(numbers["pass@4"]) == {"value", "low", "high"}
     assert {"avg@1", "avg@4", "pass@1", "greedy"} <= set(numbers)
-    assert "pass@k: estimated from all 4" in done.stdout
+    assert "pass@k is estimated from all 4" in done.stdout
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 32
     model = str(next((demo_run / "checkpoints").iterdir()))
     done = gspo("eval", model, "--data", "addition", "--limit", "5", "--rollout.max_tokens=12")

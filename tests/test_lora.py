@@ -379,7 +379,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
         assert main(command) == 0
         output = capsys.readouterr().err
         assert "skipped a damaged checkpoint: 000003: " in output
-        assert "000002 is used" in output
+        assert "using 000002" in output
     assert main(["merge", str(last(config)), str(tmp_path / "other")]) == 1
     assert "is damaged" in capsys.readouterr().err
 
