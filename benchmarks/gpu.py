@@ -28,9 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from gspo.config import LearnerConfig
 from gspo.learner.forward import _from_logits, completion_logprobs, plan_logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.packing import reads_packed
-from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
+from gspo.learner.plan import Plan, make_plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
+from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.packed_forward import reads_packed
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The LM head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""

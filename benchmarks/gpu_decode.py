@@ -18,9 +18,10 @@ from torch import Tensor
 
 from gspo.config import LoraConfig
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.packing import reads_packed
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.adapter import attach
+from gspo.model.micro_batch import TokenSequence
+from gspo.model.packed_forward import reads_packed
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import LocalEngine, build
 from gspo.types import Completion, Prompt, Sampling

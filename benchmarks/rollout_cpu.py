@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo.learner.packing import reads_packed
+from gspo.model.packed_forward import reads_packed
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
 from gspo.types import Prompt, Sampling

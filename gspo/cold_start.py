@@ -14,8 +14,8 @@ from gspo.data.chat import render
 from gspo.data.problems import demonstrations, shown
 from gspo.errors import RewardError
 from gspo.evaluation import evaluate
-from gspo.learner.plan import TokenSequence
 from gspo.learner.sft import ColdStart, cold_start
+from gspo.model.micro_batch import TokenSequence
 from gspo.model.quantization import numbers_in
 from gspo.record.progress import Display
 from gspo.types import Prompt, Sampling

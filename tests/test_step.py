@@ -17,8 +17,9 @@ from gspo.context import RunContext
 from gspo.learner.batch import TrainBatch, plan_batch
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.old_logprobs import OldLogprobs
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.learner.routing_replay import NoRouting
+from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build

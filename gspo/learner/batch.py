@@ -17,10 +17,11 @@ from torch import Tensor
 
 from gspo.learner.forward import TrainForward, plan_logprobs
 from gspo.learner.old_logprobs import CachedForward, OldLogprobs, from_sampler, recomputed
-from gspo.learner.packing import reads_packed
-from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
+from gspo.learner.plan import Plan, make_plan
 from gspo.learner.routing_replay import NoRouting, route
 from gspo.model.adapter import switched_off
+from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.packed_forward import reads_packed
 from gspo.objectives.credit import token_advantages
 from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective

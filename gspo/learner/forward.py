@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gspo.learner.packing import read
-from gspo.learner.plan import MicroBatch, Plan
+from gspo.learner.plan import Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.memory import out_of_memory
+from gspo.model.micro_batch import MicroBatch
+from gspo.model.packed_forward import read
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext

@@ -12,62 +12,14 @@ its completions (`Packing`). A token attends to the same tokens in both, so its 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo.model.packing import Packing, Span
-
-Places = NDArray[np.int64]
-"""Token indices. numpy, because a batch has thousands of short spans and torch takes ten times as long for each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenSequence:
-    """One sequence: a prompt and its completion."""
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Sequences that share a forward pass: padded on the right, where a causal model ignores it, or packed."""
-
-    rows: tuple[int, ...]
-    """Indices of its sequences in the batch."""
-    owners: tuple[int, ...]
-    """For each of them, the sequence whose copy of the prompt it uses: itself, unless prompts are shared."""
-    input_ids: Tensor
-    row_N: Tensor
-    """Sequence of each completion token, numbered within this micro-batch."""
-    output_N: Tensor
-    """Index of the output that predicts the token, over flattened `input_ids`."""
-    target_N: Tensor
-    at_N: Tensor
-    """Index of each completion token among the batch's packed tokens."""
-    input_at: Tensor
-    """Index of each of `input_ids` among the batch's input tokens (see `Plan.input_starts`); -1 for padding."""
-    times: Tensor
-    """How many sequences contain each of `input_ids`; 0 for padding."""
-    position_ids: Tensor | None = None
-    packing: Packing | None = None
-    """None if padded: each row of `input_ids` is one sequence."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """A copy on another device."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Packing)}
-        return replace(self, **moved)
+from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +74,7 @@ class Plan:
         # Keep the owners: experts are stored by input token, and those of a shared prompt under its owner.
         owner = dict(zip(micro.rows, micro.owners, strict=True))
         parts = (part for part in (micro.rows[:middle], micro.rows[middle:]) if part)
-        return tuple(_micro_batch(self.rows, part, self.pad_id, self.packed, owner) for part in parts)
+        return tuple(micro_batch(self.rows, part, self.pad_id, self.packed, owner) for part in parts)
 
     def halved(self, update: int) -> Plan | None:
         """The plan with the micro-batches of one update split into two; None if all are single sequences already."""
@@ -156,7 +108,7 @@ def make_plan(
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     split = _split_packed if packed else _split_padded
     updates = tuple(
-        tuple(_micro_batch(rows, part, pad_id, packed) for part in split(rows, order[a:b], token_budget))
+        tuple(micro_batch(rows, part, pad_id, packed) for part in split(rows, order[a:b], token_budget))
         for a, b in pairwise(cuts)
     )
     return Plan(rows=tuple(rows), sequence_N=sequence_N, updates=updates, pad_id=pad_id, packed=packed)
@@ -202,117 +154,3 @@ def _split_packed(rows: Sequence[TokenSequence], chosen: Sequence[int], budget: 
         used += new + len(rows[row].completion_ids)
         prompts.add(rows[row].prompt_ids)
     return parts
-
-
-def _micro_batch(
-    rows: Sequence[TokenSequence],
-    chosen: Sequence[int],
-    pad_id: int,
-    packed: bool,
-    owner: Mapping[int, int] | None = None,
-) -> MicroBatch:
-    """`owner` maps a sequence to the one whose copy of the prompt it uses, if an earlier split has decided that."""
-    if not packed:
-        return _padded_micro_batch(rows, chosen, pad_id)
-    first: dict[tuple[int, ...], int] = {}
-    for row in chosen:
-        first.setdefault(rows[row].prompt_ids, row)
-    return _packed_micro_batch(rows, {row: (owner or {}).get(row, first[rows[row].prompt_ids]) for row in chosen})
-
-
-def _padded_micro_batch(rows: Sequence[TokenSequence], chosen: Sequence[int], pad_id: int) -> MicroBatch:
-    starts = [0, *accumulate(row.length for row in rows)]
-    width = max(rows[r].length for r in chosen)
-    input_ids = torch.full((len(chosen), width), pad_id)
-    input_at = torch.full((len(chosen), width), -1)
-    for i, r in enumerate(chosen):
-        input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].completion_ids)
-        input_at[i, : rows[r].length] = torch.arange(starts[r], starts[r + 1])
-    where = [np.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
-    return MicroBatch(
-        rows=tuple(chosen),
-        owners=tuple(chosen),
-        input_ids=input_ids,
-        input_at=input_at,
-        times=(input_at >= 0).long(),
-        **_completion_tokens(rows, chosen, where),
-    )
-
-
-def _packed_micro_batch(rows: Sequence[TokenSequence], owner: Mapping[int, int]) -> MicroBatch:
-    starts = [0, *accumulate(row.length for row in rows)]
-    members: dict[int, list[int]] = {}
-    for row, prompt in owner.items():
-        members.setdefault(prompt, []).append(row)
-    order = [row for group in members.values() for row in group]
-    ids: list[int] = []
-    spans: list[tuple[range, int, int]] = []  # input tokens, times, first position
-    where: list[Places] = []
-    prompts: list[Places] = []
-    completions: list[Places] = []
-    parts: list[Places] = []
-    for prompt, group in members.items():
-        given = rows[prompt].prompt_ids
-        begin = len(ids)
-        prompts.append(np.arange(begin, begin + len(given)))
-        parts.append(prompts[-1])
-        ids += given
-        spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
-        for row in group:
-            here = np.arange(len(ids), len(ids) + len(rows[row].completion_ids))
-            where.append(np.concatenate([prompts[-1], here]))
-            parts.append(here)
-            ids += rows[row].completion_ids
-            spans.append((range(starts[row] + len(given), starts[row + 1]), 1, len(given)))
-        completions.append(np.arange(begin + len(given), len(ids)))
-    lengths = [len(at) for at, _, _ in spans]
-    positions = [np.arange(first, first + n) for (_, _, first), n in zip(spans, lengths, strict=True)]
-    return MicroBatch(
-        rows=tuple(order),
-        owners=tuple(owner[row] for row in order),
-        input_ids=torch.tensor(ids).unsqueeze(0),
-        input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
-        times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
-        position_ids=_concatenate(positions).unsqueeze(0),
-        packing=_packing(where, parts, prompts, completions),
-        **_completion_tokens(rows, order, where),
-    )
-
-
-def _packing(where: list[Places], parts: list[Places], prompts: list[Places], completions: list[Places]) -> Packing:
-    """Indices into the packed row: `where` each sequence is, all `parts`, each prompt, and all completions of each."""
-    width = max(map(len, where))
-    rows_RT = np.zeros((len(where), width), dtype=np.int64)
-    place_I = np.zeros(sum(map(len, parts)), dtype=np.int64)
-    for i, row in enumerate(where):
-        rows_RT[i, : len(row)] = row
-        place_I[row] = np.arange(i * width, i * width + len(row))
-    return Packing(
-        parts=_span(parts),
-        prompts=_span(prompts),
-        replies=_span(completions),
-        rows_RT=torch.from_numpy(rows_RT),
-        place_I=torch.from_numpy(place_I),
-    )
-
-
-def _span(spans: list[Places]) -> Span:
-    lengths = [len(s) for s in spans]
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return Span(at=_concatenate(spans), starts=starts, longest=max(lengths))
-
-
-def _completion_tokens(rows: Sequence[TokenSequence], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
-    """The completion tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
-    starts = [0, *accumulate(len(row.completion_ids) for row in rows)]
-    lengths = [len(rows[r].completion_ids) for r in chosen]
-    return {
-        "row_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)),
-        "output_N": _concatenate([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
-        "target_N": torch.tensor([x for r in chosen for x in rows[r].completion_ids], dtype=torch.long),
-        "at_N": _concatenate([np.arange(starts[r], starts[r + 1]) for r in chosen]),
-    }
-
-
-def _concatenate(spans: Sequence[Places]) -> Tensor:
-    return torch.from_numpy(np.concatenate(spans))

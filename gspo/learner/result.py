@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gspo.learner.optimizer import Update
-from gspo.learner.plan import MicroBatch, Positions
+from gspo.learner.plan import Positions
 from gspo.learner.routing_replay import RoutingStats
+from gspo.model.micro_batch import MicroBatch
 from gspo.objectives.loss import Loss
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Tokens

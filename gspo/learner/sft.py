@@ -15,8 +15,9 @@ from itertools import islice
 from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.load import Policy
+from gspo.model.micro_batch import TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,13 @@ import torch
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError, panics_as_errors
-from gspo.learner.packing import reads_packed
 from gspo.model import adapter
 from gspo.model.alignment import align
 from gspo.model.causal import check_causal
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
+from gspo.model.packed_forward import reads_packed
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 from gspo.model.source import load_errors, location

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from gspo.learner.forward import completion_logprobs, plan_logprobs
-from gspo.learner.packing import reads_packed
-from gspo.learner.plan import MicroBatch, Plan, TokenSequence, make_plan
+from gspo.learner.plan import Plan, make_plan
 from gspo.learner.routing_replay import NoRouting, route
 from gspo.model.lm_head import lm_head
+from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.packed_forward import reads_packed
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.case import PATIENCE_S, Case

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gspo.clock import Clock
 from gspo.learner.optimizer import Update
-from gspo.learner.plan import Plan, TokenSequence, make_plan
+from gspo.learner.plan import Plan, make_plan
 from gspo.learner.routing_replay import Routing, route
+from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
 from gspo.step import LearnResult, RunContext, collect, learn

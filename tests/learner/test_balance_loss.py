@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.config import Config
-from gspo.learner.plan import TokenSequence
+from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 
 

@@ -27,7 +27,8 @@ from replay_cases import (
 from torch import Tensor
 
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import MicroBatch, Plan, TokenSequence
+from gspo.learner.plan import Plan
+from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.routing import find_routers
 
 

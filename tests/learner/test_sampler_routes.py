@@ -24,8 +24,8 @@ from replay_cases import (
 
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import TokenSequence
 from gspo.learner.routing_replay import NoRouting, route
+from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local

@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import LearnerConfig
 from gspo.learner import forward as logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.kernels import fused_linear_logprobs as fused
 from gspo.model.kernels import fused_linear_logprobs_torch as torch_kernels
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import lm_head, obstacle_to_head
+from gspo.model.micro_batch import TokenSequence
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 

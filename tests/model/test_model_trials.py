@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.lm_head import keeps_last
 from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
+from gspo.model.micro_batch import TokenSequence
 from gspo.trainer import train
 
 SMALL = {

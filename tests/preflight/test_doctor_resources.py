@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs
-from gspo.learner.plan import TokenSequence, make_plan
+from gspo.learner.plan import make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
+from gspo.model.micro_batch import TokenSequence
 from gspo.preflight import disk, machine, memory, model, pace, ratio, sampling
 from gspo.preflight.case import Timings
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gspo.learner.plan import MicroBatch, TokenSequence, make_plan
 from gspo.model.attention import attention_kinds
+from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -96,8 +96,7 @@ def _trial(model: Any) -> float:
     norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
     outputs = []
     for packed in (False, True):
-        plan = make_plan(rows, range(len(rows)), mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=packed)
-        micro = plan.updates[0][0].to(model.device)
+        micro = micro_batch(rows, range(len(rows)), 0, packed).to(model.device)
         with torch.set_grad_enabled(norm is not None):
             logits_NV = read(model, micro).flatten(0, 1)[micro.output_N].float()
             if norm is not None and not torch.autograd.grad(logits_NV.square().sum(), norm)[0].isfinite().all():
