@@ -1,7 +1,7 @@
 """A hook of MkDocs: pages outside `docs/` join the site, and links between them work there as in the repository.
 
-In: the pages as they lie in the repository, with links that are relative to their files. Out: the same links relative to
-the site; a link to a file that is not a page leads to the repository. Invariant: a link to nothing stays as it is, so
+In: the pages as they lie in the repository, with links relative to their files. Out: the same links relative to the
+site; a link to a file that is not a page leads to the repository. Invariant: a link to nothing stays as it is, so
 that `mkdocs build --strict` reports it.
 """
 

@@ -104,7 +104,7 @@ def test_terminal_view_shows_no_control_characters_of_a_run(tmp_path: Path) -> N
     write_lines(run / "events.jsonl", [{"event": "error", "error": "\x1b[2JE", "what": f"\x9b2J\u202e\r{SECRET}"}])
     said = io.StringIO()
     watch_text([run], Console(file=said, width=200))
-    assert "The run ended with an error" in said.getvalue()
+    assert "The run stopped with an error" in said.getvalue()
     assert harmless(said.getvalue())
     assert SECRET not in said.getvalue()
 

@@ -1,7 +1,7 @@
 """Sequences that go through a model together: padded rows, or one packed row.
 
-In: sequences of prompt and completion token ids. Out: a `MicroBatch`. Invariant: what a token attends to, and so its log-prob, is the
-same either way. A packed row has no padding, and a prompt stands in it once for all of its completions.
+In: sequences of prompt and completion token ids. Out: a `MicroBatch`. Invariant: what a token attends to, and so its
+log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions.
 """
 
 from __future__ import annotations

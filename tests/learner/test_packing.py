@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs, plan_logprobs
-from gspo.learner.plan import Plan, Positions, Span, make_plan
+from gspo.learner.plan import Plan, Positions, make_plan
 from gspo.learner.routing_replay import Routing, route
 from gspo.model.kernels import packed_attention as attention
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.packed_forward import obstacle_to_packing, reads_packed
+from gspo.model.packing import Span
 from gspo.model.routing import find_routers
 from gspo.trainer import train
 

@@ -136,7 +136,7 @@ def independent(at: Snapshot, objective: Objective) -> tuple[Tensor, float, dict
     inputs = {k: v[in_mini_batch] for k, v in inputs.items()}
     extra: dict[str, Any] = {"entropy": entropy[in_mini_batch]}
     if objective.name in ("clip_cov", "kl_cov"):
-        seed = selection_seed(at.learner.config.seed, STEP, INDEX)
+        seed = selection_seed(at.batch, INDEX)
         extra["selected"] = gspo.select_tokens(objective, **inputs, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ObjectiveWarning)
