@@ -1,14 +1,14 @@
-"""One training step: `collect()` samples and scores groups, `learn()` trains on them. Read this file first.
+r"""One training step: `collect()` samples and scores groups, `learn()` trains on them. Read this file first.
 
     prompts      data/problems.py             rows of the data set, in seeded order
        |
-    completions  rollout/engine.py            G completions per prompt           \\
+    completions  rollout/engine.py            G completions per prompt           \
        |                                                                          |
     scores       reward/reward.py             verifiers in worker processes        >  collect()
        |                                                                          |
     groups       rollout/gather.py            until enough can be trained on     /
        |
-    samples      objectives/samples.py        which completions count            \\
+    samples      objectives/samples.py        which completions count            \
        |                                                                          |
     batch        learner/batch.py             plan, old and reference log-probs,  |
        |                                      advantages                           >  learn()
@@ -16,8 +16,8 @@
        |         objectives/loss.py           ratio, trust region, aggregate      |
     update       learner/optimizer.py         AdamW                              /
 
-`collect` changes nothing but the data cursor. `learn` depends only on the groups and the weights. How a batch is split
-into micro-batches decides memory and speed, nothing else.
+`collect` leaves the policy as it is and returns the next data cursor. `learn` depends on the groups, the step and the
+state of the learner alone. How a batch is split into micro-batches decides memory and speed, nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def collect(run: RunContext, *, step: int, cursor: int, clock: Clock) -> Collect
                 sampling=rollout.sampling,
                 seed=run.config.seed,
                 stream=f"train/{step}/{request.cursor}",
-                version=run.optimizer.updates,
+                version=run.optimizer.updates,  # an engine of its own weights gets the current ones first
                 routes=True,
             )
         with clock.measure("reward"):
@@ -84,7 +84,8 @@ def learn(
             with attempt:
                 result = accumulate_gradients(context, attempt.batch, index)
         batch = attempt.batch
-        stats.add(result, optimizer.step(loss_finite=result.finite), attempt.halvings)
+        update = optimizer.step(loss_finite=result.finite)
+        stats.add(result, update, attempt.halvings)
     return stats.result(batch, context.policy.model)
 
 
@@ -95,7 +96,8 @@ def accumulate_gradients(context: LearnContext, batch: TrainBatch, index: int) -
     selected_N = select_tokens(context, batch, index)  # only objectives that single out tokens
     stats = UpdateStats()
     for micro in (m.to(device) for m in batch.plan.updates[index]):
-        with training_forward(context, batch, micro, index) as out:  # routing, reused first forward
+        # The backward pass stays inside: gradient checkpointing repeats the forward, with the same experts.
+        with training_forward(context, batch, micro, index) as out:
             tokens = micro_tokens(batch, micro, out, selected_N)
             loss = loss_of(objective, tokens, weight_N[micro.at_N])
             (loss.total + out.balance_loss()).backward()

@@ -20,6 +20,7 @@ from gspo.learner.old_logprobs import OldLogprobs
 from gspo.learner.plan import make_plan
 from gspo.learner.routing_replay import NoRouting
 from gspo.model.micro_batch import TokenSequence
+from gspo.objectives.advantage import advantage_rule
 from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
@@ -272,3 +273,16 @@ def test_reinforce_pp_whitens_returns_to_go_over_all_tokens(tiny: Callable[..., 
     expected = torch.tensor(returns, dtype=torch.float64)
     expected = (expected - expected.mean()) / expected.std()
     torch.testing.assert_close(result.tokens.advantage_N.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_advantage_rule_over_the_batch_is_used(tiny: Callable[..., Config], parts_of: Any) -> None:
+    @advantage_rule("batch")
+    def halved(reward_B: torch.Tensor, group_B: torch.Tensor, groups: int) -> torch.Tensor:
+        return 0.5 * (reward_B - reward_B.mean())
+
+    parts = parts_of(tiny())
+    learned = learn(replace(parts, objective=replace(parts.objective, advantage=halved)), groups_of(parts), step=1)
+    assert learned is not None
+    expected = 0.5 * (learned.reward_B - learned.reward_B.mean())
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(learned.advantage_B.double(), expected, rtol=1e-5, atol=1e-6)

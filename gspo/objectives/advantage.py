@@ -32,6 +32,9 @@ class AdvantageRule:
         self.scope = scope
         """What a completion is compared with: its `group`, the whole `batch`, or nothing, because the advantages are
         `external` (the caller supplies them)."""
+        self.per_token: Callable[[Tensor, Tensor, Sequences], Tensor] | None = None
+        """(reward_B, penalty_N, sequences) -> advantage_N, for a rule whose advantages differ between the tokens of a
+        completion. A run uses it instead of the rule itself."""
         update_wrapper(self, compute)
 
     def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
@@ -106,6 +109,9 @@ def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) 
     to_go_N = sequences.expand(sequences.sum(penalty_N)) - (before_N - sequences.expand(start_B))
     return_N = sequences.expand(reward_B.to(penalty_N)) - to_go_N
     return z_score(return_N, torch.zeros_like(sequences.index_N), 1)
+
+
+batch_whitened.per_token = whitened_returns
 
 
 @advantage_rule("external")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gspo.objectives.advantage import apply_rule, whitened_returns
+from gspo.objectives.advantage import apply_rule
 from gspo.objectives.objective import Objective
 from gspo.objectives.penalty import KL_ESTIMATORS
 from gspo.objectives.samples import TrainSample
@@ -26,7 +26,7 @@ def token_advantages(objective: Objective, tokens: Tokens, samples: Sequence[Tra
         penalty_N = objective.kl * KL_ESTIMATORS[objective.estimator](tokens)
     shaped_B = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     reward_B = shaped_B - sequences.sum(penalty_N.double()).cpu()
-    if objective.advantage.scope == "batch":
-        return reward_B, whitened_returns(shaped_B, penalty_N, sequences).float()
+    if objective.advantage.per_token is not None:
+        return reward_B, objective.advantage.per_token(shaped_B, penalty_N, sequences).float()
     advantage_B = apply_rule(objective.advantage, reward_B, [s.group for s in samples]).float()
     return reward_B, sequences.expand(advantage_B.to(penalty_N.device))
