@@ -11,7 +11,6 @@ Invariant: engine noise that exceeds the clip range before any update is an erro
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,9 +148,5 @@ def _check(objective: Objective, tokens: Tokens) -> None:
 
 def clip_limit(objective: Objective) -> float | None:
     """The narrower side of the clip range, as a log-ratio; None if the objective has no clip range."""
-    clip_range = objective.trust_region.clip_range
-    if clip_range is None:
-        return None
-    clip_low, clip_high = clip_range
-    low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
-    return min(low, math.log1p(clip_high))
+    log_range = objective.trust_region.log_range
+    return None if log_range is None else min(-log_range[0], log_range[1])

@@ -31,11 +31,11 @@ class Noise:
 
 def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tensor) -> Noise | None:
     """`rounding_N` is the difference of the two log-probs of each token. `None` if the objective has no clip range."""
-    clip_range = objective.trust_region.clip_range
-    if clip_range is None or not len(rounding_N):
+    log_range = objective.trust_region.log_range
+    if log_range is None or not len(rounding_N):
         return None
-    low, high = clip_range
+    low, high = log_range
     log_ratio = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
-    ratio = log_ratio.double().exp()
-    beyond = (ratio < 1 - low) | (ratio > 1 + high)
-    return Noise(log_ratio=float(log_ratio.double().square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))
+    log_ratio = log_ratio.double()
+    beyond = (log_ratio < low) | (log_ratio > high)
+    return Noise(log_ratio=float(log_ratio.square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))

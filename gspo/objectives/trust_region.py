@@ -69,6 +69,16 @@ class TrustRegion:
         """(clip_low, clip_high); `None` if the region has no clip range."""
         return None
 
+    @property
+    def log_range(self) -> tuple[float, float] | None:
+        """The lowest and highest log-ratio inside the clip range; `None` if the region has no clip range."""
+        if self.clip_range is None:
+            return None
+        low, high = self.clip_range
+        if self.clips_log_ratio:
+            return -low, high
+        return (math.log1p(-low) if low < 1 else -math.inf), math.log1p(high)
+
     def warning(self) -> str | None:
         """What is legal about the settings and almost surely not meant, apart from the clip range."""
         return None

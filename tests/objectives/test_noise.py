@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
+from gspo.learner.old_logprobs import clip_limit
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
@@ -43,6 +45,15 @@ def test_each_side_of_the_range_counts() -> None:
     noise = rounding_noise(wide_above, TWO, torch.tensor([-0.01, -0.01, 0.02, 0.02]))
     assert noise is not None
     assert noise.beyond_clip == 0.5
+
+
+def test_a_range_in_log_space_is_judged_in_log_space() -> None:
+    """GMPO bounds log r by 0.4, so a log-ratio of 0.39 is inside, though r = 1.48 is more than 1.4."""
+    noise = rounding_noise(build("gmpo"), TWO, torch.tensor([0.39, -0.39, 0.41, -0.41]))
+    assert noise is not None
+    assert noise.beyond_clip == 0.5
+    assert clip_limit(build("gmpo")) == pytest.approx(0.4)
+    assert clip_limit(build("grpo")) == pytest.approx(math.log(1.2))
 
 
 @pytest.mark.parametrize("name", ["sapo", "vespo", "rloo"])
