@@ -1,7 +1,7 @@
-"""Write `docs/objectives.md` and `docs/settings.md` from the code, or check that they are up to date.
+"""Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md`, or check that they are up to date.
 
-In: the table of objectives and the settings with their help texts. Out: the two pages. Invariant: nothing on them is
-written by hand, so they cannot contradict the code.
+In: the table of objectives, the settings with their help texts, the registry of metrics. Out: the pages. Invariant:
+nothing generated is written by hand, so it cannot contradict the code.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    exit 1 if a page differs from what would be written

@@ -16,6 +16,7 @@ class Reduction(StrEnum):
     SAME = "same on all ranks"
     SUM = "sum"
     MAX = "maximum"
+    GROUP_MEAN = "mean, weighted by groups"
     COMPLETION_MEAN = "mean, weighted by completions"
     TOKEN_MEAN = "mean, weighted by tokens"
     GATHER = "computed from gathered values"
@@ -93,7 +94,7 @@ METRICS = (
         "gradient (`advantage/std` is not 0). `reinforce_pp` compares completions across groups.",
         present="step ≥ 1",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GROUP_MEAN,
     ),
     Metric(
         "groups/discarded",
@@ -126,7 +127,7 @@ METRICS = (
         "and `trick` if it uses what programs use to get a reward without solving the problem "
         "([rewards](rewards.md#programs-and-tests)).",
         present="if there are any",
-        unit="number",
+        unit="share",
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
@@ -556,7 +557,7 @@ METRICS = (
     Metric(
         "eval/unscored",
         "Sampled held-out completions without a verdict; accuracy excludes them.",
-        present="evaluations",
+        present="evaluation",
         unit="count",
         reduction=Reduction.SAME,
     ),

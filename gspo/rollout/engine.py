@@ -4,7 +4,7 @@ In: prompts and a `Sampling`. Out: the completions of each prompt in sample orde
 the weights, the prompt, the sampling settings and its own random stream `(seed, stream, prompt id, sample)`, never on
 the other completions of the batch or the order in which they finish.
 
-An engine is one file in `engines/` with a function `build(context, **options) -> Engine`.
+An engine is one file in `engines/` with a function `build(context, **options) -> Engine` and its `TRAITS`.
 """
 
 from __future__ import annotations
