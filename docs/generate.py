@@ -1,4 +1,4 @@
-"""Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md`, or check that they are up to date.
+"""Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md`, or check them.
 
 In: the table of objectives, the settings with their help texts, the registry of metrics. Out: the pages. Invariant:
 nothing generated is written by hand, so it cannot contradict the code.
