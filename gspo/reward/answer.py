@@ -54,6 +54,8 @@ _UNIT = re.compile(
     rf"{_SQUARED}(?:(?:[ /]|\(s\))+{_LONG}{_SQUARED}|\(s\))*\s*"
 )
 _BEFORE = re.compile(r"(?:[A-Za-z]{2,}(?:['-][A-Za-z]+)*[,:]? ?)*")
+_MEMBER = re.compile(r"[A-Za-z] ?\\in ?(?=[\[(\\])")
+"""The variable of a set of solutions: x \\in [1, 2]."""
 _BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)? ?_ ?(?:\{ ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}|([0-9]{1,2}))")
 _CHOICE = re.compile(r"(?:(?i:option|choice) )?\(?([A-J])\)?[.:]?")
 _LABEL = re.compile(r"[\s$*{]*\([A-J]\)[\s}*]*(?=\S)")
@@ -100,7 +102,8 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
         return _chosen(said, stated)
     if not expected.number or (expected.number.value.denominator > 1 and not expected.number.places):
         text = _ROUNDED.sub("", text)
-    text = _LABEL.sub("", without_style(text), count=1) if _LABEL.match(said) else text
+    if _LABEL.match(said) and not _LABEL.match(expected.text):
+        text = _LABEL.sub("", without_style(text), count=1)
     said = _plain(text)
     if _doubtful(said, several=bool(expected.items)) or _contradictory(_sides(_trimmed(said))):
         return None
@@ -114,6 +117,7 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
 def read_formula(text: str) -> Answer | None:
     """Parse a text that is an answer as a whole, except for words before it and units after it."""
     text = _trimmed(_DEGREES.sub(" ", _plain(text)))
+    text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
     if not text or len(text) > LONGEST:
         return None
     equations = _split(text)

@@ -93,7 +93,7 @@ _TAKEN_BACK = re.compile(
     r"|\s+(?:right|correct|true|it|the (?:right |correct |final )?answer)\b)"
     r"|(?:that|this|it) (?:doesn't|does not) (?:work|fit|hold|add up|make sense)\b"
     r"|(?:scratch|strike|ignore|forget|disregard) (?:that|this|it)\b|(?:just |i'm |i am )*kidding\b"
-    r"|correction(?=\s*[:,\u2014-])|or rather\b|i meant\b"
+    r"|correction(?=\s*[:,\u2014-])|or rather\b|i meant\b|on second thoughts?\b"
     rf"|(?:i mean|make that),?{_DIGIT}|(?:{_IT}) should (?:actually )?(?:be|have been){_DIGIT}"
     r"|i (?:was|am) (?:wrong|mistaken)\b|i made an? (?:mistake|error)\b|i take (?:that|it) back\b)"
     rf"|[\W_]*(?:hm+|wait|actually|sorry|oops)\b[\W_]*{_FILLER}(?:{_IT})(?:'s| is){_DIGIT}"

@@ -12,6 +12,9 @@ RIGHT: dict[str, list[str]] = {
         "The probability is $\\frac{7}{12} ≈ 0.583$",
         "\\boxed{\\frac{7}{12} \\approx 0.58}",
     ],
+    "\\textbf{(D)}\\ 4": ["\\boxed{(D) 4}", "\\boxed{\\textbf{(D) }4}"],
+    "[1,2)": ["$x \\in [1, 2)$", "\\boxed{x\\in\\left[1,2\\right)}"],
+    "x \\in (1,2)\\cup(3,4)": ["\\boxed{(1,2)\\cup(3,4)}"],
     "B": [
         "Option B",
         "The correct option is **B**.",
@@ -360,6 +363,8 @@ WRONG: dict[str, list[str]] = {
         "<answer>2 days, 12 hours</answer>",
     ],
     "C": ["The correct option is B."],
+    "\\textbf{(D)}\\ 4": ["\\boxed{(E) 4}", "\\boxed{(D) 5}"],
+    "x \\in [1,2)": ["[1,2]", "\\boxed{x \\in [1,3)}"],
     "0.583": ["The probability is 7/13 ≈ 0.538"],
     "72": [
         "71 instead of 72",
@@ -383,6 +388,7 @@ WRONG: dict[str, list[str]] = {
         "The answer is 72. Actually, it is 71.",
         "\\boxed{72} Hmm, wait, it should be 71.",
         "The answer is 72. I mean 71.",
+        "Answer: 72. On second thought, 71.",
         "\\boxed{72}. Sorry, the answer is $71$.",
         "\\boxed{\\textbf{(D) }71}",
         "Final Answer: Toulouse, Charleston, and Seattle together have 71 sheep.",
