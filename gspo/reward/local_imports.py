@@ -5,7 +5,9 @@ transitively. Invariant: nothing is executed or imported; a file that cannot be 
 
 `import` statements are followed wherever they appear, including inside functions; `from package import *` may import
 every module of the package. Modules of the standard library are skipped, because they precede local modules on the
-import path. Other ways to import (`importlib`, `exec`, data files) are not detected.
+import path. Installed packages follow local modules, so a local module with the name of an installed one counts as
+imported: packages that the reward file uses may import it. Other ways to import (`importlib`, `exec`, data files) are
+not detected.
 """
 
 from __future__ import annotations
@@ -21,13 +23,26 @@ from pathlib import Path
 
 def local_imports(file: Path, folders: Sequence[Path]) -> list[Path]:
     """All imported files, without the file itself."""
-    found = {file}
-    waiting = [file]
+    found = {file, *(module for folder in folders for module in _shadowing(folder))}
+    waiting = [*found]
     while waiting:
         for module in set(_imported_by(waiting.pop(), folders)) - found:
             found.add(module)
             waiting.append(module)
     return sorted(found - {file})
+
+
+def _shadowing(folder: Path) -> Iterator[Path]:
+    """Modules in a folder that are imported instead of an installed one of the same name."""
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    try:
+        names = {path.name.partition(".")[0] for path in folder.iterdir()}
+    except OSError:
+        return
+    for name in sorted(names - {__name__.partition(".")[0]}):  # this package is loaded before the reward file
+        spec = PathFinder.find_spec(name, installed) if name.isidentifier() else None
+        if spec and spec.loader and not _in_standard_library(name):
+            yield from _files([name], [folder])
 
 
 def _imported_by(file: Path, folders: Sequence[Path]) -> Iterator[Path]:

@@ -255,6 +255,7 @@ def test_a_changed_module_that_a_reward_file_imports_needs_new_trust(
         ("import winreg", "winreg.py"),  # of the standard library, but not on this system
         ("from package import *", "package/listed.py"),  # named in `__all__`
         ("import beside_the_other", "../other/beside_the_other.py"),
+        ("import sympy", "mpmath.py"),  # sympy would import it instead of the installed mpmath
     ],
 )
 def test_less_obvious_imports_of_a_reward_file_are_named(
