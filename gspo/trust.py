@@ -51,11 +51,13 @@ def reward_code(config: Config) -> list[Code]:
             options = {spec: config.reward.options[spec]} if spec in config.reward.options else {}
             sources += find_sources((spec,), options, None)
     found = []
+    # The worker can import from the folder of every reward file, wherever the importing file is.
+    folders = list(dict.fromkeys([*(Path(s.file).parent for s in sources if s.file), Path.cwd()]))
     for source in sources:
         if source.file:
             what = f"reward.functions imports {source.file} and calls {source.function}()"
             found.append(Code(what=what, key=f"{source.file}:{source.function}", digest=_digest(Path(source.file))))
-            found += _imported_code(Path(source.file))
+            found += _imported_code(Path(source.file), folders)
         elif source.spec == "code_tests" and source.options.get("python"):
             program = str(source.options["python"])
             what = f"reward.options.code_tests.python starts {program}"
@@ -66,9 +68,9 @@ def reward_code(config: Config) -> list[Code]:
     return found
 
 
-def _imported_code(file: Path) -> Iterator[Code]:
-    """Modules in the reward file's folder or the working directory that it imports, directly or transitively."""
-    for module in local_imports(file, list(dict.fromkeys([file.parent, Path.cwd()]))):
+def _imported_code(file: Path, folders: Sequence[Path]) -> Iterator[Code]:
+    """Modules in these folders that a reward file imports, directly or transitively."""
+    for module in local_imports(file, folders):
         yield Code(what=f"{file} imports {module}", key=f"module {module}", digest=_digest(module))
 
 

@@ -54,8 +54,14 @@ _UNIT = re.compile(
     rf"{_SQUARED}(?:(?:[ /]|\(s\))+{_LONG}{_SQUARED}|\(s\))*\s*"
 )
 _BEFORE = re.compile(r"(?:[A-Za-z]{2,}(?:['-][A-Za-z]+)*[,:]? ?)*")
+_MEMBER = re.compile(r"[A-Za-z] ?\\in ?(?=[\[(\\])")
+"""The variable of a set of solutions: x \\in [1, 2]."""
 _BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)? ?_ ?(?:\{ ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}|([0-9]{1,2}))")
-_CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
+_CHOICE = re.compile(r"(?:(?i:option|choice) )?\(?([A-J])\)?[.:]?")
+_LABEL = re.compile(r"[\s$*{]*\([A-J]\)[\s}*]*(?=\S)")
+"""The letter of a choice before its value: (D) 4."""
+_ROUNDED = re.compile(r"(?<=[0-9})])\s*(?:≈|\\approx|\\simeq)\s*[0-9]*\.[0-9]+")
+"""The decimal after an exact value: 7/12 ≈ 0.583."""
 _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(]))")
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
@@ -94,6 +100,11 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
     said = _plain(text)
     if expected.choice:
         return _chosen(said, stated)
+    if not expected.number or (expected.number.value.denominator > 1 and not expected.number.places):
+        text = _ROUNDED.sub("", text)
+    if _LABEL.match(said) and not _LABEL.match(expected.text):
+        text = _LABEL.sub("", without_style(text), count=1)
+    said = _plain(text)
     if _doubtful(said, several=bool(expected.items)) or _contradictory(_sides(_trimmed(said))):
         return None
     found = read_formula(text)
@@ -106,6 +117,7 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
 def read_formula(text: str) -> Answer | None:
     """Parse a text that is an answer as a whole, except for words before it and units after it."""
     text = _trimmed(_DEGREES.sub(" ", _plain(text)))
+    text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
     if not text or len(text) > LONGEST:
         return None
     equations = _split(text)

@@ -34,6 +34,7 @@ _SAID = re.compile(
     r"|(?:answers?|ans|results?|solution|total)\b[*_]*\s[-\u2013\u2014]{1,2}(?=\s))"
     r"[:*_\s]*(?:(?:approximately|about)\s+)?"
     r"|\bfinal answer\b[*_:#\s]*\n\s*"
+    r"|\b(?:correct|right) (?:option|choice) is\s+(?=[*_($]*(?-i:[A-J])\b)"
 )
 _AFTER_A = re.compile(r"(?:^|(?<=[\n.?!]))\s{0,3}[*_]{0,3}A[*_]{0,3}:[*_]{0,3}\s")
 _OPTION = re.compile(r"(?<![A-Za-z0-9])[B-E][*_]{0,3}[:.)]")
@@ -170,8 +171,17 @@ def _next_sentence(text: str) -> FinalAnswer | None:
     at = next((n for n, s in enumerate(sentences) if not s.rstrip().endswith(":")), None)  # "as follows:" announces it
     if at is None:
         return None
-    stated = _REASON.split(sentences[at])[0]
+    stated = _without_reason(sentences[at])
     return FinalAnswer(texts=(stated,), after="\n".join([sentences[at][len(stated) :], *sentences[at + 1 :]]))
+
+
+def _without_reason(sentence: str) -> str:
+    """A sentence without its explanation. A comma between names ("Ann, Bob and Carl have 72") starts none."""
+    for cut in _REASON.finditer(sentence):
+        stated = sentence[: cut.start()]
+        if not (cut[0][0] == "," and sentence[cut.end()].isupper()) or _FORMULA.search(stated):
+            return stated
+    return sentence
 
 
 def _last_sentence(text: str) -> FinalAnswer | None:

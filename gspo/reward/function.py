@@ -33,6 +33,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -332,11 +333,32 @@ def _import_text(file: str, text: str) -> ModuleType:
     return module
 
 
+class _UncachedLoader(SourceFileLoader):
+    """Compiles a module's source on every import. A `.pyc` file may hold other code than the approved source."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("cached bytecode is not used")
+
+
 def _make_importable(*folders: str) -> None:
     """Add folders after the standard library, so a user's `random.py` shadows nothing, and before installed
-    packages."""
+    packages. Only source and extension modules can be imported from them, not bytecode."""
     at = next((i for i, p in enumerate(sys.path) if p.endswith(("site-packages", "dist-packages"))), len(sys.path))
     sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    find = FileFinder.path_hook((ExtensionFileLoader, EXTENSION_SUFFIXES), (_UncachedLoader, SOURCE_SUFFIXES))
+
+    def is_local(path: str) -> bool:
+        """Whether a path is in one of the folders, and not in a deeper entry of `sys.path` (site-packages)."""
+        return max((p for p in sys.path if p and Path(path).is_relative_to(p)), key=len, default="") in folders
+
+    def find_local(path: str) -> Any:
+        if not is_local(path):
+            raise ImportError(path)
+        return find(path)
+
+    sys.path_hooks.insert(0, find_local)
+    for path in filter(is_local, list(sys.path_importer_cache)):
+        del sys.path_importer_cache[path]
 
 
 def _parameters(source: Source, call: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -24,8 +24,9 @@ _OPEN = r"[$€£(*\\]*\s*$"
 _DENIED = re.compile(
     r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below"
     r"|(?<!add )(?<!adds )(?<!sum )(?<!sums )(?<!adding )(?<!comes )up to"
-    r"|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over"
-    r"|(?:more|less|greater|fewer|other) than|times as \w+ as)"
+    r"|almost|nearly|twice|thrice|double|triple|half(?: of)?|(?<!left )over|beyond|exceeding|in excess of"
+    r"|instead of|as opposed to|vs\.?|versus|besides|except(?: for)?|far from|away from|different from|nowhere near"
+    r"|shy of|short of|all but|(?:more|less|other|rather|[a-z]+er) than|times as \w+ as)"
     r"|\\pm|\\mp)\s*"
     rf"(?:(?:equal to|exactly|about|be|the|option)(?:\s+|$))*{_OPEN}"
 )
@@ -60,7 +61,8 @@ _CHANGED = re.compile(
 _REFUTED = re.compile(
     r"(?i)(?:[\s(\[,;:.*_-]*(?:no|nope|not|wrong|incorrect|false|invalid|rejected|extraneous"
     r"|(?:maybe|probably|perhaps) not)\s*[.!)\]*_]*$"
-    r"|(?:\s+[a-z]+){0,2}\s+(?:is|was|seems|looks|must be|would be)\s+(?:wrong|incorrect|false|impossible|invalid"
+    r"|\s+was (?:my|the|an?) (?:first|initial|earlier|original|previous)\b"
+    r"|(?:,?\s+[a-z]+){0,2}\s+(?:is|was|seems|looks|must be|would be)\s+(?:wrong|incorrect|false|impossible|invalid"
     r"|extraneous|too (?:high|low|large|small|big|many|much|few))\b"
     r"|\s+(?:(?:is|was|does|did|can|could|would) ?(?:not|n't)|can't|cannot|won't|fails)\b)"
 )
@@ -79,6 +81,8 @@ ASIDE = (
 )
 """Words that change a number even in parentheses after it."""
 _FILLER = r"(?:(?:oh|hm+|well|but|wait|um+|actually|sorry|ok|okay|oops)\b[\W_]*)*"
+_IT = "it|that|this|the (?:right |correct |final )?answer"
+_DIGIT = r"\s+[$€£(*\\-]*[0-9]"
 _TAKEN_BACK = re.compile(
     rf"(?i)[\W_]*{_FILLER}(?:"
     r"no(?=\s*(?:[.,!;:)—-]|$)|\s+wait)|nope\b|(?:wrong|incorrect|false|never)(?=\s*(?:[.,!;:)]|$))"
@@ -89,7 +93,10 @@ _TAKEN_BACK = re.compile(
     r"|\s+(?:right|correct|true|it|the (?:right |correct |final )?answer)\b)"
     r"|(?:that|this|it) (?:doesn't|does not) (?:work|fit|hold|add up|make sense)\b"
     r"|(?:scratch|strike|ignore|forget|disregard) (?:that|this|it)\b|(?:just |i'm |i am )*kidding\b"
+    r"|correction(?=\s*[:,\u2014-])|or rather\b|i meant\b|on second thoughts?\b"
+    rf"|(?:i mean|make that),?{_DIGIT}|(?:{_IT}) should (?:actually )?(?:be|have been){_DIGIT}"
     r"|i (?:was|am) (?:wrong|mistaken)\b|i made an? (?:mistake|error)\b|i take (?:that|it) back\b)"
+    rf"|[\W_]*(?:hm+|wait|actually|sorry|oops)\b[\W_]*{_FILLER}(?:{_IT})(?:'s| is){_DIGIT}"
 )
 SENTENCE = re.compile(r"(?<=[.!?])(?=[\s*_\"')]|$)|\n")
 _LATER = 500

@@ -5,8 +5,10 @@ Every payload would create a folder (the canary) if it were imported.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import py_compile
 import re
 import shutil
 from collections.abc import Callable
@@ -245,6 +247,47 @@ def test_a_changed_module_that_a_reward_file_imports_needs_new_trust(
     (folder / changed).write_text((folder / changed).read_text() + "\nchanged = 1\n")
     with pytest.raises(TrustError, match=f"mine.py imports {folder / changed} .changed since it last ran here."):
         trust.check(run, trust.reward_code(config), trust=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "imported"),
+    [
+        ("import winreg", "winreg.py"),  # of the standard library, but not on this system
+        ("from package import *", "package/listed.py"),  # named in `__all__`
+        ("import beside_the_other", "../other/beside_the_other.py"),
+        ("import sympy", "mpmath.py"),  # sympy would import it instead of the installed mpmath
+    ],
+)
+def test_less_obvious_imports_of_a_reward_file_are_named(
+    text: str, imported: str, tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "rewards", tmp_path / "other"
+    for file in (folder / imported, folder / "package" / "__init__.py", other / "theirs.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (folder / "mine.py").write_text(f"{text}\ndef score(completions, **_): ...")
+    config = tiny(f'reward.functions=["{folder}/mine.py:score", "{other}/theirs.py:score"]')
+    named = [code.what for code in trust.reward_code(config)]
+    assert f"{folder}/mine.py imports {(folder / imported).resolve()}" in named
+
+
+@pytest.mark.parametrize("kind", ["cached", "without source"])
+def test_bytecode_never_replaces_the_source_that_was_approved(
+    kind: str, tiny: Callable[..., Config], display: Any, tmp_path: Path, canary: Path
+) -> None:
+    helper = tmp_path / "helper.py"
+    payload = tmp_path / "payload.py"
+    payload.write_text(f"import os\nos.makedirs({str(canary)!r}, exist_ok=True)\nvalue = 0.0\n")
+    place = importlib.util.cache_from_source(str(helper)) if kind == "cached" else f"{helper}c"
+    py_compile.compile(str(payload), place, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    if kind == "cached":
+        helper.write_text("value = 0.0")
+    (tmp_path / "mine.py").write_text(
+        "try:\n    from helper import value\nexcept ImportError:\n    value = 0.0\n"
+        "def score(completions, **_):\n    return [value + len(c) for c in completions]"
+    )
+    train(tiny("steps=1", "eval.every=0", f"reward.functions={tmp_path}/mine.py:score"), display)
+    assert not canary.exists()
 
 
 def test_all_code_that_settings_can_run_is_named(tiny: Callable[..., Config], tmp_path: Path) -> None:
