@@ -166,9 +166,9 @@ def test_an_engine_that_ignores_the_adapter_is_detected(
             if "lora_B" in name:
                 p.zero_()
     perturb_adapter(model, changed)
-    generate = engine.host.llm.generate
+    llm_generate = engine.host.llm.generate
     with monkeypatch.context() as patched:
-        patched.setattr(engine.host.llm, "generate", lambda *a, lora_request, **kw: generate(*a, **kw))
+        patched.setattr(engine.host.llm, "generate", lambda *a, lora_request, **kw: llm_generate(*a, **kw))
         with pytest.raises(WeightSyncError, match="without its adapter"):
             generate(engine, prompts)
     assert differences(model, prompts, generate(engine, prompts)).max() < NEAR, "and the next call sends it again"
