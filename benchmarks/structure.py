@@ -34,6 +34,9 @@ def main() -> int:
     files = [ROOT / name for name in listed.stdout.split()]
     show_static("all Python files", files)
     show_static("the package", [f for f in files if PACKAGE in f.parents])
+    sys.path.insert(0, str(ROOT / "tests"))
+    from package_imports import cycles
+
     print(f"package cycles: {len(cycles())} {sorted(cycles())}")
     print(f"lines of step.py: {len((PACKAGE / 'step.py').read_text(encoding='utf-8').splitlines())}")
     if options.step:
@@ -57,39 +60,6 @@ def show_static(title: str, files: list[Path]) -> None:
         f"{title}: {len(files)} files, {lines} lines that are not blank, {long} over 120 columns, {skips} `fmt: skip`"
     )
     print(f"  {nodes / lines:.2f} AST nodes per line, {comments / lines:.1%} of the lines have a comment")
-
-
-def cycles() -> set[str]:
-    """Packages and modules of `gspo` that import themselves through others; imports for type checking do not count."""
-    edges: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
-        part = file.relative_to(PACKAGE).with_suffix("").parts[0]
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        typing_only = {
-            id(node)
-            for block in ast.walk(tree)
-            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-            for node in ast.walk(block)
-        }
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").startswith("gspo.")
-                and id(node) not in typing_only
-            ):
-                edges.setdefault(part, set()).add((node.module or "").split(".")[1])
-    found = set()
-    for start in edges:
-        seen: set[str] = set()
-        waiting = [n for n in edges[start] if n != start]
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += edges.get(name, set()) - seen
-        if start in seen:
-            found.add(start)
-    return found
 
 
 def show_step() -> None:

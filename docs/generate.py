@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def metrics_page() -> str:
-    """The page as it is, with its tables made anew."""
+    """The page, with its tables generated from the registry."""
     text = PAGE_OF_METRICS.read_text(encoding="utf-8")
     step = Metric("step", "Number of the training step.", present="step ≥ 1", unit="count", reduction=Reduction.SAME)
     for name, metrics in (("metrics", METRICS), ("timings", (step, *TIMINGS))):

@@ -181,9 +181,9 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         )
 
 
-def saved_model(config: ModelConfig, path: Path) -> ModelConfig:
-    """The same settings for a model that a run has saved at `path`."""
-    return dataclasses.replace(config, path=str(path), build="", build_options={})
+def saved_model(config: ModelConfig, path: Path, device: str | None = None) -> ModelConfig:
+    """The same settings for a model that a run has saved at `path`, on another device if one is given."""
+    return dataclasses.replace(config, path=str(path), build="", build_options={}, device=device or config.device)
 
 
 def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:

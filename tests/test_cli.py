@@ -240,9 +240,10 @@ def test_a_directory_with_other_files_is_left_unchanged(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
 
 
-def test_importing_gspo_does_not_import_torch() -> None:
+@pytest.mark.parametrize("modules", ["gspo, gspo.config, gspo.reward.worker", "gspo.cli"])
+def test_importing_gspo_does_not_import_torch(modules: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, gspo, gspo.config, gspo.reward.worker; print('torch' in sys.modules)"],
+        [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
         timeout=60,

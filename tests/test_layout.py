@@ -6,19 +6,15 @@ after the stages, and commands come last.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
 import re
 import types
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from package_imports import ROOT, cycles, imports
 
 import gspo
-
-ROOT = Path(gspo.__file__).parent
 
 LAYERS = (
     {"errors", "types", "clock", "redact", "safe_output", "signals"},
@@ -54,30 +50,6 @@ def layer(name: str) -> int:
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
 
-def imports() -> Iterator[tuple[str, str, bool]]:
-    """(importing package, imported package, whether it is only for type checking), for every import inside `gspo`."""
-    for file in sorted(ROOT.rglob("*.py")):
-        part = file.relative_to(ROOT).with_suffix("").parts[0]
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        typing_only = {
-            id(node)
-            for block in ast.walk(tree)
-            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-            for node in ast.walk(block)
-        }
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module == "gspo":
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gspo."):
-                names = [(node.module or "").split(".")[1]]
-            elif isinstance(node, ast.Import):
-                names = [a.name.split(".")[1] for a in node.names if a.name.startswith("gspo.")]
-            for name in names:
-                if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file():
-                    yield part, name, id(node) in typing_only
-
-
 def test_every_module_has_a_layer() -> None:
     found = {p.name for p in pkgutil.iter_modules([str(ROOT)])}
     assert found - {"recipes"} == set().union(*LAYERS)
@@ -93,21 +65,7 @@ def test_no_stage_imports_a_later_one() -> None:
 
 
 def test_packages_have_no_cycle() -> None:
-    edges: dict[str, set[str]] = {}
-    for a, b, typing_only in imports():
-        if a not in (b, "__init__") and not typing_only:
-            edges.setdefault(a, set()).add(b)
-
-    def reachable(start: str) -> set[str]:
-        found: set[str] = set()
-        waiting = [start]
-        while waiting:
-            new = edges.get(waiting.pop(), set()) - found
-            found |= new
-            waiting += new
-        return found
-
-    assert not [name for name in edges if name in reachable(name)]
+    assert not cycles()
 
 
 @pytest.mark.parametrize("name", [*gspo.__all__, "train", "evaluate", "compare", "doctor", "replay", "merge", "serve"])

@@ -13,20 +13,22 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo import config as settings
-from gspo import trust
 from gspo.commands.common import Command, add_trust_run, quiet_libraries
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
-from gspo.evaluation import Estimate, Evaluation, evaluate
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
-from gspo.reward.reward import RewardPool
-from gspo.rollout.engine import Engine
 from gspo.types import Prompt
+
+# At run time torch is imported only once a command needs it: `gspo --help` and `gspo watch` start without it.
+if TYPE_CHECKING:
+    from gspo.evaluation import Estimate, Evaluation
+    from gspo.reward.reward import RewardPool
+    from gspo.rollout.engine import Engine
 
 FRESH = 1000
 """How many problems of a generated task `gspo eval` uses without `--limit`."""
@@ -95,6 +97,8 @@ def evaluate_model(
     trust_run: bool = False,
 ) -> int:
     """Evaluate a model: print the numbers, and write the files that were asked for."""
+    from gspo.evaluation import evaluate
+
     if samples < max(ks):
         raise ConfigError(
             f"--samples: {samples} completions per problem are too few for pass@{max(ks)}; give at least {max(ks)}"
@@ -156,6 +160,8 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
 
 def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool) -> None:
     """Code that only the run directory names needs `--trust-run`. A recipe or override names its code explicitly."""
+    from gspo import trust
+
     own = Path(model) / "config.toml"
     if recipe or config.model.path == model:
         if trust_run:

@@ -228,7 +228,7 @@ class ObjectiveConfig:
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     replay: Literal["off", "old", "sampler"] = "off"
-    """Routing replay for MoE models: which experts the policy update uses. `off` routes anew in every forward pass.
+    """Routing replay for MoE models: which experts the policy update uses. `off` lets every forward pass route.
     `old` replays the experts chosen when the old log-probs were computed (R2). `sampler` replays the sampling engine's
     experts, also for the old log-probs (R3)."""
     record: bool = True

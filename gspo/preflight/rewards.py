@@ -14,6 +14,7 @@ from decimal import Decimal, InvalidOperation
 from itertools import islice
 from typing import Any
 
+from gspo.build import reward_pool
 from gspo.data.problems import PromptOrder, demonstrations
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
@@ -21,7 +22,6 @@ from gspo.preflight.case import Case
 from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.pace import duration, rollout_seconds
-from gspo.reward.reward import RewardPool
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
 TRIED = 32
@@ -32,9 +32,7 @@ SOLUTIONS = ("canonical_solution", "code", "solution", "answer")
 
 def check_functions(case: Case) -> Iterator[Finding]:
     assert case.problems is not None
-    data = case.config.data
-    task = (data.task, data.task_options) if data.task else None
-    case.rewards = pool = RewardPool(case.config.reward, task)
+    case.rewards = pool = reward_pool(case.config)
     case.stack.callback(pool.close)
     pool.check_columns(set().union(*(p.columns for p in case.problems.train)))
     yield ok(f"{', '.join(pool.names)} can be loaded and called with the data's fields.", functions=list(pool.names))

@@ -9,12 +9,14 @@ An engine is one file in `engines/` with a function `build(context, **options) -
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError, EngineError, panics_as_errors
@@ -112,9 +114,7 @@ class EngineContext:
 
 def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:
     """Build the engine of `engines/NAME.py`."""
-    if name not in engine_names():
-        raise ConfigError(f"rollout.engine: no engine {name!r}; there are: {', '.join(engine_names())}")
-    build: Callable[..., Engine] = importlib.import_module(f"gspo.rollout.engines.{name}").build
+    build: Callable[..., Engine] = _engine_module(name).build
     known = [p for p in inspect.signature(build).parameters if p != "context"]
     for option in options:
         if option not in known:
@@ -127,10 +127,15 @@ def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) 
 
 def engine_traits(name: str) -> EngineTraits:
     """The traits of the engine in `engines/NAME.py`."""
+    traits: EngineTraits = _engine_module(name).TRAITS
+    return traits
+
+
+@functools.cache
+def _engine_module(name: str) -> ModuleType:
     if name not in engine_names():
         raise ConfigError(f"rollout.engine: no engine {name!r}; there are: {', '.join(engine_names())}")
-    traits: EngineTraits = importlib.import_module(f"gspo.rollout.engines.{name}").TRAITS
-    return traits
+    return importlib.import_module(f"gspo.rollout.engines.{name}")
 
 
 def engine_names() -> list[str]:

@@ -219,5 +219,5 @@ def test_records_of_another_layout_are_those_of_separate_rows(name: str, share: 
         layout.logits(model)
     counts = separate.outcome(model).native_N.tolist()
     assert sum(counts) > 5
-    # The probe of a single optimiser step would read separate rows, so compare what the forwards counted.
+    # The probe of a single optimizer step would read separate rows, so compare what the forwards counted.
     assert together.changed_N.tolist() == counts

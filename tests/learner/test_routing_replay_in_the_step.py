@@ -34,7 +34,7 @@ from gspo.step import collect, learn
 
 
 class Photographer:
-    """An optimiser that keeps a copy of the model after each of its steps."""
+    """An optimizer that keeps a copy of the model after each of its steps."""
 
     def __init__(self, inner: Any, model: Any) -> None:
         self.inner, self.model = inner, model

@@ -49,7 +49,7 @@ def engine_of(model: Any, monkeypatch: Any, *, cached: bool, stop_ids: tuple[int
         return local.build(context, **options)
 
 
-def drawn(engine: Any, prompts: list[Prompt], *, samples: int = 3, tokens: int = 12, **changes: Any) -> Any:
+def sampled(engine: Any, prompts: list[Prompt], *, samples: int = 3, tokens: int = 12, **changes: Any) -> Any:
     arguments: dict[str, Any] = {"seed": 1, "stream": "train/0", "version": 0, "routes": True, **changes}
     return engine.generate(prompts, samples=samples, sampling=Sampling(max_tokens=tokens), **arguments)
 
@@ -86,7 +86,7 @@ def test_an_engine_reports_the_experts_of_a_plain_forward(
     # A third of the vocabulary ends a reply, so that many end at once and rows move while others go on.
     engine = engine_of(model, monkeypatch, cached=cached, stop_ids=tuple(range(0, 50, 6)), **options)
     prompts = prompts_of()
-    groups = drawn(engine, prompts)
+    groups = sampled(engine, prompts)
     lengths = {len(reply.token_ids) for group in groups for reply in group}
     assert 1 in lengths
     assert len(lengths) > 4
@@ -100,7 +100,7 @@ def test_replies_longer_than_any_buffer_keep_their_experts(cached: bool, monkeyp
     length = 2 * rows_file.BLOCK + 7 if cached else rows_file.BLOCK + 7
     engine = engine_of(model, monkeypatch, cached=cached, stop_ids=(), slots=2)
     prompts = prompts_of([1, 6])
-    groups = drawn(engine, prompts, samples=1, tokens=length)
+    groups = sampled(engine, prompts, samples=1, tokens=length)
     assert {len(reply.token_ids) for group in groups for reply in group} == {length}
     assert_routes(family, model, prompts, groups)
 
@@ -112,14 +112,14 @@ def test_only_one_token_prompts(monkeypatch: Any) -> None:
     for cached in (True, False):
         engine = engine_of(model, monkeypatch, cached=cached, stop_ids=tuple(range(0, 50, 3)), slots=2)
         prompts = prompts_of([1, 1])
-        assert_routes(family, model, prompts, drawn(engine, prompts))
+        assert_routes(family, model, prompts, sampled(engine, prompts))
 
 
 def test_more_experts_than_a_byte_holds_reach_the_learner(monkeypatch: Any) -> None:
     family = replace(FAMILIES["qwen3-moe"], experts=300)
     model = family.model(DOUBLE, num_experts=300, moe_intermediate_size=4)
     prompts = prompts_of([2, 5])
-    groups = drawn(engine_of(model, monkeypatch, cached=True, stop_ids=(0,)), prompts)
+    groups = sampled(engine_of(model, monkeypatch, cached=True, stop_ids=(0,)), prompts)
     replies = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
     assert all(c.routes.width == 2 for _, c in replies)
     assert max(int(unpacked(c.routes).max()) for _, c in replies) > 255
@@ -135,12 +135,12 @@ def test_routes_are_given_when_asked_for_and_known(monkeypatch: Any) -> None:
     model = FAMILIES["qwen3-moe"].model()
     engine = engine_of(model, monkeypatch, cached=True, stop_ids=(0,))
     assert engine.reports_routes
-    asked, silent = drawn(engine, prompts_of()), drawn(engine, prompts_of(), routes=False)
+    asked, silent = sampled(engine, prompts_of()), sampled(engine, prompts_of(), routes=False)
     assert all(c.routes is None for group in silent for c in group)
     assert [[c.token_ids for c in g] for g in asked] == [[c.token_ids for c in g] for g in silent]
     blind = local.build(EngineContext(model=model, tokenizer=Digits(), stop_ids=(0,)))
     assert not blind.reports_routes
-    assert all(c.routes is None for group in drawn(blind, prompts_of()) for c in group)
+    assert all(c.routes is None for group in sampled(blind, prompts_of()) for c in group)
 
 
 def test_the_last_token_of_a_row_routes_itself_in_the_old_forward_and_is_replayed_after() -> None:

@@ -88,7 +88,7 @@ def test_vespo_peaks_at_c1_over_c2(A, c1, c2, top):
 
 
 def test_vespo_weight_is_the_product_over_the_sequence():
-    """No length normalisation: twice the tokens at the same log-ratio is W squared."""
+    """No length normalization: twice the tokens at the same log-ratio is W squared."""
     old = torch.full((1, 8), -1.0, dtype=torch.float64)
     case = cases.Case(logp=old + 0.1, logp_old=old, advantage=f64(1.0), mask=torch.ones(1, 8).bool())
     _, grad = evaluate("vespo", case)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     weight_B = torch.zeros(sequences.count, dtype=torch.float64, device=advantage_N.device)
     # The aggregate normalizes over the whole mini-batch, so it must see all of its lengths at once.
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
-    tokens = _as_leaves(_take(replace(view.tokens, advantage_N=advantage_N), at_N))
+    tokens = _as_leaves(replace(view.tokens, advantage_N=advantage_N).take(at_N))
     selected_N = select(objective, tokens, view.seed)
     loss = loss_of(objective, replace(tokens, selected_N=selected_N), sequences.expand(weight_B)[at_N].float())
     logp_n, entropy_n = _gradients(loss.total, tokens)
@@ -133,15 +132,9 @@ def _advantages(objective: Objective, view: View, trainable: Sequence[tuple[int,
     number_N = view.tokens.sequences.expand(number_B)
     at_N = (number_N >= 0).nonzero().squeeze(-1)
     # A KL penalty in the reward uses the old policy's log-probs, as in the run, not those at the current weights.
-    tokens = _take(replace(view.tokens, logp_N=view.tokens.logp_old_N), at_N)
+    tokens = replace(view.tokens, logp_N=view.tokens.logp_old_N).take(at_N)
     tokens = replace(tokens, sequences=Sequences(number_N[at_N], len(trainable)))
     return advantage_N.index_put((at_N,), token_advantages(objective, tokens, [sample for _, sample in trainable])[1])
-
-
-def _take(tokens: Tokens, at_N: Tensor) -> Tokens:
-    """The tokens at these positions."""
-    values: dict[str, Any] = {k: v[at_N] for k, v in vars(tokens).items() if isinstance(v, Tensor)}
-    return replace(tokens, **values, sequences=Sequences(tokens.sequences.index_N[at_N], tokens.sequences.count))
 
 
 def _as_leaves(tokens: Tokens) -> Tokens:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from gspo.build import run_adaptive_clip, run_objective
+from gspo.build import run_adaptive_clip, run_objective, saved_model
 from gspo.config import ModelConfig
 from gspo.context import LearnContext
 from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
@@ -141,11 +140,6 @@ def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.Tr
     return state, LearnContext(
         config=config, objective=objective, policy=policy, reference=reference, optimizer=optimizer
     )
-
-
-def saved_model(config: ModelConfig, path: Path, device: str | None) -> ModelConfig:
-    """The run's model settings for the weights saved at `path`."""
-    return dataclasses.replace(config, path=str(path), build="", build_options={}, device=device or config.device)
 
 
 def reference_model(source: Source, device: str | None) -> ModelConfig | None:
