@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gspo.redact import redacted_values
-from gspo.view.columns import Columns, downsample
 from gspo.view.diagnosis import WINDOW, Finding, RunFacts, diagnose
+from gspo.view.jsonl_columns import Columns, downsample
 from gspo.view.panels import panel_keys, phases
 from gspo.view.safe_files import ReadPosition, open_regular, read_regular
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
-from gspo.reward.memory import descendants, processor_seconds
+from gspo.reward.process_usage import descendants, processor_seconds
 from gspo.reward.sandbox.inside.candidate import READY, TOKEN
 from gspo.reward.sandbox.inside.values import LENGTH
 from gspo.reward.sandbox.interpreter import ENVIRONMENT, INSIDE
