@@ -1,6 +1,6 @@
 """Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md`, or check them.
 
-In: the table of objectives, the settings with their help texts, the registry of metrics. Out: the pages. Invariant:
+In: the table of objectives, the settings with their help texts, the definitions of metrics. Out: the pages. Invariant:
 nothing generated is written by hand, so it cannot contradict the code.
 
     python docs/generate.py            write the pages
@@ -23,7 +23,7 @@ from gspo.objectives import describe
 from gspo.objectives.objective import OPTIONS
 from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
 from gspo.objectives.table import objective as build
-from gspo.record.registry import METRICS, TIMINGS, Metric, Reduction
+from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Metric, Reduction
 
 HERE = Path(__file__).parent
 PAGE_OF_METRICS = HERE / "metrics.md"
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def metrics_page() -> str:
-    """The page, with its tables generated from the registry."""
+    """The page, with its tables generated from the definitions."""
     text = PAGE_OF_METRICS.read_text(encoding="utf-8")
     step = Metric("step", "Number of the training step.", present="step ≥ 1", unit="count", reduction=Reduction.SAME)
     for name, metrics in (("metrics", METRICS), ("timings", (step, *TIMINGS))):
-        start, end = f"<!-- {name}: made from gspo/record/registry.py -->\n", f"<!-- end of {name} -->"
+        start, end = f"<!-- {name}: made from gspo/record/metric_definitions.py -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n" + _metrics_table(metrics) + "\n" + end + rest.partition(end)[2]
     return text
@@ -63,10 +63,17 @@ def metrics_page() -> str:
 
 def _metrics_table(metrics: Sequence[Metric]) -> str:
     rows = [
-        f"| `{m.key}` | {_cell(m.definition)} | {_cell(m.present)} | {m.unit} | {m.reduction.value} |\n"
+        f"| `{m.key}` | {_cell(m.definition)} | {_cell(m.present)} | {m.unit} | {_panels(m)} | {m.reduction.value} |\n"
         for m in metrics
     ]
-    return "| key | definition | present | unit | across ranks |\n|---|---|---|---|---|\n" + "".join(rows)
+    return "| key | definition | present | unit | panel: label | across ranks |\n|---|---|---|---|---|---|\n" + "".join(
+        rows
+    )
+
+
+def _panels(metric: Metric) -> str:
+    titles = [panel.title for panel in (*PANELS, PHASES) if panel.id in metric.panels]
+    return f"{'; '.join(titles)}: {metric.label}" if titles else ""
 
 
 # ------------------------------------------------------------------------------------------------- objectives

@@ -34,7 +34,7 @@ from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
 from gspo.loop import MAY_CHANGE, Loop
-from gspo.model.memory import out_of_memory
+from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.objective import Objective
 from gspo.record.curves_image import draw_curves
 from gspo.record.progress import Display

@@ -13,10 +13,8 @@ import pytest
 from gspo import config as settings
 from gspo.cli import main
 from gspo.record.progress import PlainDisplay
-from gspo.record.registry import METRICS, TIMINGS
 from gspo.record.run_dir import read_jsonl
 from gspo.trainer import train
-from gspo.view.panels import KEYS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -174,7 +172,3 @@ def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_recipes_load(recipe: Path) -> None:
     assert settings.load(recipe).name == recipe.stem
-
-
-def test_every_curve_of_a_panel_is_a_metric() -> None:
-    assert {metric.key for metric in (*METRICS, *TIMINGS)} >= set(KEYS)

@@ -1,4 +1,4 @@
-"""The metrics and rollout records of a step. `record/registry.py` defines every metric.
+"""The metrics and rollout records of a step. `record/metric_definitions.py` defines every metric.
 
 In: the results of collecting and learning. Out: flat dictionaries that are ready to be written. Invariant: nothing here
 depends on the clock. Unscored completions are counted, but excluded from every mean.

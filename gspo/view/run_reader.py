@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gspo.redact import redacted_values
-from gspo.view.columns import Columns, downsample
 from gspo.view.diagnosis import WINDOW, Finding, RunFacts, diagnose
-from gspo.view.panels import KEYS, PHASES
+from gspo.view.jsonl_columns import Columns, downsample
+from gspo.view.panels import panel_keys, phases
 from gspo.view.safe_files import ReadPosition, open_regular, read_regular
 
 MOST_EVENTS = 500
@@ -145,7 +145,7 @@ class RunReader:
         axis = self.metrics.values(x)
         steps = self.metrics.values("step")
         inside = (axis >= first) & (axis <= last)
-        keys = [key for key in KEYS if key in self.metrics.columns] if len(axis) == len(steps) else []
+        keys = [key for key in panel_keys() if key in self.metrics.columns] if len(axis) == len(steps) else []
         found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)
@@ -158,10 +158,11 @@ class RunReader:
         if not len(steps) or len(steps) != len(total):
             return {"x": [], "y": {}}
         inside = (steps >= first) & (steps <= last) & ~np.isnan(total)
-        parts = {c.key: np.nan_to_num(self.timings.values(c.key)) for c in PHASES if c.key in self.timings.columns}
+        timed = [m.key for m in phases().metrics if m.key in self.timings.columns]
+        parts = {key: np.nan_to_num(self.timings.values(key)) for key in timed}
         other = np.maximum(0.0, total - sum(parts.values(), np.zeros_like(total)))
-        phases = {**parts, "other": other}
-        bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in phases.items()}
+        seconds = {**parts, "other": other}
+        bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in seconds.items()}
         return {"x": bars["other"]["x"], "y": {key: bar["y"] for key, bar in bars.items()}}
 
     def facts(self) -> RunFacts:

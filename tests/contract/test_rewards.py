@@ -1,7 +1,7 @@
 """The contract of a reward, tested for every file in `gspo/reward/rewards`. A new file is tested automatically.
 
-A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, and an `EXAMPLE` whose
-completion it scores as correct.
+A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, an `EXAMPLE` whose
+completion it scores as correct, and `TRAITS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from gspo.config import RewardConfig
 from gspo.reward.function import built_in_names
 from gspo.reward.reward import RewardPool
+from gspo.reward.traits import reward_traits
 from gspo.types import Completion, Prompt, Status, StopReason
 
 NAMES = built_in_names()
@@ -77,6 +78,14 @@ def test_shape_of_the_file(name):
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_example_is_correct(name, chat):
     assert call(name, [module(name).EXAMPLE["reply"]], chat=chat) == [1.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_answer_of_its_traits_is_correct(name):
+    example = module(name).EXAMPLE
+    make = reward_traits(name).known_answers
+    known = make(example["columns"], example["options"]) if make else []
+    assert call(name, known) == [1.0] * len(known)
 
 
 @pytest.mark.parametrize("name", NAMES)

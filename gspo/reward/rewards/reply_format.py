@@ -11,12 +11,14 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.reward.completion_text import completion_text
+from gspo.reward.traits import RewardTraits
 
 EXAMPLE: dict[str, Any] = {
     "reply": "<think>36\n+ 36</think>72",
     "columns": {},
     "options": {"pattern": "<think>.*</think>.*"},
 }
+TRAITS = RewardTraits()
 
 
 def score(prompts: list[Any], completions: list[Any], *, pattern: str, **columns: Any) -> list[float]:

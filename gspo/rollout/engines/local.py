@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.model.load import position_limit
-from gspo.model.memory import out_of_memory, release_memory
+from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits
 from gspo.rollout.local.batch import PagedBatch

@@ -15,7 +15,7 @@ from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS, setting
-from gspo.view.panels import PANELS, PHASES
+from gspo.view.panels import panels, phases, step_headings
 
 MOST_POINTS = 2000
 
@@ -51,10 +51,12 @@ def _plain(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def page_setup() -> dict[str, Any]:
-    """Static data of the page: panels, phases, filters."""
+    """Static data of the page: panels, phases, headings, filters."""
+    times = phases().as_data()
     return {
-        "panels": [dataclasses.asdict(panel) for panel in PANELS],
-        "phases": [*(dataclasses.asdict(curve) for curve in PHASES), {"key": "other", "label": "other"}],
+        "panels": [panel.as_data() for panel in panels()],
+        "phases": {**times, "curves": [*times["curves"], {"key": "other", "label": "other"}]},
+        "headings": step_headings(),
         "filters": {name: f.label for name, f in FILTERS.items()},
         "orders": list(ORDERS),
     }

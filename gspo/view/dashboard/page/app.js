@@ -163,7 +163,7 @@ function buildOverview() {
     node("div", { class: "controls" },
       node("label", {}, "smoothing ", smooth), node("label", {}, "x-axis ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, "Step time by phase"), view.times),
+    node("section", { class: "card times" }, node("h2", {}, state.setup.phases.title), view.times),
     node("section", { class: "card" },
       node("h2", {}, "Events"), node("div", scroll, node("table", {}, view.events))),
     view.about = node("div", {}));
@@ -187,7 +187,7 @@ function drawOverview() {
     view.findings.replaceChildren(node("p", { class: "soft" }, "There are not enough steps for a diagnosis yet."));
   }
   const timed = runs.filter((r) => r.phases.x.length);
-  view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases, r.phases, r.name)));
+  view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases.curves, r.phases, r.name)));
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
@@ -267,20 +267,9 @@ function links(view, what) {
   return [link(view.previous, `previous ${what} (k)`), link(view.next, `next ${what} (j)`)];
 }
 
-const STEP_METRICS = [
-  ["reward", "reward/mean", "number"],
-  ["correct", "reward/correct_fraction", "share"],
-  ["uniform groups", "groups/uniform_fraction", "share"],
-  ["clipped completions", "clip/fraction_sequences", "share"],
-  ["mean length", "length/mean", "number"],
-  ["truncated", "length/truncated_fraction", "share"],
-  ["gradient norm", "grad/norm", "number"],
-  ["seconds", "time/step_s", "number"],
-];
-
 function stepSummary(row) {
-  const measured = STEP_METRICS.filter(([, key]) => Number.isFinite(row[key]));
-  return measured.map(([label, key, form]) => `${label} ${format(row[key], form)}`).join(" · ");
+  const measured = state.setup.headings.filter((m) => Number.isFinite(row[m.key]) && (row[m.key] || !m.hide_zero));
+  return measured.map((m) => `${m.label} ${format(row[m.key], m.form)}`).join(" · ");
 }
 
 function groupRows(name, step, groups) {

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.view.panels import KEYS, PHASES
+from gspo.record.metric_definitions import defined_keys
 from gspo.view.safe_files import ReadPosition, open_regular
 
 CHUNK = 1 << 19
@@ -29,8 +29,7 @@ TAIL = 1 << 18
 LONGEST_SAMPLED_LINE = 1 << 16
 """A sample skips longer lines."""
 MOST_KEYS = 2000
-"""A file with more keys is not a metrics file. Beyond the limit only displayed keys are stored."""
-DISPLAYED = {"step", "tokens/sampled", "time/step_s", *KEYS, *(curve.key for curve in PHASES)}
+"""A file with more keys is not a metrics file. Beyond the limit only metrics that are defined are stored."""
 NAN = math.nan
 NUMBER_TYPES = {float, int, bool, type(None)}
 
@@ -214,8 +213,9 @@ class Columns:
             for key in keys:
                 found.setdefault(key, []).append((indices, [rows[at][key] for at in indices]))
         before = len(self) - len(rows)
-        # Displayed keys first: a file with too many keys must not crowd them out.
-        for key in sorted(found, key=lambda k: (k not in DISPLAYED, k)):
+        # Metrics with a definition first: a file with too many keys must not crowd them out.
+        defined = defined_keys()
+        for key in sorted(found, key=lambda k: (k not in defined, k)):
             if key in self.columns or len(self.columns) < MOST_KEYS:
                 column = self.columns.setdefault(key, Column())
                 lines = np.array([at for indices, _ in found[key] for at in indices], dtype=np.int32)
