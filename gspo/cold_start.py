@@ -72,7 +72,7 @@ def supervised_start(context: RunContext, display: Display) -> ColdStart:
             stream=f"cold-start/{step}",
         )
         if not evaluation.verdicts:
-            failure = evaluation.scores[0][0].failure
+            failure = evaluation.scores[0].failure
             raise RewardError(f"cold start: no completion could be scored; the first failure: {failure}")
         return evaluation.accuracy.value
 

@@ -49,6 +49,7 @@ from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.record.sinks import Sinks
+from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
 from gspo.signals import Interrupted, StopRequest
 from gspo.step import collect, learn
@@ -128,8 +129,10 @@ class Loop:
         )
         with suppress(Interrupted), self._checkpoint_on_engine_error(), self._checkpoint_on_full_disk():
             state = self._resume(begin, fresh) if begin else self._start(fresh)
+            # Room for one batch: collect and learn take turns, and every batch is on-policy.
+            buffer = RolloutBuffer(capacity=1, start=state.rollout)
             while not self.over(state) and not self.stop:
-                state = self._step(state)
+                state = self._step(state, buffer)
                 if state.step % self.config.checkpoint.every == 0:
                     self._save(state, must=False)
         if self._latest is None:
@@ -170,7 +173,7 @@ class Loop:
         for name, text in self.parts.rewards.about.items():
             self.run.event("reward", name=name, what=text)
             self.display.message(f"{name}: {text}")
-        if about := getattr(self.parts.engine, "about", ""):
+        if about := self.parts.engine.about:
             self.run.event("engine", what=about)
             self.display.message(f"{self.config.rollout.engine}: {about}")
         keep = self.config.checkpoint.keep
@@ -300,14 +303,14 @@ class Loop:
 
     # ---- one step
 
-    def _step(self, state: TrainerState) -> TrainerState:
+    def _step(self, state: TrainerState, buffer: RolloutBuffer) -> TrainerState:
         step = state.step + 1
         clock = Clock()
         parts = self._with_clip_range(state.clip_scale)
         with clock.measure("step"):
-            with self.stop.interruptible():
-                collected = collect(parts, step=step, cursor=state.cursor, clock=clock)
-            self._report_faults(step)
+            self._fill(buffer, parts, clock)
+            collected = buffer.take()
+            assert collected.version == parts.optimizer.updates, "the policy changed after it sampled this batch"
             self._check_scores(collected, state)
             with clock.measure("learn"):
                 learned = learn(parts, collected.gathered.groups, step=step)
@@ -318,7 +321,7 @@ class Loop:
         learned_state = replace(
             state,
             step=step,
-            cursor=collected.cursor,
+            rollout=collected.after,
             updates=parts.optimizer.updates,
             skipped_in_row=skipped,
             tokens=tokens,
@@ -328,6 +331,14 @@ class Loop:
         self._keep_micro_batch_size(step, learned)
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted.
         return self._finish(self._set_state(learned_state), clock)
+
+    def _fill(self, buffer: RolloutBuffer, parts: RunContext, clock: Clock) -> None:
+        """Collect batches until the buffer is full. A stop discards the batch that is being collected."""
+        while not buffer.full:
+            with self.stop.interruptible():
+                collected = collect(parts, buffer.end, clock=clock)
+            buffer.put(collected)
+            self._report_faults(collected.batch)
 
     def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
         """Evaluate, if due, and record the step. A stop during the evaluation leaves the step pending."""
@@ -456,8 +467,8 @@ class Loop:
 
     def _check_first_evaluation(self, done: Evaluation) -> None:
         """Stop before the first step if the reward cannot score a single completion."""
-        failed = [s.failure for scores in done.scores for s in scores if s.status is Status.UNSCORED]
-        if failed and len(failed) == sum(map(len, done.scores)):
+        failed = [s.failure for s in done.scores if s.status is Status.UNSCORED]
+        if failed and len(failed) == len(done.scores):
             raise RewardError(
                 f"the first evaluation: none of {len(failed)} completions could be scored; the first: {failed[0]}."
                 f"{self._fault_details()} Fix the reward or the answers of the held-out problems, "
