@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo import config as settings
-from gspo.commands.common import Command, add_trust_run, quiet_libraries
+from gspo.commands.arguments import add_trust_run
+from gspo.commands.command import Command, quiet_libraries
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
