@@ -33,13 +33,14 @@ from gspo.evaluation import Estimate
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
-from gspo.loop import MAY_CHANGE, Loop
+from gspo.loop import Loop
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.objective import Objective
 from gspo.record.curves_image import draw_curves
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.record.sinks import Sinks
+from gspo.resume_checks import MAY_CHANGE
 from gspo.signals import StopRequest
 
 OWN_OPTION = ("name", "run_dir", "steps")
@@ -203,7 +204,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
         if begin is None:
             run.describe(config)
-        loop = Loop(run=run, parts=context, display=display, sinks=sinks, stop=stop)
+        loop = Loop(run=run, context=context, display=display, sinks=sinks, stop=stop)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
@@ -213,13 +214,13 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         step=state.step,
         began=loop.began,
         steps=loop.planned_steps(state),
-        idle=loop.idle,
+        idle=loop.incidents.idle,
         stopped_by=None if loop.over(state) else stop.signal,
         before=before,
         after=after,
         greedy=greedy,
         evaluated_at=evaluated_at,
-        unscored=loop.unscored,
+        unscored=loop.incidents.unscored,
         picture=picture,
         seconds=time.monotonic() - started,
     )

@@ -25,7 +25,7 @@ LAYERS = (
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
-    {"cold_start"},
+    {"cold_start", "resume_checks"},
     {"contamination"},
     {"loop"},
     {"trainer"},

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo import config as settings
-from gspo.commands.common import Command, add_trust_run, quiet_libraries
+from gspo.commands.arguments import add_trust_run
+from gspo.commands.command import Command, quiet_libraries
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
@@ -239,7 +240,7 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
 
 def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
     print(
-        f"{config.model.path}: {len(evaluation.prompts)} problems, {samples} completions each at temperature "
+        f"{config.model.path}: {len(evaluation.groups)} problems, {samples} completions each at temperature "
         f"{config.rollout.temperature:g}"
     )
     for name, estimate in numbers.items():
@@ -247,9 +248,7 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
     if samples > 1:
         print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
     if evaluation.unscored:
-        why = next(
-            (f"; the first failure: {s.failure}" for scores in evaluation.scores for s in scores if s.failure), ""
-        )
+        why = next((f"; the first failure: {s.failure}" for s in evaluation.scores if s.failure), "")
         print(f"  {evaluation.unscored} completions have no verdict (unscored) and are left out{why}")
 
 
@@ -259,7 +258,7 @@ def _write_numbers(
     values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
     record = {
         "model": config.model.path,
-        "problems": len(evaluation.prompts),
+        "problems": len(evaluation.groups),
         "samples": samples,
         "unscored": evaluation.unscored,
         **values,
@@ -269,14 +268,12 @@ def _write_numbers(
 
 def _write_completions(path: Path, evaluation: Evaluation) -> None:
     with writing(path, "free disk space there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
-        for prompt, completions, scores in zip(
-            evaluation.prompts, evaluation.completions, evaluation.scores, strict=True
-        ):
-            for c, s in zip(completions, scores, strict=True):
+        for group in evaluation.groups:
+            for c, s in zip(group.completions, group.scores, strict=True):
                 record = {
-                    "prompt_id": prompt.id,
+                    "prompt_id": group.prompt.id,
                     "sample": c.sample,
-                    "prompt": prompt.text,
+                    "prompt": group.prompt.text,
                     "text": c.text,
                     "stop": c.stop,
                 }

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from gspo.clock import Clock
 from gspo.data.problems import PromptOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
@@ -21,7 +22,7 @@ from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import estimate
-from gspo.rollout.gather import distinct
+from gspo.rollout.gather import distinct, sample_groups
 from gspo.types import Group, Prompt, StopReason
 
 CHUNKS = (2, 2, 4, 8)
@@ -68,24 +69,25 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
     assert case.engine is not None
     assert case.rewards is not None
     rollout = case.config.rollout
-    started = time.monotonic()
-    completions_P = case.engine.generate(
+    clock = Clock()
+    groups = sample_groups(
+        case.engine,
+        case.rewards,
         prompts,
         samples=rollout.replies,
         sampling=rollout.sampling,
         seed=case.config.seed,
         stream="train/1/0",
         version=0,
+        clock=clock,
         routes=True,
     )
-    sampled = time.monotonic()
-    scores_P = case.rewards.score(list(zip(prompts, completions_P, strict=True)))
     case.pace = Timings(
         completions=len(prompts) * rollout.replies,
-        rollout_s=sampled - started,
-        reward_s=time.monotonic() - sampled,
+        rollout_s=clock.seconds["rollout"],
+        reward_s=clock.seconds["reward"],
     )
-    return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, completions_P, scores_P, strict=True)]
+    return groups
 
 
 def _lengths(case: Case, groups: Sequence[Group]) -> Finding:

@@ -673,7 +673,7 @@ def test_f4_too_little_disk_space_is_reported_before_the_first_step(
         Usage.shots += 1
         return Usage()
 
-    monkeypatch.setattr(gspo.loop.shutil, "disk_usage", usage)
+    monkeypatch.setattr("shutil.disk_usage", usage)
     config = tiny("steps=1", "eval.every=0")
     train(config, display)
     assert Usage.shots == 1

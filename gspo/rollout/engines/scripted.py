@@ -38,6 +38,7 @@ def build(
 class ScriptedEngine:
     """Reads completions from a table."""
 
+    about = ""
     decoded = None
 
     def __init__(self, context: EngineContext, *, replies: Mapping[str, Sequence[str]], default: str) -> None:
@@ -61,6 +62,9 @@ class ScriptedEngine:
         routes: bool = False,
     ) -> list[list[Completion]]:
         return [self._group(prompt, samples, sampling, version) for prompt in prompts]
+
+    def sync(self, version: int) -> None:
+        """Nothing to send: the log-probs are those of the learner's own model."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -14,7 +14,7 @@ from typing import Any
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
-from gspo.rollout.gather import CollectResult
+from gspo.rollout.gather import CollectResult, RolloutState
 from gspo.view.replay.records import StepRecord
 
 LOGP_TOLERANCE = 1e-7
@@ -63,7 +63,9 @@ def agreement(
 ) -> Agreement:
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
-    recomputed = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
+    # The metrics of a batch do not depend on its version and on its place in the data order, which are not known here.
+    collected = CollectResult(gathered=recorded.gathered, version=0, after=RolloutState())
+    recomputed = step_metrics(objective, collected, learned)
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = (
         () if routed else ("routing/flip_fraction_sampler",)
