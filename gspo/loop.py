@@ -44,10 +44,12 @@ from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.adaptive_clip import at_limit
+from gspo.objectives.describe import resolved
 from gspo.record.alarms import HISTORY, holding
-from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
+from gspo.record.metrics import drop_reasons, rollout_records, step_metrics
 from gspo.record.progress import Display
-from gspo.record.run_dir import RunDir, read_jsonl
+from gspo.record.run_dir import RunDir, read_metrics
+from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.rollout.gather import CollectResult
 from gspo.signals import Interrupted, StopRequest
@@ -77,12 +79,12 @@ MAY_CHANGE = (
 could not continue otherwise: `learner.old_logp` for an engine that drifts from the learner, the optimizer settings for
 updates that diverge. The objective, the batch and the data are fixed: changing them would make it a different run."""
 
-LEFT_OUT = {
+DROP_REASONS = {
     "unscored": "could not be scored",
     "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
     "empty": "were empty",
     "alone": "had no other usable completion in their group to compare with",
-    "not mixed": "were in groups whose completions all have the same reward (objective.keep = mixed)",
+    "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",
 }
 """Drop reason -> how a message states it, with the dropped completions as the subject."""
 
@@ -168,10 +170,10 @@ class Loop:
     def _preflight(self, *, done: int) -> None:
         """Report the sandbox of the rewards and the adapter path of the engine. Warn if checkpoints will not fit."""
         for name, text in self.parts.rewards.about.items():
-            self.run.event("reward", name=name, what=text)
+            self.run.event("reward", name=name, message=text)
             self.display.message(f"{name}: {text}")
         if about := getattr(self.parts.engine, "about", ""):
-            self.run.event("engine", what=about)
+            self.run.event("engine", message=about)
             self.display.message(f"{self.config.rollout.engine}: {about}")
         keep = self.config.checkpoint.keep
         saves = 2 + (self.config.steps - done) // self.config.checkpoint.every
@@ -221,7 +223,7 @@ class Loop:
             except Interrupted:
                 self.display.message("cold start interrupted: a resume repeats it, with the same result")
                 raise
-            self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
+            self.run.event("cold_start", steps=done.steps, accuracy=done.accuracy)
         if self.parts.objective.kl:
             self._keep_reference()
         state = self._finish(self._set_state(replace(state, pending={"step": 0, "tokens/sampled": 0})))
@@ -249,7 +251,7 @@ class Loop:
         self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
-        rows = read_jsonl(self.run.path / "metrics.jsonl")
+        rows = read_metrics(self.run.path)
         self._recent.extend(rows)
         # Alarms that were already active are not reported again, and do not stop the resumed run at once.
         self._active_alarms = {alarm.name for alarm in holding(rows, self.config.alarms.steps)}
@@ -264,9 +266,10 @@ class Loop:
         before = state.settings.get("steps")
         steps = self.config.steps
         if steps != before:
-            self.run.event("new end", steps=steps, before=before)
-        if steps != before or changed:
-            self.run.describe(self.config)
+            self.run.event("steps_changed", steps=steps, before=before)
+        # Names of settings may have changed since a directory of an older format was written.
+        if steps != before or changed or self.run.format < FORMAT:
+            self.run.describe(self.config, resolved(self.parts.objective))
 
     def _check_settings(self, saved: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Report settings that differ from the checkpoint's, as [old, new]. Reject those not in `MAY_CHANGE`."""
@@ -374,7 +377,7 @@ class Loop:
         next_scale = self.parts.adaptive_clip.next_scale(self.parts.objective, scale, learned.tokens)
         limit = at_limit(next_scale)
         if limit and not at_limit(scale):
-            self.run.event("clip range at its limit", step=step, what=limit)
+            self.run.event("clip_range_limit", step=step, message=limit)
             self.display.message(f"step {step}: the clip range stops adapting: {limit}")
         return next_scale
 
@@ -385,7 +388,7 @@ class Loop:
         smaller = max(1, self.parts.config.learner.micro_batch_tokens >> learned.halvings)
         config = replace(self.parts.config, learner=replace(self.parts.config.learner, micro_batch_tokens=smaller))
         self.parts = replace(self.parts, config=config)
-        self.run.event("out of memory", step=step, micro_batch_tokens=smaller)
+        self.run.event("out_of_memory", step=step, micro_batch_tokens=smaller)
         self.display.message(
             f"step {step}: out of memory; the same gradient was computed with micro-batches of {smaller} tokens, "
             "and later steps use that size"
@@ -394,7 +397,7 @@ class Loop:
     # ---- failures and alarms
 
     def _warn(self, text: str) -> None:
-        self.run.event("warning", what=text)
+        self.run.event("warning", message=text)
         self.display.message(f"warning: {text}")
 
     def _raise_alarms(self, metrics: Mapping[str, Any], state: TrainerState) -> None:
@@ -403,7 +406,7 @@ class Loop:
         now = holding(list(self._recent), self.config.alarms.steps)
         for alarm in now:
             if alarm.name not in self._active_alarms:
-                self.run.event("alarm", step=state.step, name=alarm.name, what=alarm.what)
+                self.run.event("alarm", step=state.step, name=alarm.name, message=alarm.what)
                 self.display.message(f"ALARM at step {state.step}, {alarm.name}: {alarm.what}")
         fatal = [a for a in now if a.name not in self._active_alarms and a.name in self.config.alarms.stop]
         self._active_alarms = {alarm.name for alarm in now}
@@ -428,7 +431,9 @@ class Loop:
             # The state before this step is saved: a resume repeats the step. Its completions show what failed.
             self._save(state)
             self._write_rollouts(self.parts, state.step + 1, collected, None)
-            self.run.event("unscored", step=state.step + 1, unscored=len(failed), replies=len(scores), first=failed[0])
+            self.run.event(
+                "unscored", step=state.step + 1, unscored=len(failed), completions=len(scores), first=failed[0]
+            )
             raise RewardError(
                 f"step {state.step + 1}: {len(failed)} of {len(scores)} completions could not be scored "
                 f"(reward.max_unscored_fraction = {self.config.reward.max_unscored_fraction:g}); "
@@ -443,7 +448,7 @@ class Loop:
                 where = f"; details: {self._fault_file}"
             except OSError as error:
                 where = f" (the details could not be written: {error})"
-            self.run.event("reward failed", step=step, function=fault.function, what=fault.failure)
+            self.run.event("reward_failed", step=step, function=fault.function, message=fault.failure)
             self.display.message(f"step {step}: {fault.failure}{where}")
 
     def _fault_details(self) -> str:
@@ -467,10 +472,10 @@ class Loop:
     def _check_updates(self, step: int, collected: CollectResult, learned: LearnResult | None, in_row: int) -> int:
         """Report skipped updates and steps without data to train on. Stop after too many skipped updates in a row."""
         if learned is None:
-            reasons = reasons_left_out(self.parts.objective, collected, None)
-            counts = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+            reasons = drop_reasons(self.parts.objective, collected, None)
+            counts = ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
             self.idle += 1
-            self.run.event("nothing to learn", step=step, reasons=reasons)
+            self.run.event("no_trainable_samples", step=step, reasons=reasons)
             self.display.message(
                 f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
             )
@@ -483,7 +488,7 @@ class Loop:
                 loss = float(learned.losses[index].total)
                 norm = update.grad_norm
                 self.run.event(
-                    "skipped update", step=step, mini_batch=index, loss=loss, grad_norm=norm, why=update.skipped
+                    "update_skipped", step=step, mini_batch=index, loss=loss, grad_norm=norm, reason=update.skipped
                 )
                 self.display.message(
                     f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {norm:g}: {update.skipped}"
@@ -499,7 +504,7 @@ class Loop:
 
     def _report_few_updates(self, step: int, updates: int) -> None:
         """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
-        self.run.event("fewer updates", step=step, updates=updates)
+        self.run.event("fewer_updates", step=step, updates=updates)
         if not self._few_updates_shown:
             self._few_updates_shown = True
             self.display.message(
@@ -519,7 +524,7 @@ class Loop:
         except OSError as error:
             text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
             with suppress(OSError):
-                self.run.event("checkpoint failed", step=state.step, what=str(error))
+                self.run.event("checkpoint_failed", step=state.step, message=str(error))
             if must:
                 raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run.path}") from error
             self.display.message(f"warning: {text}; the next attempt is in {self.config.checkpoint.every} steps")

@@ -47,7 +47,7 @@ def collect(run: RunContext, *, step: int, cursor: int, clock: Clock) -> Collect
         with clock.measure("rollout"):
             completions_P = run.engine.generate(
                 prompts,
-                samples=rollout.replies,
+                samples=rollout.group_size,
                 sampling=rollout.sampling,
                 seed=run.config.seed,
                 stream=f"train/{step}/{request.cursor}",

@@ -35,6 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from gspo import aliases
 from gspo.errors import CheckpointError, NumericalError
 from gspo.learner import trainer_state
 from gspo.learner.optimizer import Optimizer
@@ -264,7 +265,15 @@ def read_state(path: Path) -> TrainerState:
     """The trainer's state of an intact checkpoint."""
     if fault := trainer_state.fault_in(path):
         raise CheckpointError(f"{fault}; no run writes such a file")
-    return TrainerState(**json.loads((path / "trainer.json").read_text()))
+    values = json.loads((path / "trainer.json").read_text())
+    pending = values["pending"]
+    return TrainerState(
+        **values
+        | {
+            "settings": aliases.settings(values["settings"]),
+            "pending": None if pending is None else aliases.metrics(pending),
+        }
+    )
 
 
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:

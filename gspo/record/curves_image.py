@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gspo.record.run_dir import read_jsonl
+from gspo.record.run_dir import read_metrics
 
 Curve = tuple[str, str, str]
 """Metric, label and color."""
@@ -39,7 +39,7 @@ def draw_curves(run: Path) -> Path:
     matplotlib.use("Agg")  # Needs no display.
     import matplotlib.pyplot as plt
 
-    rows = read_jsonl(run / "metrics.jsonl")
+    rows = read_metrics(run)
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True)
     for axis, (title, curves) in zip((axes[0][0], axes[0][1], axes[1][0], axes[1][1]), PANELS.items(), strict=True):
         _panel(axis, rows, title, curves)

@@ -108,7 +108,7 @@ PANELS = (
         hide_zero=True,
         what="Share of the compute spent on padding: idle sequence slots in sampling, padding tokens in training.",
         curves=(
-            Curve(key="padding/sampler", label="idle slots, sampling"),
+            Curve(key="sampler/idle_fraction", label="idle slots, sampling"),
             Curve(key="padding/learner", label="padding tokens, training"),
         ),
     ),
@@ -123,7 +123,7 @@ PANELS = (
         ),
         curves=(
             Curve(key="length/truncated_fraction", label="truncated"),
-            Curve(key="length/punished_fraction", label="penalized"),
+            Curve(key="length/penalized_fraction", label="penalized"),
             Curve(key="reward/length_penalty", label="mean penalty"),
         ),
     ),

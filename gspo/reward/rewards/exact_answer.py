@@ -18,7 +18,7 @@ from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import whole_answer
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "36 and 36 make\n#### 1,072",
+    "completion": "36 and 36 make\n#### 1,072",
     "columns": {"answer": 1072},
     "options": {"marker": "####"},
 }

@@ -15,7 +15,7 @@ from gspo.data.numbers import last_number
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import after_marker
 
-EXAMPLE: dict[str, Any] = {"reply": "7 + 5 = 12, so Ann has 12 apples.", "columns": {"answer": 12}, "options": {}}
+EXAMPLE: dict[str, Any] = {"completion": "7 + 5 = 12, so Ann has 12 apples.", "columns": {"answer": 12}, "options": {}}
 
 
 def score(

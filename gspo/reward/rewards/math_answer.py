@@ -34,7 +34,11 @@ from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import FinalAnswer, final_answer
 from gspo.reward.function import NotedScore
 
-EXAMPLE: dict[str, Any] = {"reply": "So it is $\\boxed{\\frac{1}{2}}$.", "columns": {"answer": "0.5"}, "options": {}}
+EXAMPLE: dict[str, Any] = {
+    "completion": "So it is $\\boxed{\\frac{1}{2}}$.",
+    "columns": {"answer": "0.5"},
+    "options": {},
+}
 
 PRECISE = 6
 """Minimum number of significant digits for a decimal to equal values that round to it."""

@@ -15,7 +15,7 @@ from gspo.data.task import Task, build_task
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import after_thinking
 
-EXAMPLE: dict[str, Any] = {"reply": "1+2=3|3", "columns": {"answer": "3"}, "options": {"task": "addition"}}
+EXAMPLE: dict[str, Any] = {"completion": "1+2=3|3", "columns": {"answer": "3"}, "options": {"task": "addition"}}
 
 
 def score(
