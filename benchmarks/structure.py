@@ -78,7 +78,7 @@ def show_step() -> None:
             "run_dir": folder,
             "model": {"build": "tiny_dense", "device": "cpu"},
             "data": {"task": "addition", "task_size": 100, "held_out": 8},
-            "rollout": {"prompts": 4, "replies": 4, "max_tokens": 8},
+            "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 8},
             "learner": {"mini_batches": 2},
         }
         config = settings.from_tree(tree, where="structure")

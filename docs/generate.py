@@ -1,7 +1,7 @@
-"""Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md`, or check them.
+"""Write `docs/objectives.md`, `docs/settings.md` and the tables of `docs/metrics.md` and `docs/runs.md`, or check them.
 
-In: the table of objectives, the settings with their help texts, the definitions of metrics. Out: the pages. Invariant:
-nothing generated is written by hand, so it cannot contradict the code.
+In: the table of objectives, the settings with their help texts, the definitions of metrics, the renamed names. Out:
+the pages. Invariant: nothing generated is written by hand, so it cannot contradict the code.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    exit 1 if a page differs from what would be written
@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from gspo import aliases
 from gspo.config import help_texts
 from gspo.errors import ConfigError
 from gspo.objectives import describe
@@ -27,6 +28,7 @@ from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Met
 
 HERE = Path(__file__).parent
 PAGE_OF_METRICS = HERE / "metrics.md"
+PAGE_OF_RUNS = HERE / "runs.md"
 NOTE = "<!-- Made by docs/generate.py (`make docs-generate`). Edit the code, not this page. -->"
 
 
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         HERE / "objectives.md": objectives_page(),
         HERE / "settings.md": settings_page(),
         HERE / "metrics.md": metrics_page(),
+        HERE / "runs.md": runs_page(),
     }
     if "--check" not in arguments:
         for path, text in pages.items():
@@ -74,6 +77,34 @@ def _metrics_table(metrics: Sequence[Metric]) -> str:
 def _panels(metric: Metric) -> str:
     titles = [panel.title for panel in (*PANELS, PHASES) if panel.id in metric.panels]
     return f"{'; '.join(titles)}: {metric.label}" if titles else ""
+
+
+# ------------------------------------------------------------------------------------------------- renamed
+
+
+def runs_page() -> str:
+    """The page, with its table of old and new names."""
+    text = PAGE_OF_RUNS.read_text(encoding="utf-8")
+    start, end = "<!-- renamed: made from gspo/aliases.py -->\n", "<!-- end of renamed -->"
+    before, _, rest = text.partition(start)
+    return before + start + "\n" + _renamed_table() + "\n" + end + rest.partition(end)[2]
+
+
+def _renamed_table() -> str:
+    kinds = {
+        "setting": aliases.SETTINGS,
+        "reward function": aliases.REWARDS,
+        "alarm": aliases.ALARMS,
+        "recipe": aliases.RECIPES,
+        "option of `gspo eval`": aliases.EVAL_OPTIONS,
+        "metric": aliases.METRICS,
+        "event": aliases.EVENTS,
+        "field of an event": aliases.EVENT_FIELDS,
+        "field of `rollouts/`": aliases.RECORD_FIELDS,
+        "value of `drop_reason`": aliases.DROP_REASONS,
+    }
+    rows = [f"| {kind} | `{old}` | `{new}` |\n" for kind, names in kinds.items() for old, new in names.items()]
+    return "| what | old name | new name |\n|---|---|---|\n" + "".join(rows)
 
 
 # ------------------------------------------------------------------------------------------------- objectives

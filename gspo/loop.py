@@ -29,11 +29,13 @@ from gspo.learner.checkpoint import TrainerState
 from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.objectives.adaptive_clip import at_limit
+from gspo.objectives.describe import resolved
 from gspo.record.eval_metrics import eval_metrics, step_timings
 from gspo.record.incidents import Incidents
 from gspo.record.metrics import rollout_records, step_metrics
 from gspo.record.progress import Display
-from gspo.record.run_dir import RunDir, read_jsonl
+from gspo.record.run_dir import RunDir, read_metrics
+from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
 from gspo.resume_checks import change_texts, changed_settings, check_data_and_model, check_may_change, initial_state
@@ -263,7 +265,7 @@ class Loop:
         except Interrupted:
             self.display.message("cold start interrupted: a resume repeats it, with the same result")
             raise
-        self.run.event("cold start", steps=done.steps, accuracy=done.accuracy)
+        self.run.event("cold_start", steps=done.steps, accuracy=done.accuracy)
 
     def _keep_reference(self) -> None:
         """Make the current policy the frozen reference of the KL penalty.
@@ -295,7 +297,7 @@ class Loop:
         self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
         self.display.message(f"resumed {self.run.path} at step {state.step}")
-        rows = read_jsonl(self.run.path / "metrics.jsonl")
+        rows = read_metrics(self.run.path)
         self.incidents.remember_alarms(rows)
         for row in rows:
             self.display.evaluated(row)
@@ -308,9 +310,10 @@ class Loop:
         before = state.settings.get("steps")
         steps = self.config.steps
         if steps != before:
-            self.run.event("new end", steps=steps, before=before)
-        if steps != before or changed:
-            self.run.describe(self.config)
+            self.run.event("steps_changed", steps=steps, before=before)
+        # Names of settings may have changed since a directory of an older format was written.
+        if steps != before or changed or self.run.format < FORMAT:
+            self.run.describe(self.config, resolved(self.context.objective))
 
     # ---- checkpoints
 
@@ -325,7 +328,7 @@ class Loop:
         except OSError as error:
             text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
             with suppress(OSError):
-                self.run.event("checkpoint failed", step=state.step, what=str(error))
+                self.run.event("checkpoint_failed", step=state.step, message=str(error))
             if must:
                 raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run.path}") from error
             self.display.message(f"warning: {text}; the next attempt is in {self.config.checkpoint.every} steps")

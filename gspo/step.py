@@ -48,7 +48,7 @@ def collect(run: RunContext, start: RolloutState, *, clock: Clock) -> CollectRes
             run.engine,
             run.rewards,
             distinct([run.problems.train[i] for i in run.order.take(request.cursor, request.count)]),
-            samples=rollout.replies,
+            samples=rollout.group_size,
             sampling=rollout.sampling,
             seed=run.config.seed,
             stream=f"train/{gatherer.batch}/{request.cursor}",

@@ -43,10 +43,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"build": "tiny_moe"},
         "routing": {"replay": "sampler", "balance_loss": 0.01},
         "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
-        "rollout": {"engine": "local", "prompts": 4, "replies": 4, "max_tokens": 8},
+        "rollout": {"engine": "local", "prompts": 4, "group_size": 4, "max_tokens": 8},
         "reward": {
-            "functions": [f"{folder}/rewards.py:spaces", "reply_format"],
-            "options": {"reply_format": {"pattern": ".*"}},
+            "functions": [f"{folder}/rewards.py:spaces", "completion_format"],
+            "options": {"completion_format": {"pattern": ".*"}},
             "workers": 1,
             "max_unscored_fraction": 1.0,
         },
@@ -69,7 +69,7 @@ def keys(rows: list[dict[str, Any]]) -> set[str]:
         (r"^reward/part/.*", "reward/part/NAME"),
         (r"^reward/note/.*", "reward/note/FUNCTION/WORD"),
         (r"^samples/unscored/.*", "samples/unscored/KIND"),
-        (r"^samples/left_out/.*", "samples/left_out/KIND"),
+        (r"^samples/dropped/.*", "samples/dropped/KIND"),
         (r"^(routing/load_\w+)/\d+$", r"\1/L"),
     )
     found = {key for row in rows for key in row}

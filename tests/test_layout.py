@@ -17,8 +17,8 @@ from package_imports import ROOT, cycles, imports
 import gspo
 
 LAYERS = (
-    {"errors", "types", "clock", "redact", "safe_output", "signals"},
-    {"config", "hub"},
+    {"errors", "types", "clock", "redact", "safe_files", "safe_output", "signals"},
+    {"aliases", "config", "hub"},
     {"data", "model", "objectives"},
     {"reward", "rollout"},
     {"learner"},
@@ -39,6 +39,7 @@ LAYERS = (
 WITHIN = {
     ("safe_output", "redact"),
     ("errors", "redact"),
+    ("config", "aliases"),
     ("reward", "data"),
     ("evaluation", "build"),
     ("preflight", "view"),

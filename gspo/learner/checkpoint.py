@@ -35,6 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from gspo import aliases
 from gspo.errors import CheckpointError, NumericalError
 from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
@@ -270,7 +271,13 @@ def read_state(path: Path) -> TrainerState:
     if fault := state_validation.fault_in(path):
         raise CheckpointError(f"{fault}; no run writes such a file")
     fields = state_validation.saved_fields(path)
-    return TrainerState(**{**fields, "rollout": RolloutState(**fields["rollout"])})
+    pending = fields["pending"]
+    current = {
+        "rollout": RolloutState(**fields["rollout"]),
+        "settings": aliases.settings(fields["settings"]),
+        "pending": None if pending is None else aliases.metrics(pending),
+    }
+    return TrainerState(**fields | current)
 
 
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.record.metric_definitions import PANELS, Metric, Panel, metrics_of
-from gspo.record.run_dir import read_jsonl
+from gspo.record.run_dir import read_metrics
 
 DRAWN = ("learning", "clipping", "signal", "ratio", "length", "entropy")
 """Panels of the image: what tells first whether a run learns, and why not."""
@@ -23,7 +23,7 @@ def draw_curves(run: Path) -> Path:
     matplotlib.use("Agg")  # Needs no display.
     import matplotlib.pyplot as plt
 
-    rows = read_jsonl(run / "metrics.jsonl")
+    rows = read_metrics(run)
     figure, axes = plt.subplots(ROWS, COLUMNS, figsize=(14, 6.5), constrained_layout=True)
     for axis, panel in zip(axes.flat, (p for p in PANELS if p.id in DRAWN), strict=True):
         _draw(axis, rows, panel)

@@ -1,7 +1,8 @@
 """The metrics of an evaluation, and the timings of a step.
 
-In: an `Evaluation`; a `Clock`. Out: flat dictionaries that are ready to be written. `record/registry.py` defines every
-metric. Invariant: timings have their own dictionary, because `metrics.jsonl` must not depend on the clock.
+In: an `Evaluation`; a `Clock`. Out: flat dictionaries that are ready to be written; `record/metric_definitions.py`
+defines every metric. Invariant: timings have their own dictionary, because `metrics.jsonl` must not depend on the
+clock.
 """
 
 from __future__ import annotations

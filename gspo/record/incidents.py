@@ -19,19 +19,19 @@ from gspo.evaluation import Evaluation
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.alarms import HISTORY, holding
-from gspo.record.metrics import reasons_left_out
+from gspo.record.metrics import drop_reasons
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir
 from gspo.reward.reward import RewardPool
 from gspo.rollout.gather import CollectResult
 from gspo.types import Status
 
-LEFT_OUT = {
+DROP_REASONS = {
     "unscored": "could not be scored",
     "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
     "empty": "were empty",
     "alone": "had no other usable completion in their group to compare with",
-    "not mixed": "were in groups whose completions all have the same reward (objective.keep = mixed)",
+    "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",
 }
 """Drop reason -> how a message states it, with the dropped completions as the subject."""
 
@@ -55,7 +55,7 @@ class Incidents:
 
     def warn(self, text: str) -> None:
         """Record and show a warning."""
-        self._run.event("warning", what=text)
+        self._run.event("warning", message=text)
         self._display.message(f"warning: {text}")
 
     # ---- rewards
@@ -68,7 +68,7 @@ class Incidents:
                 where = f"; details: {self._fault_file}"
             except OSError as error:
                 where = f" (the details could not be written: {error})"
-            self._run.event("reward failed", step=step, function=fault.function, what=fault.failure)
+            self._run.event("reward_failed", step=step, function=fault.function, message=fault.failure)
             self._display.message(f"step {step}: {fault.failure}{where}")
 
     def check_scores(self, step: int, collected: CollectResult) -> RewardError | None:
@@ -85,7 +85,7 @@ class Incidents:
         limit = self._config.reward.max_unscored_fraction
         if len(failed) <= limit * len(scores):
             return None
-        self._run.event("unscored", step=step, unscored=len(failed), replies=len(scores), first=failed[0])
+        self._run.event("unscored", step=step, unscored=len(failed), completions=len(scores), first=failed[0])
         return RewardError(
             f"step {step}: {len(failed)} of {len(scores)} completions could not be scored "
             f"(reward.max_unscored_fraction = {limit:g}); "
@@ -119,7 +119,7 @@ class Incidents:
 
         Returns the number of skipped updates in a row, which was `in_row` before this step."""
         if learned is None:
-            self._report_idle(step, reasons_left_out(objective, collected, None))
+            self._report_idle(step, drop_reasons(objective, collected, None))
             return in_row
         if len(learned.updates) < self._config.learner.mini_batches:
             self._report_few_updates(step, len(learned.updates))
@@ -140,7 +140,7 @@ class Incidents:
         update = learned.updates[index]
         loss = float(learned.losses[index].total)
         norm = update.grad_norm
-        self._run.event("skipped update", step=step, mini_batch=index, loss=loss, grad_norm=norm, why=update.skipped)
+        self._run.event("update_skipped", step=step, mini_batch=index, loss=loss, grad_norm=norm, reason=update.skipped)
         self._display.message(
             f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {norm:g}: {update.skipped}"
         )
@@ -148,15 +148,15 @@ class Incidents:
     def _report_idle(self, step: int, reasons: Mapping[str, int]) -> None:
         """Report a step without any completion to train on."""
         self.idle += 1
-        self._run.event("nothing to learn", step=step, reasons=reasons)
-        counts = ", ".join(f"{count} {LEFT_OUT[reason]}" for reason, count in reasons.items())
+        self._run.event("no_trainable_samples", step=step, reasons=reasons)
+        counts = ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
         self._display.message(
             f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
         )
 
     def _report_few_updates(self, step: int, updates: int) -> None:
         """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
-        self._run.event("fewer updates", step=step, updates=updates)
+        self._run.event("fewer_updates", step=step, updates=updates)
         if not self._few_updates_shown:
             self._few_updates_shown = True
             self._display.message(
@@ -166,7 +166,7 @@ class Incidents:
 
     def report_smaller_micro_batches(self, step: int, tokens: int) -> None:
         """Report that a step ran out of memory and was repeated with micro-batches of `tokens` tokens."""
-        self._run.event("out of memory", step=step, micro_batch_tokens=tokens)
+        self._run.event("out_of_memory", step=step, micro_batch_tokens=tokens)
         self._display.message(
             f"step {step}: out of memory; the same gradient was computed with micro-batches of {tokens} tokens, "
             "and later steps use that size"
@@ -174,7 +174,7 @@ class Incidents:
 
     def report_clip_limit(self, step: int, limit: str) -> None:
         """Report that the adaptive clip range has reached a limit."""
-        self._run.event("clip range at its limit", step=step, what=limit)
+        self._run.event("clip_range_limit", step=step, message=limit)
         self._display.message(f"step {step}: the clip range stops adapting: {limit}")
 
     # ---- alarms
@@ -190,7 +190,7 @@ class Incidents:
         now = holding(list(self._recent), self._config.alarms.steps)
         new = [alarm for alarm in now if alarm.name not in self._active_alarms]
         for alarm in new:
-            self._run.event("alarm", step=step, name=alarm.name, what=alarm.what)
+            self._run.event("alarm", step=step, name=alarm.name, message=alarm.what)
             self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.what}")
         self._active_alarms = {alarm.name for alarm in now}
         fatal = next((alarm for alarm in new if alarm.name in self._config.alarms.stop), None)

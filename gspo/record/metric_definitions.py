@@ -371,14 +371,14 @@ METRICS = (
         reduction=Reduction.SUM,
     ),
     Metric(
-        "sampler/steps",
+        "sampler/decode_steps",
         "Decoding steps: forward passes of one token for each running sequence.",
         present="engine `local`",
         unit="count",
         reduction=Reduction.SUM,
     ),
     Metric(
-        "sampler/live_mean",
+        "sampler/running_mean",
         "Tokens sampled per decoding step: how many sequences ran concurrently. A value far below "
         "`rollout.engine_options.slots` (or completions per step, if fewer) means that a few long "
         "completions were sampled after the others had ended.",
@@ -387,7 +387,7 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
-        "padding/sampler",
+        "sampler/idle_fraction",
         "Share of the rows of the decoding steps that gave no token of a completion: idle slots, and "
         "preempted sequences. 0 on a CPU, where no idle row is computed.",
         present="engine `local`",
@@ -647,10 +647,10 @@ METRICS = (
         reduction=Reduction.SUM,
     ),
     Metric(
-        "samples/left_out/KIND",
+        "samples/dropped/KIND",
         "Sampled completions that were not trained on, by reason: `unscored`, `overlong` (truncated, with"
         ' `shape = "overlong_filter"`), `empty`, `alone` (no other trainable completion in its group), '
-        "`not_mixed` (its group was discarded).",
+        "`uniform` (its group was discarded).",
         present="if there are any",
         unit="count",
         reduction=Reduction.SUM,
@@ -683,7 +683,7 @@ METRICS = (
         label="mean penalty",
     ),
     Metric(
-        "length/punished_fraction",
+        "length/penalized_fraction",
         "Share of trained completions with a length penalty.",
         present="the same",
         unit="share",

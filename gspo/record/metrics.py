@@ -39,12 +39,12 @@ LONG = 16
 def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Any]:
     """All metrics of a step, except its timings and its evaluation."""
     learning = _training_metrics(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
-    reasons = reasons_left_out(objective, collected, learned)
-    kinds = {f"samples/left_out/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
+    reasons = drop_reasons(objective, collected, learned)
+    kinds = {f"samples/dropped/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
     return _sampling_metrics(collected) | kinds | learning
 
 
-def reasons_left_out(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
+def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """Number of completions that were not trained on, by reason, most frequent first."""
     return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
 
@@ -58,7 +58,7 @@ def _completions(
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             index = trained.get((number, sample))
-            reason = drop_reason(c, s, objective) or ("alone" if number < kept else "not mixed")
+            reason = drop_reason(c, s, objective) or ("alone" if number < kept else "uniform")
             yield group, c, s, index, reason if index is None else ""
 
 
@@ -100,9 +100,9 @@ def _decoding(collected: CollectResult) -> dict[str, Any]:
     if decoded is None or not decoded.steps:
         return {}
     return {
-        "sampler/steps": decoded.steps,
-        "sampler/live_mean": collected.tokens / decoded.steps,
-        "padding/sampler": 1 - collected.tokens / decoded.rows,
+        "sampler/decode_steps": decoded.steps,
+        "sampler/running_mean": collected.tokens / decoded.steps,
+        "sampler/idle_fraction": 1 - collected.tokens / decoded.rows,
     }
 
 
@@ -168,7 +168,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, A
 def _shaping(learned: LearnResult) -> dict[str, float]:
     """The penalty on long completions."""
     penalties = [float(r.score.reward or 0) - r.reward for r in learned.samples]
-    return {"reward/length_penalty": _mean(penalties), "length/punished_fraction": _mean([p > 0 for p in penalties])}
+    return {"reward/length_penalty": _mean(penalties), "length/penalized_fraction": _mean([p > 0 for p in penalties])}
 
 
 def mismatch(log_rho_M: Tensor) -> dict[str, float]:
@@ -235,7 +235,7 @@ def rollout_records(
     for group, c, s, index, reason in _completions(objective, collected, learned):
         record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
         if index is None or learned is None:
-            yield record | {"trained": False, "left_out": reason}
+            yield record | {"trained": False, "drop_reason": reason}
         else:
             reward = float(learned.reward_B[index])
             advantage = float(learned.advantage_B[index])

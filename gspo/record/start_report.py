@@ -49,10 +49,10 @@ def _human(count: int) -> str:
 def report_components(context: RunContext, run: RunDir, display: Display) -> None:
     """Report what rewards and engine say about themselves: the sandbox, how adapters are sent."""
     for name, text in context.rewards.about.items():
-        run.event("reward", name=name, what=text)
+        run.event("reward", name=name, message=text)
         display.message(f"{name}: {text}")
     if context.engine.about:
-        run.event("engine", what=context.engine.about)
+        run.event("engine", message=context.engine.about)
         display.message(f"{context.config.rollout.engine}: {context.engine.about}")
 
 

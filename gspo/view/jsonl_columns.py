@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo import aliases
 from gspo.record.metric_definitions import defined_keys
-from gspo.view.safe_files import ReadPosition, open_regular
+from gspo.safe_files import ReadPosition, open_regular
 
 CHUNK = 1 << 19
 LONGEST_LINE = 1 << 20
@@ -135,7 +136,7 @@ class Columns:
                 found = orjson.loads(file.readline(LONGEST_LINE))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return aliases.metrics(found) if isinstance(found, dict) else {}
 
     def last(self, count: int) -> list[dict[str, float]]:
         """The last lines as numbers, without missing values."""
@@ -211,7 +212,9 @@ class Columns:
         found: dict[str, list[tuple[list[int], list[Any]]]] = {}
         for keys, indices in rows_by_keys.items():
             for key in keys:
-                found.setdefault(key, []).append((indices, [rows[at][key] for at in indices]))
+                name = aliases.metric(key)
+                if name == key or name not in keys:
+                    found.setdefault(name, []).append((indices, [rows[at][key] for at in indices]))
         before = len(self) - len(rows)
         # Metrics with a definition first: a file with too many keys must not crowd them out.
         defined = defined_keys()

@@ -20,7 +20,7 @@ from gspo.types import Completion, Prompt, Sampling, StopReason
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
 EOS = SYMBOLS.index("<eos>")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
+    "scripted": {"completions": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
     "vllm served": {"start": 1},
 }
 """Options for engines whose defaults give nothing to test. The second word of a name is a variant."""

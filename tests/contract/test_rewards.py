@@ -71,13 +71,13 @@ def test_shape_of_the_file(name):
     assert [p.name for p in parameters][:2] == ["prompts", "completions"]
     assert any(p.kind is p.VAR_KEYWORD for p in parameters), "accept **columns: the data may have more columns"
     assert module(name).__doc__
-    assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"reply", "columns", "options"}
+    assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"completion", "columns", "options"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_example_is_correct(name, chat):
-    assert call(name, [module(name).EXAMPLE["reply"]], chat=chat) == [1.0]
+    assert call(name, [module(name).EXAMPLE["completion"]], chat=chat) == [1.0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +99,7 @@ def test_hostile_completions(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_value_does_not_depend_on_the_batch_or_its_order(name):
-    texts = [module(name).EXAMPLE["reply"], *(text for text in HOSTILE if len(text) < 10_000)]
+    texts = [module(name).EXAMPLE["completion"], *(text for text in HOSTILE if len(text) < 10_000)]
     expected = call(name, texts)
     order = list(range(len(texts)))
     random.Random(0).shuffle(order)
@@ -111,7 +111,7 @@ def test_the_value_does_not_depend_on_the_batch_or_its_order(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_through_the_pool(name):
     example = module(name).EXAMPLE
-    texts = [example["reply"], *HOSTILE[:6]]
+    texts = [example["completion"], *HOSTILE[:6]]
     prompt = Prompt(id="p", content="?", text="?", token_ids=(1,), columns={**example["columns"], "other": [1]})
     completions = [
         Completion(prompt_id="p", sample=i, token_ids=(), text=text, logp_sampler=(), stop=StopReason.LENGTH, version=0)

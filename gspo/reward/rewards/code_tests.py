@@ -26,7 +26,7 @@ from gspo.reward.sandbox.suite import COLUMNS, read_suite
 from gspo.reward.traits import ForeignCode, RewardTraits
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "Add them:\n```python\ndef add(a, b):\n    return a + b\n```",
+    "completion": "Add them:\n```python\ndef add(a, b):\n    return a + b\n```",
     "columns": {"tests": [{"function": "add", "args": [1, 2], "expected": 3}, "assert add('a', 'b') == 'ab'"]},
     "options": {},
 }

@@ -19,7 +19,7 @@ from gspo.reward.final_answer import whole_answer
 from gspo.reward.traits import RewardTraits, in_form
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "36 and 36 make\n#### 1,072",
+    "completion": "36 and 36 make\n#### 1,072",
     "columns": {"answer": 1072},
     "options": {"marker": "####"},
 }

@@ -21,18 +21,18 @@ TRAITS = EngineTraits(accepts_quantized=True)
 
 
 def build(
-    context: EngineContext, *, replies: Mapping[str, Sequence[str]] | None = None, default: str = ""
+    context: EngineContext, *, completions: Mapping[str, Sequence[str]] | None = None, default: str = ""
 ) -> ScriptedEngine:
-    """`replies`: texts by prompt id, or by the prompt's text in the data file; `default` is used for all others."""
+    """`completions`: texts by prompt id, or by the prompt's text in the data file; `default` is used for all others."""
     if not context.stop_ids:
         raise ConfigError(
             "rollout.engine: 'scripted' ends completions with a stop token, and the tokenizer has none; set eos_token "
             "in the tokenizer's config"
         )
-    for name, texts in (replies or {}).items():
+    for name, texts in (completions or {}).items():
         if isinstance(texts, str) or not texts:
-            raise ConfigError(f"rollout.engine_options.replies: {name!r} needs a list of at least one text")
-    return ScriptedEngine(context, replies=replies or {}, default=default)
+            raise ConfigError(f"rollout.engine_options.completions: {name!r} needs a list of at least one text")
+    return ScriptedEngine(context, completions=completions or {}, default=default)
 
 
 class ScriptedEngine:
@@ -41,9 +41,9 @@ class ScriptedEngine:
     about = ""
     decoded = None
 
-    def __init__(self, context: EngineContext, *, replies: Mapping[str, Sequence[str]], default: str) -> None:
+    def __init__(self, context: EngineContext, *, completions: Mapping[str, Sequence[str]], default: str) -> None:
         self.context = context
-        self.replies = replies
+        self.completions = completions
         self.default = default
 
     @property
@@ -70,7 +70,7 @@ class ScriptedEngine:
         """Nothing is held."""
 
     def _group(self, prompt: Prompt, samples: int, sampling: Sampling, version: int) -> list[Completion]:
-        texts = self.replies.get(prompt.id) or self.replies.get(_content(prompt)) or [self.default]
+        texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
         ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
         cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
         text_G = self.context.texts(cut_G)

@@ -34,7 +34,7 @@ class Agreement:
     """Largest difference of a token's old log-prob."""
     logp_new: float
     """Largest difference of a token's log-prob in the update that trained on it."""
-    other_replies: int
+    other_completions: int
     """Completions that only one of the two trained on."""
     metrics: int
     """Number of compared metrics; `0` if the run has not written the step's metrics."""
@@ -46,7 +46,7 @@ class Agreement:
     @property
     def exact(self) -> bool:
         """Whether everything agrees."""
-        return self.logp <= LOGP_TOLERANCE and not self.other_replies and self.worst_difference <= METRIC_TOLERANCE
+        return self.logp <= LOGP_TOLERANCE and not self.other_completions and self.worst_difference <= METRIC_TOLERANCE
 
     @property
     def logp(self) -> float:
@@ -79,7 +79,7 @@ def agreement(
         tokens=tokens,
         logp_old=old,
         logp_new=new,
-        other_replies=other,
+        other_completions=other,
         metrics=len(keys),
         worst_metric=worst if worst and differences[worst] else "",
         worst_difference=differences.get(worst, 0.0),

@@ -14,7 +14,7 @@ from gspo.reward.completion_text import completion_text
 from gspo.reward.traits import RewardTraits
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "<think>36\n+ 36</think>72",
+    "completion": "<think>36\n+ 36</think>72",
     "columns": {},
     "options": {"pattern": "<think>.*</think>.*"},
 }
@@ -32,5 +32,5 @@ def check(pattern: Any) -> None:
         re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"reward.options.reply_format.pattern: {pattern!r} is not a regular expression: {error}; fix it"
+            f"reward.options.completion_format.pattern: {pattern!r} is not a regular expression: {error}; fix it"
         ) from None
