@@ -1,4 +1,4 @@
-"""`gspo replay`: what every objective would have done with a recorded step of a run."""
+"""`gspo replay`: what every objective would have done on a recorded step of a run."""
 
 from __future__ import annotations
 

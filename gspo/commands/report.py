@@ -1,4 +1,4 @@
-"""`gspo report`: write runs as one HTML file."""
+"""`gspo report`: write a self-contained HTML report of runs."""
 
 from __future__ import annotations
 
