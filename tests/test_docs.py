@@ -18,7 +18,8 @@ from gspo.trainer import train
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if p.is_file())])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+RECIPES = sorted([*(ROOT / "recipes").glob("*.toml"), *(ROOT / "benchmarks").glob("*.toml")])
 
 REWARDS = '''
 from gspo.reward.function import Noted
@@ -119,7 +120,12 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_link_check_covers_every_page() -> None:
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert names >= {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/reference/api.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_relative_links_resolve(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -130,6 +136,13 @@ def test_relative_links_resolve(page: Path) -> None:
         assert target.exists(), f"{page.name}: {link}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_files_named_in_recipe_comments_exist(recipe: Path) -> None:
+    comments = "\n".join(re.findall(r"^#.*", recipe.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in re.findall(r"\b(?:docs|recipes|benchmarks)/[\w./-]+\.\w+", comments):
+        assert (ROOT / name).exists(), f"{recipe.name}: {name}"
 
 
 def anchors(page: Path) -> set[str]:

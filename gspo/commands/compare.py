@@ -11,13 +11,14 @@ from gspo.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
+    add("recipe", nargs="?", help="a .toml recipe, or the name of a built-in recipe")
     add(
         "--objectives",
         metavar="ARMS",
-        help="comma-separated: NAME[+replay][+KEY=VALUE][+SECTION.KEY=VALUE], for example grpo,grpo+replay,gspo",
+        help="arms, separated by commas: NAME[+replay][+KEY=VALUE][+SECTION.KEY=VALUE], "
+        "for example grpo,grpo+replay,gspo",
     )
-    add("--seeds", default="0,1,2", help="for example 0,1,2 or 0-4 (default: 0,1,2)")
+    add("--seeds", default="0,1,2", help="seeds, for example 0,1,2 or 0-4 (default: 0,1,2)")
     add(
         "--tokens",
         type=int,
@@ -27,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         type=int,
-        help="training steps; sets the learning rate schedule and, without --tokens, the token budget",
+        help="training steps, which determine the learning-rate schedule and, without --tokens, the token budget",
     )
     add("--out", metavar="DIR", help="directory of the comparison (default: runs/compare-NAME)")
     add("--jobs", type=int, help="concurrent runs (default: as many as the CPU cores allow; 1 on a GPU)")
     add_trust_run(parser)
-    add("--report", metavar="DIR", help="only rewrite the report of this comparison")
+    add("--report", metavar="DIR", help="only write the report of an existing comparison again")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="compare",
-    help="Compare objectives with equal sampled tokens and the same cold start, and write a report.",
+    help="Compare objectives at equal numbers of sampled tokens and from the same cold start, and write a report.",
     add_arguments=add_arguments,
     run=run,
     epilog="Repeat the command to resume unfinished runs. Settings of 'gspo train --help' apply to all arms. "

@@ -16,7 +16,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="demo",
-    help="Train a small MoE model to add numbers, on this machine and offline.",
+    help="Train a small MoE model on addition, offline and on this machine.",
     add_arguments=add_run_options,
     run=run,
     epilog="Any setting of 'gspo train --help' can be overridden.",

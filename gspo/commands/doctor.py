@@ -10,10 +10,10 @@ from gspo.commands.command import Command, quiet_libraries
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", help="a .toml recipe, or the name of a shipped one")
-    add("--quick", action="store_true", help="check only settings and files; load no weights")
+    add("recipe", help="a .toml recipe, or the name of a built-in recipe")
+    add("--quick", action="store_true", help="check files and settings only, without loading weights")
     add("--prompts", type=positive, help="groups of completions to sample (default: up to 16, as time allows)")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the findings as JSON")
     add_run_options(parser)
 
 
@@ -27,9 +27,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="doctor",
-    help="Run the pre-flight checks of a recipe; exit code 1 if the run would fail.",
+    help="Run pre-flight checks on a recipe. The exit code is 1 if the run would fail.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Takes the settings of 'gspo train'. docs/doctor.md lists every check.",
+    epilog="All settings of 'gspo train --help' work here. docs/doctor.md lists every check.",
     single_process=True,
 )

@@ -40,17 +40,18 @@ FRESH = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="model directory, hub name, .gguf file, or a run directory (its newest checkpoint)")
-    add("--data", help="problems: a data file, or a generated task by name")
+    add("--data", help="problems to evaluate on: a data file, or the name of a generated task")
     add(
         "--recipe",
-        help="recipe with the data, reward and sampling settings and the held-out problems (for a run: its own)",
+        help="recipe with the data, reward and sampling settings and the held-out problems "
+        "(default for a run: its own)",
     )
     add_trust_run(parser)
-    add("--k", default="1", help="comma-separated, for example 1,8")
+    add("--k", default="1", help="values of k for pass@k and avg@k, separated by commas, for example 1,8 (default: 1)")
     add("--samples", type=int, help="completions per problem (default: the largest k)")
     add("--limit", type=int, help="use at most this many problems")
     add("--greedy", action="store_true", help="also measure greedy accuracy")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="random seed for sampling (default: 0)")
     add("--json", metavar="FILE", help="write the numbers to this file")
     add("--completions", metavar="FILE", help="write every completion to this file (JSONL)")
     add(*aliases.EVAL_OPTIONS, dest="old_completions", help=argparse.SUPPRESS)
@@ -304,9 +305,10 @@ def _write_completions(path: Path, evaluation: Evaluation) -> None:
 
 COMMAND = Command(
     name="eval",
-    help="Evaluate a model: pass@k and avg@k with intervals.",
+    help="Measure pass@k and avg@k of a model, with confidence intervals.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Settings of 'gspo train --help' apply, e.g. --data.prompt_field=question --reward.functions=math_answer",
+    epilog="All settings of 'gspo train --help' work here, for example --data.prompt_field=question "
+    "--reward.functions=math_answer",
     single_process=True,
 )

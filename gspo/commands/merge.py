@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or an adapter directory"
     )
-    parser.add_argument("out", metavar="OUT", help="directory to write")
+    parser.add_argument("out", metavar="OUT", help="directory for the merged model")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -91,7 +91,7 @@ def _precision(directory: Path) -> str:
 
 COMMAND = Command(
     name="merge",
-    help="Merge a LoRA adapter into its base model, as a directory that transformers and vLLM load.",
+    help="Merge a LoRA adapter into its base model and write a model directory that transformers and vLLM can load.",
     add_arguments=add_arguments,
     run=run,
     epilog="See docs/lora.md.",

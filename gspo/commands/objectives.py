@@ -9,7 +9,7 @@ from gspo.commands.command import Command, no_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:

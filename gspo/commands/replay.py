@@ -1,4 +1,4 @@
-"""`gspo replay`: what every objective would have done with a recorded step of a run."""
+"""`gspo replay`: what every objective would have done on a recorded step of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from gspo.commands.command import Command, no_overrides, quiet_libraries
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="the directory of the run")
-    add("--step", type=positive, help="step to replay (default: the last one possible)")
+    add("--step", type=positive, help="step to replay (default: the last step that can be replayed)")
     add(
         "--objectives",
         default="all",
         metavar="ROWS",
-        help="comma-separated: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 (default: all)",
+        help="objectives, separated by commas: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 "
+        "(default: all)",
     )
     add(
         "--sweep",
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mini-batch",
         type=positive,
         metavar="K",
-        help="use the weights before the K-th optimizer step of the step, counted from 1 (default: the last)",
+        help="evaluate at update K of the step, counted from 1 (default: the last update)",
     )
     add("-o", "--out", metavar="DIR", help="directory to write to (default: runs/replay-NAME-STEP)")
     add("--device", help="auto, cpu, cuda or cuda:N (default: the run's)")
@@ -56,9 +57,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="replay",
-    help="Show what every objective would have done with a recorded step of a run.",
+    help="Show what every objective would have done on a recorded step of a run.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Reads the run directory and never writes to it, even while the run continues. See docs/replay.md.",
+    epilog="The run directory is only read, so the run may still be training. See docs/replay.md.",
     single_process=True,
 )

@@ -1,4 +1,4 @@
-"""`gspo report`: write runs as one HTML file."""
+"""`gspo report`: write a self-contained HTML report of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="report",
-    help="Write runs as one self-contained HTML file with figures, findings and sample completions.",
+    help="Write a self-contained HTML report of runs, with figures, findings and sample completions.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--experts",
         action="store_true",
-        help='report the experts that computed each token (routing.replay = "sampler"); disables the prefix cache',
+        help='report which experts of an MoE model each token used (routing.replay = "sampler"); '
+        "disables the prefix cache",
     )
     add(
         "--token-file",
@@ -44,8 +45,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="serve",
-    help="Start a vLLM server that training runs can sample from; see docs/engines.md.",
+    help="Start a vLLM server that runs can sample from.",
     add_arguments=add_arguments,
     run=run,
-    epilog="Other options go to vLLM unchanged, each as --name=value, for example --tensor-parallel-size=2",
+    epilog="Other options are passed to vLLM unchanged, each as --name=value, for example --tensor-parallel-size=2. "
+    "See docs/engines.md.",
 )

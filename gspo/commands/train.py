@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a shipped one")
+    parser.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a built-in recipe")
     parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory")
     add_trust_run(parser)
     add_run_options(parser)

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories, or directories of runs (default: runs)",
     )
-    parser.add_argument("--text", action="store_true", help="show sparklines in the terminal instead of a web page")
+    parser.add_argument("--text", action="store_true", help="show sparklines in the terminal instead of the dashboard")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
 
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 COMMAND = Command(
     name="watch",
-    help="Serve a local dashboard that shows runs while they train, down to single tokens.",
+    help="Serve a local dashboard that shows runs live, from curves down to single tokens.",
     add_arguments=add_arguments,
     run=run,
     epilog="See docs/watch.md.",

@@ -78,7 +78,7 @@ def _report_old_names(renamed: Mapping[str, str], where: str) -> None:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """Find a recipe by its path, or by the bare name of a shipped one (`demo`)."""
+    """Find a recipe by its path, or by the bare name of a built-in one (`demo`)."""
     given = Path(path)
     name = given.name.removesuffix(".toml")
     shipped = recipe_dir() / f"{aliases.RECIPES.get(name, name)}.toml"
@@ -87,11 +87,13 @@ def find_recipe(path: str | Path) -> Path:
     if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
         return shipped
     names = ", ".join(sorted(p.stem for p in recipe_dir().glob("*.toml")))
-    raise ConfigError(f"{given}: no such recipe; give the path of a .toml file or one of the shipped names: {names}")
+    raise ConfigError(
+        f"{given}: no such recipe; give the path of a .toml file or the name of a built-in recipe: {names}"
+    )
 
 
 def recipe_dir() -> Path:
-    """Directory of the shipped recipes: inside the installed package, or next to it in a checkout."""
+    """Directory of the built-in recipes: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).parent.parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"

@@ -99,7 +99,8 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Enable it only for models that you trust like your own code."""
+    """Run the Python code that comes with the model. Enable it only for models that you trust as much as your own
+    code."""
     quantize: Literal["", "nf4"] = ""
     """`nf4` stores the base weights of the linear layers in 4 bits while LoRA adapters are trained (QLoRA). Requires
     `model.lora.rank`."""
@@ -140,17 +141,17 @@ class DataConfig:
     task_size: Annotated[Count, OnlyWith("data.task")] = 20000
     """Number of training problems to generate."""
     prompt_field: Annotated[str, NotWith("data.task")] = "prompt"
-    """Field with the problem: text or chat messages."""
+    """Field that contains the problem, as text or as chat messages."""
     prompt_template: Annotated[str, NotWith("data.task")] = ""
     """Template that builds the prompt from several fields, each by its name in braces: `{Body} {Question}`. Replaces
     `prompt_field`."""
     answer_field: Annotated[str, NotWith("data.task")] = "answer"
-    """Field with the expected answer. Reward functions receive it as `answer`. Leave it empty if the data has no
-    answers."""
+    """Field that contains the expected answer. Reward functions receive it as `answer`. Leave it empty if the data has
+    no answers."""
     answer_after: str = ""
     """Keep only the text after the last occurrence of this marker in the answer field (`####` for GSM8K)."""
     instruction: str = ""
-    """Text appended to each problem, for example how to state the answer."""
+    """Text appended to each problem, for example instructions for stating the answer."""
     system: str = ""
     """System message that precedes each problem. Requires a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
@@ -163,7 +164,7 @@ class DataConfig:
     max_prompt_tokens: Count = 1024
     """Maximum prompt length in tokens. A problem with a longer prompt is a bad row."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a bad row. `error` stops before anything expensive starts. `skip` drops the row and counts it."""
+    """What to do with a bad row. `error` stops the run before training. `skip` drops the row and counts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ class RolloutConfig:
     temperature: Positive = 1.0
     """Sampling temperature. The learner computes its log-probs at the same temperature."""
     top_p: Annotated[float, Range(low=0, high=1, exclusive=True)] = 1.0
-    """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which shows as a mismatch."""
+    """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which appears as a mismatch."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens, with the same mismatch as `top_p`. `0` disables it."""
     refill_budget: Count = 3
@@ -204,11 +205,11 @@ class RewardConfig:
     correct_above: float = 0.5
     """A completion counts as correct if the first reward function returns more than this."""
     timeout_s: Positive = 10.0
-    """Timeout of one reward call, in seconds. A worker that exceeds it is killed. If a call uses half of it, its
-    completions are also scored one by one, so set it to several times what a call takes."""
+    """Timeout of one reward call, in seconds. A worker that exceeds it is killed. If a call takes half of this time,
+    its completions are also scored one by one, so set the timeout to several times the usual duration of a call."""
     memory_mb: NonNegative = 2048
-    """Memory limit of a worker process and its children, in MB, on top of what loading the functions took. A worker
-    that exceeds it is killed. `0` disables the limit."""
+    """Memory limit of a worker process and its children, in MB, in addition to the memory that loading the functions
+    took. A worker that exceeds it is killed. `0` disables the limit."""
     workers: Count = 2
     """Worker processes. A few more are started while calls hang."""
     max_unscored_fraction: Fraction = 0.5
@@ -294,8 +295,8 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlarmsConfig:
     steps: Count = 5
-    """An alarm is raised after its condition holds for this many steps in a row. Two differ: "held-out drop" needs two
-    evaluations, and "engine mismatch" needs a single step once this many have passed."""
+    """An alarm is raised after its condition has held for this many steps in a row. There are two exceptions: "held-out
+    falls" needs two evaluations, and "engine mismatch" needs a single step after this many steps have passed."""
     stop: tuple[AlarmName, ...] = ()
     """Alarms that save a checkpoint and stop the run: "no trainable samples", "uniform rewards", "entropy collapse",
     "truncation", "repetition", "reward jump", "held-out drop", "tricks in programs", "engine mismatch" or

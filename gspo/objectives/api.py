@@ -35,7 +35,7 @@ def group_advantage(
 ) -> Tensor:
     """Advantages `[B]` by the objective's rule.
 
-    `None` or NaN marks an unscored completion: its advantage is 0, and it is in no mean and no std."""
+    `None` or NaN marks an unscored completion. Its advantage is 0, and means and standard deviations exclude it."""
     objective = _resolve(objective)
     if objective.advantage.scope == "external":
         raise ConfigError(
@@ -80,7 +80,7 @@ def policy_loss(
     weights: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> PolicyLoss:
-    """Loss of padded tensors: log-probs `[B, T]`, advantages `[B]` or `[B, T]`, a bool mask `[B, T]`.
+    """Compute the loss of padded tensors: log-probs `[B, T]`, advantages `[B]` or `[B, T]`, a bool mask `[B, T]`.
 
     The loss is computed in the precision of the inputs, at least float32. Without `weights` the tensors are the whole
     optimizer step. A micro-batch of a larger step passes its rows of `token_weights`, and of `select_tokens` for

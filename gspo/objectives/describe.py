@@ -98,8 +98,8 @@ def _number(value: Any) -> str:
 def _options_text() -> str:
     names = ", ".join(OPTIONS)
     return (
-        f"Options of any row where they make sense: {names}.\n"
-        "A row with changed settings: gspo.objective('gspo', clip_low=3e-3), or [objective] in a recipe."
+        f"Options of every objective, where they make sense: {names}.\n"
+        "To change settings, use gspo.objective('gspo', clip_low=3e-3) in Python or [objective] in a recipe."
     )
 
 

@@ -29,7 +29,7 @@ SEQUENCE_RANGE = UsualRange(1e-5, 0.01, "3e-4/4e-4 (small models with short comp
 
 
 class ObjectiveWarning(UserWarning):
-    """The settings of an objective are legal and almost surely not meant."""
+    """The settings of an objective are valid, but almost certainly not intended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Objective:
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether the objective singles out tokens by statistics of the whole optimizer step."""
+        """Whether the objective selects tokens based on statistics of the whole optimizer step."""
         return self.trust_region.selects_tokens
 
     @property
@@ -225,7 +225,7 @@ def _check_overlong(objective: Objective) -> None:
 
 
 def _check_pairs(objective: Objective) -> None:
-    """Settings that only have an effect together with another one."""
+    """Check settings that have an effect only together with another setting."""
 
     def refuse(key: str, why: str) -> None:
         if key in objective.given and getattr(objective, key) is not None:
@@ -263,7 +263,7 @@ def _check_kl_in_reward(objective: Objective) -> None:
 
 
 def _unusual_settings(objective: Objective) -> Iterator[str]:
-    """The commonest mistakes: GRPO's range on a sequence ratio, GSPO's on a token ratio, 1 + cap meant for cap."""
+    """Common mistakes: GRPO's range on a sequence ratio, GSPO's on a token ratio, `1 + cap` instead of `cap`."""
     usual, clip_range = objective.usual_range, objective.trust_region.clip_range
     if usual and clip_range:
         low, high = clip_range

@@ -1,4 +1,4 @@
-"""Settings and objective: values that cannot work, have no effect, or are legal and probably not meant.
+"""Settings and objective: values that cannot work, have no effect, or are valid but probably not intended.
 
 In: a case. Out: findings, and the objective of the run. Invariant: the settings are checked by the run's own code.
 """

@@ -207,7 +207,7 @@ METRICS = (
     ),
     Metric(
         "tokens/sampled",
-        "Completion tokens sampled since the run started, including this step. Runs are compared by it.",
+        "Completion tokens sampled since the run started, including this step. Use it to compare runs.",
         present="always",
         unit="count",
         reduction=Reduction.SAME,
@@ -278,7 +278,7 @@ METRICS = (
     ),
     Metric(
         "samples/unscored",
-        "Sampled completions without a score. They are in no mean of rewards; lengths and tokens include "
+        "Sampled completions without a score. Means of rewards exclude them; lengths and tokens include "
         "all completions.",
         present="step ≥ 1",
         unit="count",
@@ -298,7 +298,7 @@ METRICS = (
         "reward/note/FUNCTION/WORD",
         "Share of sampled completions to which a reward function attached a note. `code_tests` notes how "
         "a program ended (`passed`, `wrong`, `error`, `timeout`, `died`, `output`, `protocol`, `empty`), "
-        "and `trick` if it uses what programs use to get a reward without solving the problem "
+        "and adds `trick` if the program uses a known way to get a reward without solving the problem "
         "([rewards](rewards.md#programs-and-tests)).",
         present="if there are any",
         unit="share",
@@ -388,7 +388,7 @@ METRICS = (
     ),
     Metric(
         "sampler/idle_fraction",
-        "Share of the rows of the decoding steps that gave no token of a completion: idle slots, and "
+        "Share of the rows of the decoding steps that produced no completion token: idle slots, and "
         "preempted sequences. 0 on a CPU, where no idle row is computed.",
         present="engine `local`",
         unit="share",
@@ -448,10 +448,10 @@ METRICS = (
     ),
     Metric(
         "clip/fraction_tokens",
-        "Share of trained tokens on which the trust region acted: ratio out of range on the side to which"
-        " the advantage pushes (clipping objectives), weight at its cap (`cispo`), token selected "
-        "(`clip_cov`, `kl_cov`). 0 for soft objectives (`sapo`, `maspo`, `vespo`) and for objectives "
-        "without a bound (`gpg`, `rloo`).",
+        "Share of trained tokens on which the trust region acted: the ratio is out of range in the "
+        "direction of the advantage (clipping objectives), the weight is at its cap (`cispo`), or the token "
+        "is selected (`clip_cov`, `kl_cov`). 0 for soft objectives (`sapo`, `maspo`, `vespo`) and for "
+        "objectives without a bound (`gpg`, `rloo`).",
         present="learned",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
@@ -514,8 +514,8 @@ METRICS = (
     Metric(
         "ratio/sequence_log_std",
         "Standard deviation over trained completions of the completion's mean of `log pi - log pi_old`, "
-        "for every objective. Independent tokens would make it the token value divided by the root of the"
-        " length.",
+        "for every objective. If tokens were independent, it would be the token value divided by the square "
+        "root of the length.",
         present="learned",
         unit="number",
         reduction=Reduction.GATHER,

@@ -163,7 +163,7 @@ def test_altered_routes_are_only_counted_when_they_are_not_replayed(
     learned, metrics = stepped(parts_of(tiny(*MOE, *REPLAYS[replay], run_dir="b")), with_altered_routes)
     assert torch.equal(learned.tokens.logp_old_N, plain.tokens.logp_old_N)
     assert torch.equal(learned.tokens.logp_N, plain.tokens.logp_N)
-    # {a, b} against {a + 1, b + 1} modulo 8: one of two differs when a and b are neighbours, else both.
+    # {a, b} against {a + 1, b + 1} modulo 8: one of two differs when a and b are neighbors, else both.
     expected = []
     for c in learned.samples:
         assert c.completion.routes is not None

@@ -134,7 +134,7 @@ def test_dr_grpo_divides_by_a_constant_and_not_by_the_padded_width():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_weights_are_those_of_the_optimiser_step(row):
+def test_weights_are_those_of_the_optimizer_step(row):
     """A step is a part of the generation batch: its weights come from its own mask and from nothing else."""
     mask = random_case(0, B=12).mask
     first, second = gspo.token_weights(row, mask[:5]), gspo.token_weights(row, mask[5:])

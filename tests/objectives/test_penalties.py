@@ -54,7 +54,7 @@ def test_plain_k3_has_the_gradient_of_the_forward_kl():
     assert (grad - exact_gradient(True)[0]).abs().max() > 0.05
 
 
-def test_k1_in_the_loss_regularises_nothing():
+def test_k1_in_the_loss_regularizes_nothing():
     assert kl_gradient("k1")[0].abs().max() < 1e-12
 
 

@@ -89,7 +89,7 @@ def test_the_off_policy_mask_leaves_the_denominator_alone(row):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in OWN_SAMPLER_ROWS])
 def test_kl_and_entropy_are_not_multiplied_by_the_sampler_weight(row):
-    """Everything masked out by the correction: what is left is KL and entropy with their full weight."""
+    """The correction masks every token, so only KL and entropy remain, with their full weight."""
     case = random_case(0, scale=0.05)
     case = case.replace(logp_sampler=case.logp_old - 3.0)
     objective = kl_in_loss(row, kl=0.5, kl_estimator="k2", entropy=0.1, mismatch="sequence_mask")
