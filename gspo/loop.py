@@ -49,6 +49,7 @@ from gspo.record.metrics import reasons_left_out, rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.record.sinks import Sinks
+from gspo.reduction import combined
 from gspo.rollout.gather import CollectResult
 from gspo.signals import Interrupted, StopRequest
 from gspo.step import collect, learn
@@ -313,7 +314,8 @@ class Loop:
                 learned = learn(parts, collected.gathered.groups, step=step)
         skipped = self._check_updates(step, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
-        pending = {"step": step, "tokens/sampled": tokens, **step_metrics(parts.objective, collected, learned)}
+        metrics = combined([step_metrics(parts.objective, collected, learned)])
+        pending = {"step": step, "tokens/sampled": tokens, **metrics}
         self._write_rollouts(parts, step, collected, learned)
         learned_state = replace(
             state,

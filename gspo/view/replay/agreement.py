@@ -14,6 +14,7 @@ from typing import Any
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
+from gspo.reduction import combined
 from gspo.rollout.gather import CollectResult
 from gspo.view.replay.records import StepRecord
 
@@ -63,7 +64,7 @@ def agreement(
 ) -> Agreement:
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
-    recomputed = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
+    recomputed = combined([step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)])
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = (
         () if routed else ("routing/flip_fraction_sampler",)
