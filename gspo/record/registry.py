@@ -16,6 +16,7 @@ class Reduction(StrEnum):
     SAME = "same on all ranks"
     SUM = "sum"
     MAX = "maximum"
+    MEAN = "mean, weighted by its denominator"
     GROUP_MEAN = "mean, weighted by groups"
     COMPLETION_MEAN = "mean, weighted by completions"
     TOKEN_MEAN = "mean, weighted by tokens"
@@ -200,7 +201,7 @@ METRICS = (
         "completions were sampled after the others had ended.",
         present="engine `local`",
         unit="number",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "padding/sampler",
@@ -208,7 +209,7 @@ METRICS = (
         "preempted sequences. 0 on a CPU, where no idle row is computed.",
         present="engine `local`",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
     ),
     Metric(
         "loss/policy",
@@ -294,7 +295,7 @@ METRICS = (
         "`pi/mu` of the completion. 1 for `gpg` and `rloo`.",
         present="learned",
         unit="number",
-        reduction=Reduction.TOKEN_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "ratio/max",
@@ -396,7 +397,7 @@ METRICS = (
         "Share of trained completions (or tokens) whose ratio this difference alone would move out of the clip range.",
         present="the same",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "entropy/mean",
@@ -443,7 +444,7 @@ METRICS = (
         "Share of the positions of a pass over the batch that are padding: 0 for models that support packing.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "padding/saved",
@@ -452,7 +453,7 @@ METRICS = (
         "per group.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
     ),
     Metric(
         "reward/length_penalty",
