@@ -38,6 +38,7 @@ from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
+from gspo.reduction import combined
 from gspo.resume_checks import change_texts, changed_settings, check_data_and_model, check_may_change, initial_state
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
@@ -112,7 +113,8 @@ class Loop:
                 learned = learn(context, collected.gathered.groups, step=step)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
-        pending = {"step": step, "tokens/sampled": tokens, **step_metrics(context.objective, collected, learned)}
+        metrics = combined([step_metrics(context.objective, collected, learned)])
+        pending = {"step": step, "tokens/sampled": tokens, **metrics}
         self._write_rollouts(step, context, collected, learned)
         learned_state = replace(
             state,

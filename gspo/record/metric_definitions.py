@@ -19,6 +19,7 @@ class Reduction(StrEnum):
     SAME = "same on all ranks"
     SUM = "sum"
     MAX = "maximum"
+    MEAN = "mean, weighted by its denominator"
     GROUP_MEAN = "mean, weighted by groups"
     COMPLETION_MEAN = "mean, weighted by completions"
     TOKEN_MEAN = "mean, weighted by tokens"
@@ -384,7 +385,7 @@ METRICS = (
         "completions were sampled after the others had ended.",
         present="engine `local`",
         unit="number",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "sampler/idle_fraction",
@@ -392,7 +393,7 @@ METRICS = (
         "preempted sequences. 0 on a CPU, where no idle row is computed.",
         present="engine `local`",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
         panels=("padding",),
         label="idle slots, sampling",
     ),
@@ -493,7 +494,7 @@ METRICS = (
         "`pi/mu` of the completion. 1 for `gpg` and `rloo`.",
         present="learned",
         unit="number",
-        reduction=Reduction.TOKEN_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "ratio/max",
@@ -611,7 +612,7 @@ METRICS = (
         "Share of trained completions (or tokens) whose ratio this difference alone would move out of the clip range.",
         present="the same",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "entropy/mean",
@@ -660,7 +661,7 @@ METRICS = (
         "Share of the positions of a pass over the batch that are padding: 0 for models that support packing.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
         panels=("padding",),
         label="padding tokens, training",
     ),
@@ -671,7 +672,7 @@ METRICS = (
         "per group.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
     ),
     Metric(
         "reward/length_penalty",

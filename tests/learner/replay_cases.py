@@ -17,6 +17,7 @@ from gspo.learner.routing_replay import Routing, route
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
+from gspo.reduction import combined
 from gspo.rollout.gather import RolloutState
 from gspo.step import LearnResult, RunContext, collect, learn
 from gspo.types import Group, Routes
@@ -145,7 +146,7 @@ def stepped(
     collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, change(collected.gathered.groups), step=1)
     assert learned is not None
-    return learned, step_metrics(parts.objective, collected, learned)
+    return learned, combined([step_metrics(parts.objective, collected, learned)])
 
 
 def with_altered_routes(groups: Sequence[Group]) -> list[Group]:

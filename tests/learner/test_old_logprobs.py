@@ -16,6 +16,7 @@ from gspo.config import Config
 from gspo.errors import ConfigError, MismatchError
 from gspo.record.metrics import mismatch, step_metrics
 from gspo.record.run_dir import read_jsonl
+from gspo.reduction import combined
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
@@ -126,7 +127,7 @@ def test_an_moe_model_can_use_sampler_log_probs_without_routing_records(
 
 def test_mismatch_metrics_match_values_computed_by_hand() -> None:
     """Two tokens: rho = 1 and rho = 4."""
-    found = mismatch(torch.tensor([0.0, math.log(4)]))
+    found = combined([mismatch(torch.tensor([0.0, math.log(4)]))])
     assert found == pytest.approx(
         {
             "mismatch/abs_mean": math.log(4) / 2,
@@ -143,7 +144,8 @@ def test_mismatch_metrics_match_values_computed_by_hand() -> None:
 def test_every_step_has_mismatch_metrics(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     collected = collect(parts, RolloutState(), clock=Clock())
-    found = step_metrics(parts.objective, collected, learn(parts, collected.gathered.groups, step=1))
+    learned = learn(parts, collected.gathered.groups, step=1)
+    found = combined([step_metrics(parts.objective, collected, learned)])
     assert found["mismatch/abs_max"] < 1e-4
     assert found["mismatch/ess"] == pytest.approx(1, abs=1e-6)
     assert found["mismatch/extreme_fraction"] == 0

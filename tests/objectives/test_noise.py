@@ -21,6 +21,7 @@ from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_jsonl
+from gspo.reduction import combined
 from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import train
@@ -105,7 +106,7 @@ def _metrics(parts: Any) -> dict[str, Any]:
     collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, collected.gathered.groups, step=1)
     assert learned is not None
-    return step_metrics(parts.objective, collected, learned)
+    return combined([step_metrics(parts.objective, collected, learned)])
 
 
 @pytest.mark.parametrize("build_as", ["tiny_dense", "tiny_moe"])

@@ -14,6 +14,7 @@ from typing import Any
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
+from gspo.reduction import combined
 from gspo.rollout.gather import CollectResult, RolloutState
 from gspo.view.replay.records import StepRecord
 
@@ -65,7 +66,7 @@ def agreement(
     old, new, tokens, other = _logp_differences(recorded, learned)
     # The metrics of a batch do not depend on its version and on its place in the data order, which are not known here.
     collected = CollectResult(gathered=recorded.gathered, version=0, after=RolloutState())
-    recomputed = step_metrics(objective, collected, learned)
+    recomputed = combined([step_metrics(objective, collected, learned)])
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = (
         () if routed else ("routing/flip_fraction_sampler",)
