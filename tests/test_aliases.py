@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gspo.record.registry import METRICS
 
 from gspo import aliases, config
 from gspo.cli import main
 from gspo.config import help_texts, load, recipe_dir
 from gspo.errors import ConfigError
 from gspo.record.alarms import NAMES as ALARMS
+from gspo.record.metric_definitions import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "gspo").rglob("*.py")))
