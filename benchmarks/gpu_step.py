@@ -60,7 +60,7 @@ def bench_step(repeats: int) -> None:
     model = build_model("qwen3", DENSE)
     policy = Policy(model=model, tokenizer=SpecialTokens(), device=CUDA)
     config = Config(
-        rollout=RolloutConfig(prompts=PROMPTS, replies=COMPLETIONS, max_tokens=NEW),
+        rollout=RolloutConfig(prompts=PROMPTS, group_size=COMPLETIONS, max_tokens=NEW),
         learner=LearnerConfig(mini_batches=UPDATES, micro_batch_tokens=32768, learning_rate=1e-6),
     )
     learner = LearnContext(

@@ -152,11 +152,11 @@ def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
         limit=run.limit,
         greedy=True,
         json_path=str(numbers),
-        replies_path=str(completions),
+        completions_path=str(completions),
         seed=0,
         overrides=overrides,
     )
-    record = json.loads(numbers.read_text()) | {"replies": read_jsonl(completions)[:STORED_COMPLETIONS]}
+    record = json.loads(numbers.read_text()) | {"completions": read_jsonl(completions)[:STORED_COMPLETIONS]}
     numbers.unlink()
     completions.unlink()
     return record
@@ -348,7 +348,7 @@ def _lengths(trained: Sequence[Mapping[str, Any]]) -> list[str]:
         "length/p90": "",
         "length/max": "",
         "length/truncated_fraction": "%",
-        "padding/sampler": "%",
+        "sampler/idle_fraction": "%",
         "padding/learner": "%",
         "padding/saved": "%",
     }
@@ -431,8 +431,8 @@ def _completions(base: Mapping[str, Any] | None, trained: Sequence[Mapping[str, 
         "",
     ]
     for name, found in after["sets"].items():
-        old = {r["prompt_id"]: r for r in (base or after)["sets"][name]["replies"]}
-        for new in found["replies"][:4]:
+        old = {r["prompt_id"]: r for r in (base or after)["sets"][name]["completions"]}
+        for new in found["completions"][:4]:
             lines += [f"- {name}: {_quoted(new['prompt'][-400:])}"]
             pairs = [("before", old.get(new["prompt_id"]) if base else None), ("after", new)]
             lines += [

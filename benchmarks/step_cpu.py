@@ -58,7 +58,7 @@ task_options = {{digits = 3}}
 held_out = 1
 [rollout]
 prompts = {s["prompts"]}
-replies = {s["completions"]}
+group_size = {s["completions"]}
 max_tokens = {s["max_tokens"]}
 [objective]
 name = "gspo"

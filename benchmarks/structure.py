@@ -70,6 +70,7 @@ def show_step() -> None:
     from gspo import config as settings
     from gspo.build import build_run, run_objective
     from gspo.clock import Clock
+    from gspo.rollout.gather import RolloutState
     from gspo.step import collect, learn
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -77,12 +78,12 @@ def show_step() -> None:
             "run_dir": folder,
             "model": {"build": "tiny_dense", "device": "cpu"},
             "data": {"task": "addition", "task_size": 100, "held_out": 8},
-            "rollout": {"prompts": 4, "replies": 4, "max_tokens": 8},
+            "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 8},
             "learner": {"mini_batches": 2},
         }
         config = settings.from_tree(tree, where="structure")
         context = build_run(config, run_objective(config), run=Path(folder), checkpoint=None, stack=stack)
-        learn(context, collect(context, step=1, cursor=0, clock=Clock()).gathered.groups, step=1)
+        learn(context, collect(context, RolloutState(), clock=Clock()).gathered.groups, step=1)
         files: Counter[str] = Counter()
         back = 0
 
@@ -97,7 +98,7 @@ def show_step() -> None:
                 back += not caller.endswith("gspo/step.py")
 
         sys.setprofile(trace)
-        groups = collect(context, step=2, cursor=4, clock=Clock()).gathered.groups
+        groups = collect(context, RolloutState(batch=1, cursor=4), clock=Clock()).gathered.groups
         learn(context, groups, step=2)
         sys.setprofile(None)
     print(f"one step runs {len(files)} files of the package; {back} calls back into step.py")

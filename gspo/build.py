@@ -41,8 +41,8 @@ def run_objective(config: Config) -> Objective:
             f"objective.name: {name} needs external advantages, so it works only in your own training loop "
             "(gspo.policy_loss); choose another objective"
         )
-    if config.rollout.replies < 2 and objective.advantage.scope != "batch":
-        raise ConfigError(f"rollout.replies: {name} compares the completions of a group; set at least 2")
+    if config.rollout.group_size < 2 and objective.advantage.scope != "batch":
+        raise ConfigError(f"rollout.group_size: {name} compares the completions of a group; set at least 2")
     if objective.keep == "all" and config.rollout.refill_budget != RolloutConfig().refill_budget:
         raise ConfigError(
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'

@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo.reward.reward import RewardPool
+from gspo.clock import Clock
 from gspo.rollout.engine import Engine
-from gspo.types import Completion, Prompt, Sampling, Score
+from gspo.rollout.gather import Scorer, sample_groups
+from gspo.types import Group, Prompt, Sampling, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +32,32 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Completions and scores of a set of problems."""
+    """Scored completions of a set of problems."""
 
-    prompts: Sequence[Prompt]
-    completions: Sequence[Sequence[Completion]]
-    scores: Sequence[Sequence[Score]]
+    groups: Sequence[Group]
     greedy: Estimate | None = None
     """Accuracy of one greedy completion per problem; None if it was not measured."""
 
     @property
     def verdicts(self) -> list[list[bool]]:
         """Correctness of the judged completions, for each problem that has any."""
-        judged = [[s.correct for s in scores if s.correct is not None] for scores in self.scores]
+        judged = [[s.correct for s in group.scores if s.correct is not None] for group in self.groups]
         return [v for v in judged if v]
 
     @property
     def unscored(self) -> int:
         """Completions without a verdict: unscored, or the deciding reward abstained."""
-        return sum(s.correct is None for scores in self.scores for s in scores)
+        return sum(s.correct is None for s in self.scores)
+
+    @property
+    def scores(self) -> list[Score]:
+        """The scores of all completions, in order."""
+        return [s for group in self.groups for s in group.scores]
 
     @property
     def mean_length(self) -> float:
         """Mean tokens per completion."""
-        lengths = [len(c.token_ids) for completions in self.completions for c in completions]
+        lengths = [len(c.token_ids) for group in self.groups for c in group.completions]
         return sum(lengths) / len(lengths) if lengths else math.nan
 
     def avg_at(self, k: int) -> Estimate:
@@ -73,7 +77,7 @@ class Evaluation:
 
 def evaluate(
     engine: Engine,
-    rewards: RewardPool,
+    rewards: Scorer,
     prompts: Sequence[Prompt],
     *,
     samples: int,
@@ -84,24 +88,25 @@ def evaluate(
     version: int = 0,
 ) -> Evaluation:
     """Sample `samples` completions per prompt, and a greedy one if asked, in one call, and score them."""
-    completions = engine.generate(
+    groups = sample_groups(
+        engine,
+        rewards,
         prompts,
         samples=samples + greedy,
         sampling=dataclasses.replace(sampling, greedy_last=greedy),
         seed=seed,
         stream=stream,
         version=version,
-    )
-    scores = rewards.score(list(zip(prompts, completions, strict=True)))
-    sampled = Evaluation(
-        prompts=prompts, completions=[c[:samples] for c in completions], scores=[s[:samples] for s in scores]
+        clock=Clock(),  # an evaluation is timed as a whole; its sampling is not part of a step's rollout time
     )
     if not greedy:
-        return sampled
-    greedy_only = Evaluation(
-        prompts=prompts, completions=[c[samples:] for c in completions], scores=[s[samples:] for s in scores]
-    )
-    return dataclasses.replace(sampled, greedy=greedy_only.accuracy)
+        return Evaluation(groups=groups)
+    greedy_only = Evaluation(groups=[_part(group, slice(samples, None)) for group in groups])
+    return Evaluation(groups=[_part(group, slice(samples)) for group in groups], greedy=greedy_only.accuracy)
+
+
+def _part(group: Group, which: slice) -> Group:
+    return dataclasses.replace(group, completions=group.completions[which], scores=group.scores[which])
 
 
 def interval(values: Sequence[float]) -> Estimate:

@@ -16,8 +16,9 @@ r"""One training step: `collect()` samples and scores groups, `learn()` trains o
        |         objectives/loss.py           ratio, trust region, aggregate      |
     update       learner/optimizer.py         AdamW                              /
 
-`collect` leaves the policy as it is and returns the next data cursor. `learn` depends on the groups, the step and the
-state of the learner alone. How a batch is split into micro-batches decides memory and speed, nothing else.
+`collect` leaves the policy as it is and returns where sampling stands after the batch. `learn` depends on the groups,
+the step and the state of the learner alone. `loop.py` passes batches from one to the other through
+`rollout/buffer.py`. How a batch is split into micro-batches decides memory and speed, nothing else.
 """
 
 from __future__ import annotations
@@ -33,32 +34,30 @@ from gspo.learner.halving import attempts
 from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, trainable
-from gspo.rollout.gather import CollectResult, Gatherer, distinct
+from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, distinct, sample_groups
 from gspo.types import Group
 
 
-def collect(run: RunContext, *, step: int, cursor: int, clock: Clock) -> CollectResult:
+def collect(run: RunContext, start: RolloutState, *, clock: Clock) -> CollectResult:
     """Sample a group of completions for each prompt, score them, and keep the groups worth training on."""
-    rollout, decoded_before = run.config.rollout, run.engine.decoded
+    rollout, version, decoded_before = run.config.rollout, run.optimizer.updates, run.engine.decoded
     keep = partial(keeps_group, run.objective)
-    gatherer = Gatherer(want=rollout.prompts, budget=rollout.refill_budget, cursor=cursor, keep=keep)
+    gatherer = Gatherer(want=rollout.prompts, budget=rollout.refill_budget, start=start, keep=keep)
     for request in gatherer:
-        prompts = distinct([run.problems.train[i] for i in run.order.take(request.cursor, request.count)])
-        with clock.measure("rollout"):
-            completions_P = run.engine.generate(
-                prompts,
-                samples=rollout.replies,
-                sampling=rollout.sampling,
-                seed=run.config.seed,
-                stream=f"train/{step}/{request.cursor}",
-                version=run.optimizer.updates,  # an engine of its own weights gets the current ones first
-                routes=True,
-            )
-        with clock.measure("reward"):
-            scores_P = run.rewards.score(list(zip(prompts, completions_P, strict=True)))
-        scored = zip(prompts, completions_P, scores_P, strict=True)
-        gatherer.add([Group(prompt=p, completions=c, scores=s) for p, c, s in scored])
-    return gatherer.result(decoded_before, run.engine.decoded)
+        groups = sample_groups(
+            run.engine,
+            run.rewards,
+            distinct([run.problems.train[i] for i in run.order.take(request.cursor, request.count)]),
+            samples=rollout.group_size,
+            sampling=rollout.sampling,
+            seed=run.config.seed,
+            stream=f"train/{gatherer.batch}/{request.cursor}",
+            version=version,  # an engine of its own weights gets the current ones first
+            clock=clock,
+            routes=True,
+        )
+        gatherer.add(groups)
+    return gatherer.result(version, decoded_before, run.engine.decoded)
 
 
 def learn(

@@ -33,13 +33,15 @@ from gspo.evaluation import Estimate
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
-from gspo.loop import MAY_CHANGE, Loop
-from gspo.model.memory import out_of_memory
+from gspo.loop import Loop
+from gspo.model.out_of_memory import out_of_memory
+from gspo.objectives.describe import resolved
 from gspo.objectives.objective import Objective
 from gspo.record.curves_image import draw_curves
 from gspo.record.progress import Display
-from gspo.record.run_dir import RunDir, read_jsonl
+from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.sinks import Sinks
+from gspo.resume_checks import MAY_CHANGE
 from gspo.signals import StopRequest
 
 OWN_OPTION = ("name", "run_dir", "steps")
@@ -150,7 +152,7 @@ def _where_to_resume(run: RunDir, display: Display) -> Path | None:
         return None
     begin, complaints = checkpoint.newest(run.checkpoints, lambda state: _unfit(run, state))
     for complaint in complaints:
-        run.event("damaged checkpoint", what=complaint)
+        run.event("checkpoint_damaged", message=complaint)
         display.message(f"skipped a damaged checkpoint: {complaint}")
     return begin
 
@@ -202,8 +204,8 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         stack.enter_context(_errors_as_events(run, display))
         context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
         if begin is None:
-            run.describe(config)
-        loop = Loop(run=run, parts=context, display=display, sinks=sinks, stop=stop)
+            run.describe(config, resolved(objective))
+        loop = Loop(run=run, context=context, display=display, sinks=sinks, stop=stop)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
@@ -213,13 +215,13 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         step=state.step,
         began=loop.began,
         steps=loop.planned_steps(state),
-        idle=loop.idle,
+        idle=loop.incidents.idle,
         stopped_by=None if loop.over(state) else stop.signal,
         before=before,
         after=after,
         greedy=greedy,
         evaluated_at=evaluated_at,
-        unscored=loop.unscored,
+        unscored=loop.incidents.unscored,
         picture=picture,
         seconds=time.monotonic() - started,
     )
@@ -243,13 +245,13 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
     except GspoError as error:
         if run.started:
             with suppress(DiskError):
-                run.event("error", error=type(error).__name__, what=str(error))
+                run.event("error", error=type(error).__name__, message=str(error))
         raise
     except Exception as error:
         if not out_of_memory(error):
             raise
         with suppress(DiskError):
-            run.event("error", error="MemoryLimitError", what=str(error))
+            run.event("error", error="MemoryLimitError", message=str(error))
         raise MemoryLimitError(
             f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, "
             f"then: gspo train --resume {run.path}"
@@ -263,7 +265,7 @@ def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:
     """(before, after, greedy, step): held-out accuracy at the first and the last evaluation in a run directory, the
     pair for greedy decoding, and the step of the last evaluation."""
-    records = [r for r in read_jsonl(run / "metrics.jsonl") if r.get("eval/accuracy") is not None]
+    records = [r for r in read_metrics(run) if r.get("eval/accuracy") is not None]
     if not records:
         return None, None, None, 0
     ends = (records[0], records[-1])

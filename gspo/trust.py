@@ -23,6 +23,7 @@ from gspo.errors import ConfigError, RewardError, TrustError
 from gspo.model.adapter import base_of
 from gspo.reward.function import Source, find_sources
 from gspo.reward.local_imports import local_imports
+from gspo.reward.traits import reward_traits
 from gspo.rollout.engine import engine_traits
 
 
@@ -58,13 +59,9 @@ def reward_code(config: Config) -> list[Code]:
             what = f"reward.functions imports {source.file} and calls {source.function}()"
             found.append(Code(what=what, key=f"{source.file}:{source.function}", digest=_digest(Path(source.file))))
             found += _imported_code(Path(source.file), folders)
-        elif source.spec == "code_tests" and source.options.get("python"):
-            program = str(source.options["python"])
-            what = f"reward.options.code_tests.python starts {program}"
-            found.append(Code(what=what, key=f"start {program}", digest=_digest(Path(program))))
-        if source.spec == "code_tests" and source.options.get("allow_unsafe"):
-            what = "reward.options.code_tests.allow_unsafe lets programs that the model writes run without a sandbox"
-            found.append(Code(what=what, key="no sandbox"))
+        elif source.options:  # without options a built-in reward runs only its own code, and is not imported for this
+            for code in reward_traits(source.spec).foreign_code(source.options):
+                found.append(Code(what=code.what, key=code.key, digest=_digest(Path(code.file)) if code.file else ""))
     return found
 
 

@@ -82,7 +82,7 @@ def tiny_tree(run_dir: Path) -> dict[str, Any]:
         "steps": 3,
         "model": {"build": "tiny_dense", "device": "cpu"},
         "data": {"task": "sorting", "task_options": {"min_items": 2, "max_items": 3}, "task_size": 60, "held_out": 8},
-        "rollout": {"prompts": 4, "replies": 4, "max_tokens": 10},
+        "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 10},
         "reward": {"functions": ["lengths.py:shorter"], "workers": 1},
         "learner": {"learning_rate": 1e-3, "mini_batches": 2},
         "eval": {"every": 2},

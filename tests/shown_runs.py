@@ -124,7 +124,7 @@ def make_run(path: Path, *, steps: int = 12, completions: Sequence[Mapping[str, 
     }
     events = [
         {"time": "2026-01-01T00:00:00", "event": "start", "steps": steps},
-        {"time": "2026-01-01T00:00:05", "event": "alarm", "step": 6, "name": "repetition", "what": HOSTILE[0]},
+        {"time": "2026-01-01T00:00:05", "event": "alarm", "step": 6, "name": "repetition", "message": HOSTILE[0]},
         {"time": "2026-01-01T00:00:09", "event": "stop", "step": steps, "signal": None},
     ]
     write_lines(path / "metrics.jsonl", [first, *(metrics(s) for s in range(1, steps + 1))])

@@ -25,7 +25,7 @@ SMALL = [
     "--cold_start.steps=4",
     "--cold_start.check_every=4",
     "--rollout.prompts=4",
-    "--rollout.replies=4",
+    "--rollout.group_size=4",
     "--rollout.max_tokens=12",
     "--data.held_out=8",
     "--data.task_size=50",
@@ -78,7 +78,13 @@ def test_a_run_resumes(demo_run: Path) -> None:
 
 def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> None:
     done = gspo(
-        "eval", str(demo_run), "--k", "1,4", f"--json={tmp_path}/n.json", f"--replies={tmp_path}/r.jsonl", "--greedy"
+        "eval",
+        str(demo_run),
+        "--k",
+        "1,4",
+        f"--json={tmp_path}/n.json",
+        f"--completions={tmp_path}/r.jsonl",
+        "--greedy",
     )
     assert done.returncode == 0, done.stderr
     numbers = json.loads((tmp_path / "n.json").read_text())
@@ -95,7 +101,14 @@ def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> 
 
 def test_eval_on_the_task_of_a_run_uses_no_problem_that_it_trained_on(demo_run: Path, tmp_path: Path) -> None:
     completions = tmp_path / "r.jsonl"
-    options = ["--data", "addition", "--seed=3", "--limit=200", "--rollout.max_tokens=1", f"--replies={completions}"]
+    options = [
+        "--data",
+        "addition",
+        "--seed=3",
+        "--limit=200",
+        "--rollout.max_tokens=1",
+        f"--completions={completions}",
+    ]
     done = gspo("eval", str(demo_run), *options)
     assert done.returncode == 0, done.stderr
     asked = {tuple(sorted(json.loads(line)["prompt"].split("+"))) for line in completions.read_text().splitlines()}

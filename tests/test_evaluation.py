@@ -14,7 +14,7 @@ from gspo.config import Config
 from gspo.evaluation import Evaluation, evaluate
 from gspo.rollout.local.states import KVCacheState
 from gspo.trainer import train
-from gspo.types import Score, Status
+from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
 
 def evaluation(*verdicts: str) -> Evaluation:
@@ -24,11 +24,20 @@ def evaluation(*verdicts: str) -> Evaluation:
         False: Score(status=Status.SCORED, reward=0.0, correct=False),
     }
     unscored = Score(status=Status.UNSCORED, failure="raised: x")
+    prompt = Prompt(id="0", content="", text="", token_ids=())
+    completion = Completion(
+        prompt_id="0", sample=0, token_ids=(), text="", logp_sampler=(), stop=StopReason.EOS, version=0
+    )
     return Evaluation(
-        prompts=[],
-        completions=[],
-        scores=[[unscored if v == "?" else scored[v == "+"] for v in row] for row in verdicts],
-    )  # type: ignore[arg-type]
+        groups=[
+            Group(
+                prompt=prompt,
+                completions=[completion] * len(row),
+                scores=[unscored if v == "?" else scored[v == "+"] for v in row],
+            )
+            for row in verdicts
+        ]
+    )
 
 
 def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k() -> None:
@@ -100,5 +109,5 @@ def test_an_evaluation_prefills_every_prompt_once(
         parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"
     )
     assert sorted(prefilled) == sorted(prompt.token_ids[:-1] for prompt in problems)
-    assert [len(group) for group in done.completions] == [3] * len(problems)
+    assert [len(group.completions) for group in done.groups] == [3] * len(problems)
     assert done.greedy is not None

@@ -167,7 +167,7 @@ def test_the_reference_equals_a_separate_copy(
     ).model
 
     def keep(loop: Loop) -> None:
-        loop.parts = replace(loop.parts, reference=base_model)
+        loop.context = replace(loop.context, reference=base_model)
 
     monkeypatch.setattr(Loop, "_keep_reference", keep)
     train(separate, display)

@@ -164,6 +164,6 @@ def test_run_event_contains_no_secret(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     run.close()
     (said,) = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert said["what"] == f"{HIDDEN} and {HIDDEN} refused"
+    assert said["message"] == f"{HIDDEN} and {HIDDEN} refused"
     assert said["steps"] == [{"x": HIDDEN}]
     assert said["n"] == 3

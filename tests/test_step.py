@@ -24,6 +24,7 @@ from gspo.objectives.advantage import advantage_rule
 from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
+from gspo.rollout.gather import RolloutState
 from gspo.step import accumulate_gradients, collect, learn
 from gspo.types import Group, StopReason
 
@@ -31,7 +32,7 @@ RUN_OBJECTIVES = [name for name in gspo.objective_names() if name != "ppo_clip"]
 
 
 def groups_of(parts: RunContext) -> tuple[Group, ...]:
-    return collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+    return collect(parts, RolloutState(), clock=Clock()).gathered.groups
 
 
 class GradientRecorder:

@@ -42,7 +42,7 @@ def same_checkpoint(a: Path, b: Path) -> bool:
 VARIANTS = {
     "gspo": (),
     "KL to a stored reference": ("objective.name=grpo",),
-    "dynamic sampling": ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2"),
+    "dynamic sampling": ("objective.keep=mixed", "rollout.group_size=2", "rollout.refill_budget=2"),
     "mixture of experts": ("model.build=tiny_moe",),
     "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
     "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
@@ -79,12 +79,12 @@ def test_a_refused_resume_changes_no_settings(
     train(config, display)
     files = [run_of(config) / name for name in ("config.toml", "environment.json")]
     before = [file.read_text() for file in files]
-    monkeypatch.setattr("gspo.loop.fingerprint", lambda problems: "others")
+    monkeypatch.setattr("gspo.resume_checks.fingerprint", lambda problems: "others")
     with pytest.raises(ConfigError, match="the problems are not those"):
         resume(run_of(config), display, steps=4, overrides=["learner.learning_rate=1e-5"])
     assert [file.read_text() for file in files] == before
     kinds = [e["event"] for e in read_jsonl(run_of(config) / "events.jsonl")]
-    assert "new end" not in kinds
+    assert "steps_changed" not in kinds
 
 
 def test_a_stop_signal_saves_and_the_run_resumes_exactly(tiny: Callable[..., Config], display: Any) -> None:
@@ -123,14 +123,14 @@ def test_length_metrics_match_the_completions(tiny: Callable[..., Config], displ
         assert lengths[0] <= row["length/p10"] <= row["length/median"] <= row["length/p90"] <= row["length/max"]
         penalties = [max(0, length - 2) / 8 for length in lengths]  # the limit is 10 tokens, the penalty starts 8 below
         assert row["reward/length_penalty"] == pytest.approx(statistics.mean(penalties))
-        assert row["length/punished_fraction"] == statistics.mean(p > 0 for p in penalties)
+        assert row["length/penalized_fraction"] == statistics.mean(p > 0 for p in penalties)
         assert all(
             r["reward"] - r["shaped_reward"] == pytest.approx(max(0, len(r["token_ids"]) - 2) / 8) for r in records
         )
-        assert row["sampler/steps"] * row["sampler/live_mean"] == pytest.approx(sum(lengths))
-        assert max(lengths) <= row["sampler/steps"]
-        assert row["sampler/live_mean"] <= 6
-        assert row["padding/sampler"] == 0, "a CPU computes no idle slots"
+        assert row["sampler/decode_steps"] * row["sampler/running_mean"] == pytest.approx(sum(lengths))
+        assert max(lengths) <= row["sampler/decode_steps"]
+        assert row["sampler/running_mean"] <= 6
+        assert row["sampler/idle_fraction"] == 0, "a CPU computes no idle slots"
         assert row["padding/learner"] == 0, "sequences are packed"
         assert 0 < row["padding/saved"] < 1
 
@@ -216,7 +216,7 @@ def test_a_cold_start_shorter_than_its_check_interval_is_evaluated(
     ones = f"reward.functions={tmp_path}/ones.py:ones"
     config = tiny("cold_start.steps=3", "cold_start.check_every=10", "steps=1", "eval.every=0", ones)
     train(config, display)
-    (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold start"]
+    (event,) = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "cold_start"]
     assert (event["steps"], event["accuracy"]) == (3, 1.0)
     assert any("3 supervised steps, reached" in m for m in display.messages)
 
@@ -343,7 +343,7 @@ def test_a_resume_accepts_and_records_a_lower_learning_rate(tiny: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.replies=2", "run_dir=elsewhere"]
+    "override", ["learner.mini_batches=4", "objective.kl=0.1", "seed=3", "rollout.group_size=2", "run_dir=elsewhere"]
 )
 def test_a_resume_refuses_settings_that_define_the_run(
     override: str, tiny: Callable[..., Config], display: Any
@@ -380,7 +380,7 @@ def test_a_non_finite_update_is_skipped_and_reported(
     rows = read_jsonl(run_of(config) / "metrics.jsonl")
     assert [r["grad/skipped"] for r in rows[1:]] == [0, 1, 0]
     assert json.loads((run_of(config) / "checkpoints/000003/trainer.json").read_text())["updates"] == 5
-    assert any(e["event"] == "skipped update" and e["step"] == 2 for e in read_jsonl(run_of(config) / "events.jsonl"))
+    assert any(e["event"] == "update_skipped" and e["step"] == 2 for e in read_jsonl(run_of(config) / "events.jsonl"))
     weights = load_file(run_of(config) / "checkpoints/000003/model.safetensors")
     assert all(t.isfinite().all() for t in weights.values())
 
@@ -488,7 +488,7 @@ def test_dynamic_sampling_ignores_excluded_completions(
         "objective.keep=mixed",
         "objective.shape=overlong_filter",
         "rollout.max_tokens=24",
-        "rollout.replies=6",
+        "rollout.group_size=6",
         f"reward.functions={tmp_path}/long.py:long",
     )
     train(config, display)
@@ -502,7 +502,7 @@ def test_dynamic_sampling_ignores_excluded_completions(
     mixed_by_truncated = [
         g for g in groups.values() if len({r["correct"] for r in g}) == 2 and not any(r["trained"] for r in g)
     ]
-    assert any(r["left_out"] == "not mixed" for g in mixed_by_truncated for r in g)
+    assert any(r["drop_reason"] == "uniform" for g in mixed_by_truncated for r in g)
 
 
 def test_steps_without_a_group_to_train_on_are_reported_and_skipped(
@@ -515,7 +515,7 @@ def test_steps_without_a_group_to_train_on_are_reported_and_skipped(
     config = tiny("objective.name=dapo", f"reward.functions={tmp_path}/same.py:same", "steps=3", "alarms.steps=2")
     outcome = train(config, display)
     assert any("no group to train on" in m and "all have the same reward" in m for m in display.messages)
-    assert any("ALARM at step 2, nothing trained" in m for m in display.messages)
+    assert any("ALARM at step 2, no trainable samples" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
     assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
 
@@ -531,7 +531,7 @@ def test_fewer_completions_than_mini_batches_is_reported_once(
     config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
     train(config, display)
     messages = [m for m in display.messages if "8 optimizer steps instead of 12 (learner.mini_batches)" in m]
-    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer updates"]
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer_updates"]
     assert (len(messages), [(e["step"], e["updates"]) for e in found]) == (1, [(1, 8), (2, 8)])
 
 
@@ -605,10 +605,10 @@ def test_the_message_without_a_group_to_train_on_gives_the_reasons(
     )
     config = replace(config, reward=replace(config.reward, functions=(f"{tmp_path}/picky.py:score",)))
     train(config, display)
-    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "nothing to learn"]
+    found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "no_trainable_samples"]
     for event in found:
         records = read_jsonl(run_of(config) / f"rollouts/{event['step']:06d}.jsonl")
-        assert event["reasons"] == Counter(r["left_out"] for r in records)
+        assert event["reasons"] == Counter(r["drop_reason"] for r in records)
         assert {"overlong", "unscored"} <= event["reasons"].keys()
     messages = [m for m in display.messages if "no group to train on" in m]
     assert len(messages) == len(found) == 2
@@ -633,7 +633,7 @@ def test_a_second_trainer_and_an_occupied_directory_are_refused(tiny: Callable[.
 def test_invalid_settings_of_a_run_are_refused(tiny: Callable[..., Config], display: Any) -> None:
     for overrides, words in [
         (("objective.name=ppo_clip",), "external advantages"),
-        (("rollout.replies=1",), "at least 2"),
+        (("rollout.group_size=1",), "at least 2"),
         (("data.held_out=0",), "eval.every = 0"),
         (("objective.name=nope",), "there are: gspo"),
         (("objective.clip_lo=1",), "clip_low"),

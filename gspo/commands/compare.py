@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.common import Command, add_trust_run, no_overrides
+from gspo.commands.arguments import add_trust_run
+from gspo.commands.command import Command, no_overrides
 from gspo.errors import ConfigError
 
 

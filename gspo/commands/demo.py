@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.common import Command, add_run_options
+from gspo.commands.arguments import add_run_options
+from gspo.commands.command import Command
 from gspo.commands.train import train_recipe
 from gspo.config import recipe_dir
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.common import Command, add_run_options, given_settings, positive, quiet_libraries
+from gspo.commands.arguments import add_run_options, given_settings, positive
+from gspo.commands.command import Command, quiet_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

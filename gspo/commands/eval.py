@@ -15,11 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo import aliases
 from gspo import config as settings
-from gspo.commands.common import Command, add_trust_run, quiet_libraries
+from gspo.commands.arguments import add_trust_run
+from gspo.commands.command import Command, quiet_libraries
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
+from gspo.record import run_format
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
 from gspo.types import Prompt
@@ -50,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--greedy", action="store_true", help="also measure greedy accuracy")
     add("--seed", type=int, default=0, help="random seed for sampling (default: 0)")
     add("--json", metavar="FILE", help="write the numbers to this file")
-    add("--replies", metavar="FILE", help="write every completion to this file (JSONL)")
+    add("--completions", metavar="FILE", help="write every completion to this file (JSONL)")
+    add(*aliases.EVAL_OPTIONS, dest="old_completions", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -65,11 +69,23 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         limit=options.limit,
         greedy=options.greedy,
         json_path=options.json,
-        replies_path=options.replies,
+        completions_path=_completions_path(options),
         seed=options.seed,
         overrides=overrides,
         trust_run=options.trust_run,
     )
+
+
+def _completions_path(options: argparse.Namespace) -> str | None:
+    """The file of `--completions`, which may be given under its old name."""
+    path: str | None = options.completions
+    if options.old_completions is not None:
+        ((old, new),) = aliases.EVAL_OPTIONS.items()
+        if path is not None:
+            raise ConfigError(aliases.both(old, new))
+        warnings.warn(aliases.note(old, new), FutureWarning, stacklevel=2)
+        path = options.old_completions
+    return path
 
 
 def _ks(text: str) -> list[int]:
@@ -92,7 +108,7 @@ def evaluate_model(
     limit: int | None,
     greedy: bool,
     json_path: str | None,
-    replies_path: str | None,
+    completions_path: str | None,
     seed: int,
     overrides: Sequence[str],
     trust_run: bool = False,
@@ -106,7 +122,7 @@ def evaluate_model(
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: must be at least 1, not {limit}")
-    for option, path in (("--json", json_path), ("--replies", replies_path)):
+    for option, path in (("--json", json_path), ("--completions", completions_path)):
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
     config = _eval_config(model, data, recipe, seed, overrides)
@@ -123,8 +139,8 @@ def evaluate_model(
     _print_numbers(config, evaluation, numbers, samples)
     if json_path:
         _write_numbers(Path(json_path), config, evaluation, numbers, samples)
-    if replies_path:
-        _write_completions(Path(replies_path), evaluation)
+    if completions_path:
+        _write_completions(Path(completions_path), evaluation)
     return 0
 
 
@@ -134,7 +150,9 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     from gspo.model.adapter import base_of
 
     run = Path(model)
+    given = recipe is not None
     if (newest := newest_of(run)) is not None:
+        run_format.read(run)
         recipe = recipe or str(run / "config.toml")
         model = str(newest)
     if not recipe and not data and not run.exists():
@@ -154,7 +172,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     if data:
         _replace_data(tree, data)
     tree["seed"] = seed if data else tree.get("seed", seed)
-    config = settings.override(tree, overrides, where=recipe or "eval")
+    config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=given)
     settings.check(config)
     return config
 
@@ -240,7 +258,7 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
 
 def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
     print(
-        f"{config.model.path}: {len(evaluation.prompts)} problems, {samples} completions each at temperature "
+        f"{config.model.path}: {len(evaluation.groups)} problems, {samples} completions each at temperature "
         f"{config.rollout.temperature:g}"
     )
     for name, estimate in numbers.items():
@@ -248,9 +266,7 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
     if samples > 1:
         print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
     if evaluation.unscored:
-        why = next(
-            (f"; the first failure: {s.failure}" for scores in evaluation.scores for s in scores if s.failure), ""
-        )
+        why = next((f"; the first failure: {s.failure}" for s in evaluation.scores if s.failure), "")
         print(f"  {evaluation.unscored} completions have no verdict (unscored) and are left out{why}")
 
 
@@ -260,7 +276,7 @@ def _write_numbers(
     values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
     record = {
         "model": config.model.path,
-        "problems": len(evaluation.prompts),
+        "problems": len(evaluation.groups),
         "samples": samples,
         "unscored": evaluation.unscored,
         **values,
@@ -269,15 +285,16 @@ def _write_numbers(
 
 
 def _write_completions(path: Path, evaluation: Evaluation) -> None:
-    with writing(path, "free disk space there, or choose another --replies"), path.open("w", encoding="utf-8") as out:
-        for prompt, completions, scores in zip(
-            evaluation.prompts, evaluation.completions, evaluation.scores, strict=True
-        ):
-            for c, s in zip(completions, scores, strict=True):
+    with (
+        writing(path, "free disk space there, or choose another --completions"),
+        path.open("w", encoding="utf-8") as out,
+    ):
+        for group in evaluation.groups:
+            for c, s in zip(group.completions, group.scores, strict=True):
                 record = {
-                    "prompt_id": prompt.id,
+                    "prompt_id": group.prompt.id,
                     "sample": c.sample,
-                    "prompt": prompt.text,
+                    "prompt": group.prompt.text,
                     "text": c.text,
                     "stop": c.stop,
                 }

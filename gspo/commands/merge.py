@@ -11,7 +11,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from gspo.commands.common import Command, no_overrides, quiet_libraries
+from gspo.commands.command import Command, no_overrides, quiet_libraries
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 

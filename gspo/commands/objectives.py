@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from gspo.commands.common import Command, no_overrides
+from gspo.commands.command import Command, no_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.common import Command, add_trust_run, no_overrides, positive, quiet_libraries
+from gspo.commands.arguments import add_trust_run, positive
+from gspo.commands.command import Command, no_overrides, quiet_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.common import Command
+from gspo.commands.command import Command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

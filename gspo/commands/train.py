@@ -9,14 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from gspo import config
-from gspo.commands.common import (
-    Command,
-    add_run_options,
-    add_trust_run,
-    given_settings,
-    quiet_libraries,
-    settings_help,
-)
+from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
+from gspo.commands.command import Command, quiet_libraries
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:

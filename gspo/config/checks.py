@@ -51,11 +51,11 @@ def _check_updates(config: Config) -> None:
             'learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always '
             'recomputed for comparison; set more mini-batches, or "recompute"'
         )
-    completions = config.rollout.prompts * config.rollout.replies
+    completions = config.rollout.prompts * config.rollout.group_size
     if mini_batches > completions:
         raise ConfigError(
             f"learner.mini_batches: {mini_batches} optimizer steps cannot share the {completions} completions of a "
-            f"step (rollout.prompts x rollout.replies); set it to {completions} or less"
+            f"step (rollout.prompts x rollout.group_size); set it to {completions} or less"
         )
     if config.tokens and not config.steps:
         raise ConfigError("tokens: has no effect with steps = 0; set steps, which plans the learning-rate schedule")

@@ -12,10 +12,12 @@ import os
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo import aliases
 from gspo.config.checks import check
 from gspo.config.schema import Config, ObjectiveConfig, help_texts
 from gspo.errors import ConfigError
@@ -40,12 +42,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> Config:
-    """Build a `Config` from tables and overrides. An error says which of the two caused it."""
+def override(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, report_old_names: bool = True) -> Config:
+    """Build a `Config` from tables and overrides. An error says which of the two caused it.
+
+    Old names of settings are reported, unless the tables are those of a run, which nobody is going to edit."""
+    tree, renamed = aliases.tables(tree, where=where)
+    if report_old_names:
+        _report_old_names(renamed, where)
     config = from_tree(tree, where=where)
     if not overrides:
         return config
-    pairs = [_split_override(text) for text in overrides]
+    pairs = _override_pairs(overrides)
     if dict(pairs).get("objective.name", config.objective.name) != config.objective.name:
         # Objectives have different settings: those of the recipe's objective do not carry over to another one.
         tree["objective"] = {}
@@ -54,10 +61,27 @@ def override(tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> C
     return from_tree(tree, where="command line")
 
 
+def _override_pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """(key, value) of each override, with today's names."""
+    split = [_split_override(text) for text in overrides]
+    given = [(key, _parse(raw, aliases.setting(key))) for key, raw in split]
+    tree: dict[str, Any] = {}
+    for key, value in given:
+        _set(tree, key, value)
+    _report_old_names(aliases.tables(tree, where="command line")[1], "command line")
+    return [(aliases.setting(key), value) for key, value in given]
+
+
+def _report_old_names(renamed: Mapping[str, str], where: str) -> None:
+    for old, new in renamed.items():
+        warnings.warn(f"{where}: {aliases.note(old, new)}", FutureWarning, stacklevel=2)
+
+
 def find_recipe(path: str | Path) -> Path:
     """Find a recipe by its path, or by the bare name of a built-in one (`demo`)."""
     given = Path(path)
-    shipped = recipe_dir() / (given.name if given.suffix == ".toml" else f"{given.name}.toml")
+    name = given.name.removesuffix(".toml")
+    shipped = recipe_dir() / f"{aliases.RECIPES.get(name, name)}.toml"
     if given.is_file():
         return given
     if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
@@ -77,7 +101,7 @@ def recipe_dir() -> Path:
 
 def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
     """Build a `Config` from nested tables, naming `where` and the key in every error."""
-    return _build(Config, tree, where=where, prefix="")
+    return _build(Config, aliases.tables(tree, where=where)[0], where=where, prefix="")
 
 
 def anchored(config: Config) -> Config:
@@ -191,11 +215,11 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
     raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
 
 
-def _split_override(text: str) -> tuple[str, Any]:
+def _split_override(text: str) -> tuple[str, str]:
     key, sign, raw = text.removeprefix("--").partition("=")
     if not sign or not key:
         raise ConfigError(f"command line: {text!r} is not an override; write --section.key=value")
-    return key.replace("-", "_"), _parse(raw, key.replace("-", "_"))
+    return key.replace("-", "_"), raw
 
 
 def _parse(raw: str, key: str) -> Any:

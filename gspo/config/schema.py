@@ -53,15 +53,15 @@ Fraction = Annotated[float, Range(low=0, high=1)]
 Decay = Annotated[float, Range(low=0, high=0.9999999)]
 Seed = Annotated[int, Range(low=0, high=2**63 - 1)]
 AlarmName = Literal[
-    "nothing trained",
+    "no trainable samples",
     "uniform rewards",
     "entropy collapse",
-    "length pinned",
+    "truncation",
     "repetition",
     "reward jump",
-    "held-out falls",
+    "held-out drop",
     "tricks in programs",
-    "engine apart",
+    "engine mismatch",
     "rounding noise",
 ]
 Sink = Literal["tensorboard", "wandb", "trackio"]
@@ -175,7 +175,7 @@ class RolloutConfig:
     """Options of the engine. Its file lists them."""
     prompts: Count = 32
     """Prompts per step."""
-    replies: Count = 8
+    group_size: Count = 8
     """Completions per prompt: the group size G."""
     max_tokens: Count = 256
     """Maximum number of tokens in a completion."""
@@ -296,10 +296,10 @@ class CheckpointConfig:
 class AlarmsConfig:
     steps: Count = 5
     """An alarm is raised after its condition has held for this many steps in a row. There are two exceptions: "held-out
-    falls" needs two evaluations, and "engine apart" needs a single step after this many steps have passed."""
+    falls" needs two evaluations, and "engine mismatch" needs a single step after this many steps have passed."""
     stop: tuple[AlarmName, ...] = ()
-    """Alarms that save a checkpoint and stop the run: "nothing trained", "uniform rewards", "entropy collapse",
-    "length pinned", "repetition", "reward jump", "held-out falls", "tricks in programs", "engine apart" or
+    """Alarms that save a checkpoint and stop the run: "no trainable samples", "uniform rewards", "entropy collapse",
+    "truncation", "repetition", "reward jump", "held-out drop", "tricks in programs", "engine mismatch" or
     "rounding noise". The others only write an event and a message."""
 
 

@@ -6,7 +6,7 @@
       trainer.tensors                                   optimizer moments and float32 masters by parameter name;
                                                         safetensors format, but without that suffix, because vLLM
                                                         would load it as weights
-      trainer.json                                      step, data cursor, counters, file offsets
+      trainer.json                                      `TrainerState`: step, rollout state, counters, file offsets
       manifest.json                                     size and SHA-256 of every other file
 
 Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory
@@ -35,11 +35,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from gspo import aliases
 from gspo.errors import CheckpointError, NumericalError
-from gspo.learner import trainer_state
+from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
 from gspo.model import adapter
 from gspo.model.load import Policy
+from gspo.rollout.gather import RolloutState
 
 TRAINER = "trainer.tensors"
 _NAME = re.compile("[0-9]{6,18}")
@@ -50,16 +52,20 @@ _LEFT_OVER = re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The state of a run after a step. With weights and moments, it is all that resuming needs."""
+    """The state of a run after a step. With weights and moments, it is all that resuming needs.
+
+    `step`, `updates` and the rest say how far learning has come. Sampling may be ahead of it by the batches in flight.
+    They are not saved: a resume collects them again."""
 
     step: int = 0
-    cursor: int = 0
-    """Prompts taken so far. The data order is a function of it."""
+    """Steps finished. Each trained on one batch."""
+    rollout: RolloutState = field(default_factory=RolloutState)
+    """Where sampling stood after the last batch that was trained on, so where a resume starts to collect."""
     updates: int = 0
     """Optimizer steps applied, which is the version of the policy."""
     skipped_in_row: int = 0
     tokens: int = 0
-    """Completion tokens sampled so far."""
+    """Tokens of all completions of the batches up to `rollout`."""
     clip_scale: float = 1.0
     """Factor on the objective's clip range; 1 unless the range is adaptive."""
     offsets: Mapping[str, int] = field(default_factory=dict)
@@ -215,7 +221,7 @@ def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda st
     """The newest checkpoint that is intact and not `unfit`, and the reason for each newer one that was skipped."""
     complaints: list[str] = []
     for path in reversed(saved(folder)):
-        complaint = damage(path) or trainer_state.fault_in(path)
+        complaint = damage(path) or state_validation.fault_in(path)
         complaint = complaint or unfit(read_state(path))
         if complaint is None:
             return path, complaints
@@ -262,9 +268,16 @@ def _foreign_entry(path: Path, names: Iterable[str]) -> str | None:
 
 def read_state(path: Path) -> TrainerState:
     """The trainer's state of an intact checkpoint."""
-    if fault := trainer_state.fault_in(path):
+    if fault := state_validation.fault_in(path):
         raise CheckpointError(f"{fault}; no run writes such a file")
-    return TrainerState(**json.loads((path / "trainer.json").read_text()))
+    fields = state_validation.saved_fields(path)
+    pending = fields["pending"]
+    current = {
+        "rollout": RolloutState(**fields["rollout"]),
+        "settings": aliases.settings(fields["settings"]),
+        "pending": None if pending is None else aliases.metrics(pending),
+    }
+    return TrainerState(**fields | current)
 
 
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:

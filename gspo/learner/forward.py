@@ -17,8 +17,8 @@ from torch import Tensor
 from gspo.learner.plan import Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
-from gspo.model.memory import out_of_memory
 from gspo.model.micro_batch import MicroBatch
+from gspo.model.out_of_memory import out_of_memory
 from gspo.model.packed_forward import read
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gspo.learner.batch import TrainBatch
 from gspo.learner.plan import Plan
-from gspo.model.memory import out_of_memory, release_memory
+from gspo.model.out_of_memory import out_of_memory, release_memory
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext

@@ -21,8 +21,8 @@ from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan
 from gspo.learner.routing_replay import NoRouting
 from gspo.model.load import Policy
-from gspo.model.memory import out_of_memory, release_memory
 from gspo.model.micro_batch import MicroBatch
+from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences, Tokens
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from gspo.errors import ConfigError
 from gspo.learner.plan import Plan
 from gspo.model.lm_head import keeps_last
-from gspo.model.memory import out_of_memory
 from gspo.model.micro_batch import MicroBatch
+from gspo.model.out_of_memory import out_of_memory
 from gspo.model.packed_forward import read
 from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
 from gspo.types import Routes

@@ -1,4 +1,4 @@
-"""The cold start: supervised fine-tuning on demonstrations, so that some sampled completions earn a reward.
+"""Supervised fine-tuning on demonstrations, so that some sampled completions earn a reward. `cold_start.py` calls it.
 
 In: a policy and an endless stream of demonstrations. Out: the same policy, able to solve some problems.
 Invariant: it stops at a sampled accuracy on fresh problems, not after a fixed number of steps. Accuracy rises fast
@@ -21,21 +21,21 @@ from gspo.model.micro_batch import TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColdStart:
-    """How the cold start ended."""
+class FineTuneResult:
+    """How fine-tuning ended."""
 
     steps: int
     accuracy: float
     """Sampled accuracy at the last check."""
 
 
-def cold_start(
+def fine_tune(
     policy: Policy,
     config: ColdStartConfig,
     demonstrations: Iterator[TokenSequence],
     accuracy: Callable[[int], float],
     report: Callable[[int, float, float], None],
-) -> ColdStart:
+) -> FineTuneResult:
     """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
     `report(step, loss, accuracy)` is called at every check; the last step always has one."""
@@ -44,16 +44,16 @@ def cold_start(
     reached = 0.0
     step = 0
     for step in range(1, config.steps + 1):
-        loss = _step(policy, optimizer, list(islice(demonstrations, config.batch)))
+        loss = _train_step(policy, optimizer, list(islice(demonstrations, config.batch)))
         if step % config.check_every == 0 or step == config.steps:
             reached = accuracy(step)
             report(step, loss, reached)
             if reached >= config.stop_accuracy:
                 break
-    return ColdStart(steps=step, accuracy=reached)
+    return FineTuneResult(steps=step, accuracy=reached)
 
 
-def _step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSequence]) -> float:
+def _train_step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSequence]) -> float:
     plan = make_plan(
         sequences, range(len(sequences)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed=""
     )

@@ -20,6 +20,7 @@ from gspo.objectives.advantage import apply_rule
 from gspo.objectives.loss import loss_of, select, statistics
 from gspo.objectives.objective import Objective, ObjectiveWarning
 from gspo.objectives.sequences import Sequences, Tokens
+from gspo.reduction import combined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def policy_loss(
         tokens = replace(tokens, selected_N=_select_whole_step(objective, tokens, weights, weight_N))
     loss = loss_of(objective, tokens, weight_N)
     stats = statistics(objective, tokens, loss.surrogate.ratio_N, loss.surrogate.clipped_N)
-    return PolicyLoss(loss=loss.total, stats=stats)
+    return PolicyLoss(loss=loss.total, stats=combined([stats]))
 
 
 def _resolve(objective: Objective | str) -> Objective:

@@ -19,6 +19,28 @@ def as_data() -> list[dict[str, Any]]:
     return [_record(replace(row, name=name)) for name, row in TABLE.items()]
 
 
+def resolved(objective: Objective) -> dict[str, Any]:
+    """What an objective is and does, as `run.json` records it. Viewers of a run rely on it instead of on names."""
+    region = objective.trust_region
+    low, high = region.clip_range or (None, None)
+    return {
+        "name": objective.name,
+        "advantage": _name(objective.advantage),
+        "advantage_scope": objective.advantage.scope,
+        "ratio": _name(objective.ratio),
+        "trust_region": _name(region),
+        "aggregate": _name(objective.aggregate),
+        "clips": "none" if low is None else "sequences" if objective.clips_sequences else "tokens",
+        "clips_log_ratio": region.clips_log_ratio,
+        "clip_low": low,
+        "clip_high": high,
+        "keep": objective.keep,
+        "shape": objective.shape,
+        "kl": objective.kl,
+        "kl_in": objective.kl_in,
+    }
+
+
 def as_text() -> str:
     """A table for the terminal."""
     header = ("objective", "paper", "advantage", "ratio", "trust region", "aggregate", "defaults")

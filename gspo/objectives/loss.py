@@ -6,7 +6,6 @@ Invariant: the losses of micro-batches, with the weights of their optimizer step
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +16,7 @@ from gspo.objectives.penalty import KL_ESTIMATORS, mismatch_weight, off_policy_k
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import Surrogate
+from gspo.reduction import Gather, Max, Mean, Reduced, std
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,48 +65,31 @@ def select(objective: Objective, tokens: Tokens, seed: int) -> Tensor | None:
         return region.select(tokens, objective.ratio(tokens), torch.Generator().manual_seed(seed))
 
 
-STATISTICS = (
-    "clip_fraction_tokens",
-    "clip_fraction_sequences",
-    "ratio_mean",
-    "ratio_max",
-    "ratio_token_log_std",
-    "ratio_sequence_log_std",
-    "kl_old_new",
-)
-"""Statistics of every objective; NaN without tokens."""
-
-
-def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, float]:
+def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, Reduced]:
     """Statistics of the update over these tokens. Names are those of docs/metrics.md, with `_` for `/`."""
-    if not len(ratio_N):
-        return dict.fromkeys(STATISTICS, math.nan)
     sequences = tokens.sequences
     present_B = sequences.length_B > 0
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
-    log_s_B = sequences.mean(log_ratio_N)[present_B]
     ratio_B = sequences.mean(ratio_N)[present_B]
     # A sequence counts as clipped if any of its tokens is: with a token-level region only some of them are.
     clipped_B = sequences.sum(clipped_N.double())[present_B] > 0
-    stats = {
-        "clip_fraction_tokens": clipped_N.double().mean(),
-        "clip_fraction_sequences": clipped_B.double().mean(),
-        "ratio_mean": (ratio_B if objective.clips_sequences else ratio_N).double().mean(),
-        "ratio_max": ratio_N.max(),
-        "ratio_token_log_std": log_ratio_N.std(correction=0),
-        "ratio_sequence_log_std": log_s_B.std(correction=0),
+    stats: dict[str, Reduced] = {
+        "clip_fraction_tokens": Mean.of(clipped_N.double()),
+        "clip_fraction_sequences": Mean.of(clipped_B.double()),
+        "ratio_mean": Mean.of((ratio_B if objective.clips_sequences else ratio_N).double()),
+        "ratio_max": Max.of(ratio_N),
+        "ratio_token_log_std": Gather(log_ratio_N, std),
+        "ratio_sequence_log_std": Gather(sequences.mean(log_ratio_N)[present_B], std),
         "kl_old_new": _k3(log_ratio_N),
     }
     if tokens.logp_sampler_N is not None:
-        log_rho_N = tokens.logp_old_N - tokens.logp_sampler_N
-        stats["mismatch_k3"] = _k3(log_rho_N)
+        stats["mismatch_k3"] = _k3(tokens.logp_old_N - tokens.logp_sampler_N)
     if tokens.logp_ref_N is not None:
-        log_r_N = (tokens.logp_ref_N - tokens.logp_N).detach()
-        stats["kl_ref"] = _k3(log_r_N)
-    return {name: float(value) for name, value in stats.items()}
+        stats["kl_ref"] = _k3((tokens.logp_ref_N - tokens.logp_N).detach())
+    return stats
 
 
-def _k3(log_ratio_N: Tensor) -> Tensor:
+def _k3(log_ratio_N: Tensor) -> Mean:
     """Mean of r - 1 - log r."""
     # The exponent is bounded, so that one broken token makes the mean large but not infinite.
-    return (torch.expm1(log_ratio_N.clamp(max=MAX_LOG_RATIO)) - log_ratio_N).mean()
+    return Mean.of(torch.expm1(log_ratio_N.clamp(max=MAX_LOG_RATIO)) - log_ratio_N)

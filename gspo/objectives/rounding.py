@@ -23,10 +23,20 @@ from gspo.objectives.sequences import Sequences
 class Noise:
     """Rounding, expressed as a ratio."""
 
-    log_ratio: float
-    """Root mean square of the log-ratio due to rounding."""
-    beyond_clip: float
-    """Fraction of completions (or tokens) whose ratio leaves the clip range due to rounding alone."""
+    log_ratio_M: Tensor
+    """The log-ratio due to rounding, of each completion or token."""
+    beyond_M: Tensor
+    """Whether it alone takes the ratio out of the clip range."""
+
+    @property
+    def log_ratio(self) -> float:
+        """Its root mean square."""
+        return root_mean_square(self.log_ratio_M)
+
+    @property
+    def beyond_clip(self) -> float:
+        """Fraction of completions (or tokens) whose ratio leaves the clip range due to rounding alone."""
+        return float(self.beyond_M.double().mean())
 
 
 def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tensor) -> Noise | None:
@@ -37,5 +47,9 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     low, high = log_range
     log_ratio = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
     log_ratio = log_ratio.double()
-    beyond = (log_ratio < low) | (log_ratio > high)
-    return Noise(log_ratio=float(log_ratio.square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))
+    return Noise(log_ratio_M=log_ratio, beyond_M=(log_ratio < low) | (log_ratio > high))
+
+
+def root_mean_square(values: Tensor) -> float:
+    """sqrt(mean(x^2))."""
+    return float(values.square().mean().sqrt())

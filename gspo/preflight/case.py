@@ -67,7 +67,7 @@ class Case:
     @property
     def completions(self) -> int:
         """Completions of one step, without refills."""
-        return self.config.rollout.prompts * self.config.rollout.replies
+        return self.config.rollout.prompts * self.config.rollout.group_size
 
     @property
     def cold(self) -> bool:

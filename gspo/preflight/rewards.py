@@ -22,12 +22,14 @@ from gspo.preflight.case import Case
 from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.pace import duration, rollout_seconds
+from gspo.reward.function import chosen_functions
+from gspo.reward.traits import RewardTraits, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
 TRIED = 32
 """Number of problems whose own answers are scored."""
-SOLUTIONS = ("canonical_solution", "code", "solution", "answer")
-"""Fields that may hold a program that passes the row's tests."""
+FORMS = tuple(map(in_form, ("ANSWER", "\\boxed{ANSWER}", "#### ANSWER", "<answer>ANSWER</answer>")))
+"""Forms to try with a user's own function, which may require any of them."""
 
 
 def check_functions(case: Case) -> Iterator[Finding]:
@@ -51,18 +53,20 @@ class KnownAnswer:
 
 def check_known(case: Case) -> Iterator[Finding]:
     assert case.rewards is not None
-    specs = case.config.reward.functions or ("task_answer",)
+    specs = chosen_functions(case.config.reward.functions, bool(case.config.data.task))
     for place, (name, spec) in enumerate(zip(case.rewards.names, specs, strict=True)):
-        known = _known(case, spec) if spec in BUILT_IN or place == 0 else []
+        traits = reward_traits(spec)
+        known = _known(case, spec, traits) if traits.has_known_form or place == 0 else []
         if known:
-            yield from _known_answers(case, name, spec, known)
-            yield from _wrong_answers(case, name, spec, known)
-    if "code_tests" in specs:
+            yield from _known_answers(case, name, traits, known)
+        if known and not traits.sandbox:  # a program has no final answer that could be wrong after correct working
+            yield from _wrong_answers(case, name, known)
+    if any(reward_traits(spec).sandbox for spec in specs):
         yield from _tests(case)
     yield from _empty(case)
 
 
-def _known_answers(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+def _known_answers(case: Case, name: str, traits: RewardTraits, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
     """How the function scores the data's own answers."""
     assert case.rewards is not None
     started = time.monotonic()
@@ -88,13 +92,13 @@ def _known_answers(case: Case, name: str, spec: str, known: Sequence[KnownAnswer
             **numbers,
         )
     else:
-        yield _missed(case, name, spec, known, best, right, numbers)
+        yield _missed(case, name, traits, known, best, right, numbers)
 
 
 def _missed(
     case: Case,
     name: str,
-    spec: str,
+    traits: RewardTraits,
     known: Sequence[KnownAnswer],
     best: Sequence[float | None],
     right: int,
@@ -105,7 +109,7 @@ def _missed(
     prompt = known[at].prompt
     tried = shown(known[at].texts[0], 120)
     example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]
-    if spec not in BUILT_IN:
+    if not traits.has_known_form:
         return note(
             f"{name} scores {right} of {len(known)} completions as correct that only state the data's own answer; "
             "that is fine if it requires more.",
@@ -132,11 +136,9 @@ def _missed(
     )
 
 
-def _wrong_answers(case: Case, name: str, spec: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+def _wrong_answers(case: Case, name: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
     """A wrong final answer after correct working must not score as correct: a model would learn to exploit it."""
     assert case.rewards is not None
-    if spec == "code_tests":
-        return
     planted = [(k, texts) for k in known if (texts := _wrong_at_last(k, known))]
     scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, texts)) for k, texts in planted])
     fooled = [
@@ -217,13 +219,17 @@ def _tests(case: Case) -> Iterator[Finding]:
         )
 
 
-def _known(case: Case, spec: str) -> list[KnownAnswer]:
-    if spec == "task_answer":
+def _known(case: Case, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
+    if traits.reads_demonstrations:
         return _demonstrated(case)
     options = case.config.reward.options.get(spec, {})
-    texts = BUILT_IN.get(spec, _any)
+    texts = traits.known_answers or _any_form
     answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(case)]
     return [known for known in answers if known.texts]
+
+
+def _any_form(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    return [text for form in FORMS for text in form(columns, {})]
 
 
 def _some(case: Case) -> list[Prompt]:
@@ -248,44 +254,6 @@ def _demonstrated(case: Case) -> list[KnownAnswer]:
         )
         known.append(KnownAnswer(prompt=prompt, texts=(problem.demonstration,)))
     return known
-
-
-def _marked(columns: Mapping[str, Any], options: Mapping[str, Any], plain: str) -> list[str]:
-    answer = columns.get("answer")
-    answer = answer[0] if isinstance(answer, list) and answer else answer
-    if answer is None or isinstance(answer, list | dict):
-        return []
-    marker = options.get("marker", "")
-    return [f"{marker} {answer}" if marker else plain.replace("ANSWER", str(answer))]
-
-
-def _math(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    return _marked(columns, options, "\\boxed{ANSWER}")
-
-
-def _exact(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    return _marked(columns, options, "ANSWER")
-
-
-def _program(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    programs = [columns[name] for name in SOLUTIONS if isinstance(columns.get(name), str)]
-    return [f"```python\n{program}\n```" for program in programs[:1]]
-
-
-def _any(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """A user's own function may require any form."""
-    forms = ("ANSWER", "\\boxed{ANSWER}", "#### ANSWER", "<answer>ANSWER</answer>")
-    return [text for form in forms for text in _marked(columns, {}, form)]
-
-
-BUILT_IN = {
-    "math_answer": _math,
-    "exact_answer": _exact,
-    "last_number": _exact,
-    "code_tests": _program,
-    "task_answer": _any,
-}
-"""What a correct completion looks like, for rewards whose required form is known."""
 
 
 def _completions(case: Case, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
@@ -378,16 +346,15 @@ def _slow(case: Case) -> Iterator[Finding]:
 def check_sandbox(case: Case) -> Iterator[Finding]:
     from gspo.reward.sandbox.probe import sandbox_level
 
-    used = "code_tests" in case.config.reward.functions
-    options = case.config.reward.options.get("code_tests", {})
-    wanted = {k: v for k, v in options.items() if k in ("python", "packages", "allow_unsafe")}
+    config = case.config.reward
+    used = next(((spec, sandbox) for spec in config.functions if (sandbox := reward_traits(spec).sandbox)), None)
     try:
-        level = sandbox_level(**wanted)
+        level = used[1](config.options.get(used[0], {})) if used else sandbox_level()
     except ConfigError as error:
         if used:
             raise
         yield note(
-            "No sandbox for model-written programs works here; code_tests is not among the rewards, so none is needed. "
+            "No sandbox for model-written programs works here; none of the rewards runs programs, so none is needed. "
             f"({error})"
         )
         return

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from gspo.clock import Clock
 from gspo.data.problems import PromptOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
@@ -21,7 +22,7 @@ from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import estimate
-from gspo.rollout.gather import distinct
+from gspo.rollout.gather import distinct, sample_groups
 from gspo.types import Group, Prompt, StopReason
 
 CHUNKS = (2, 2, 4, 8)
@@ -30,7 +31,7 @@ CHUNKS = (2, 2, 4, 8)
 
 def check_sampling(case: Case) -> Iterator[Finding]:
     if refusal := _no_room(case):
-        yield fail(refusal, "Lower rollout.max_tokens or rollout.replies, or use more memory; see memory below.")
+        yield fail(refusal, "Lower rollout.max_tokens or rollout.group_size, or use more memory; see memory below.")
         return
     chunks = [case.prompts] if case.prompts else CHUNKS
     wanted = min(sum(chunks), case.config.rollout.prompts)
@@ -50,7 +51,7 @@ def _no_room(case: Case) -> str:
     assert case.policy is not None
     gpu = case.policy.device.type == "cuda"
     need = sum(line.bytes for line in estimate(case, gpu=gpu).phases["sampling"])
-    least = need * min(1.0, CHUNKS[0] * case.config.rollout.replies / case.completions)
+    least = need * min(1.0, CHUNKS[0] * case.config.rollout.group_size / case.completions)
     free = free_memory(case.policy.device)[0]
     if least <= free:
         return ""
@@ -68,24 +69,25 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
     assert case.engine is not None
     assert case.rewards is not None
     rollout = case.config.rollout
-    started = time.monotonic()
-    completions_P = case.engine.generate(
+    clock = Clock()
+    groups = sample_groups(
+        case.engine,
+        case.rewards,
         prompts,
-        samples=rollout.replies,
+        samples=rollout.group_size,
         sampling=rollout.sampling,
         seed=case.config.seed,
         stream="train/1/0",
         version=0,
+        clock=clock,
         routes=True,
     )
-    sampled = time.monotonic()
-    scores_P = case.rewards.score(list(zip(prompts, completions_P, strict=True)))
     case.pace = Timings(
-        completions=len(prompts) * rollout.replies,
-        rollout_s=sampled - started,
-        reward_s=time.monotonic() - sampled,
+        completions=len(prompts) * rollout.group_size,
+        rollout_s=clock.seconds["rollout"],
+        reward_s=clock.seconds["reward"],
     )
-    return [Group(prompt=p, completions=c, scores=s) for p, c, s in zip(prompts, completions_P, scores_P, strict=True)]
+    return groups
 
 
 def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
@@ -93,7 +95,7 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
     truncated = sum(c.stop is StopReason.LENGTH for c in completions) / len(completions)
     rollout = case.config.rollout
     what = (
-        f"{len(groups)} prompts x {rollout.replies} completions of {case.completion_length:.0f} tokens on average; "
+        f"{len(groups)} prompts x {rollout.group_size} completions of {case.completion_length:.0f} tokens on average; "
         f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
     )
     detail = [f"completion: {shown(completions[0].text) or '(empty)'}"]
@@ -151,13 +153,13 @@ def _remedy(groups: Sequence[Group]) -> str:
         return "The problems are too easy for this model: take harder ones, or a higher temperature."
     return (
         "The problems are too hard for this model, or the reward does not read its completions: look at the "
-        "completions, take easier problems, more rollout.replies, a reward with partial credit, or a cold start."
+        "completions, take easier problems, more rollout.group_size, a reward with partial credit, or a cold start."
     )
 
 
 def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding:
     p = case.config.cold_start.stop_accuracy
-    g = case.config.rollout.replies
+    g = case.config.rollout.group_size
     # p^g + (1 - p)^g is convex in p, so problems of different difficulty have more uniform groups on average.
     least = p**g + (1 - p) ** g
     return note(

@@ -101,10 +101,10 @@ def _trick_fraction(row: Row) -> float:
 
 ALARMS = (
     Alarm(
-        name="nothing trained",
+        name="no trainable samples",
         holds=lasting(lambda row: row.get("samples/trained") == 0),
         what=(
-            "no completion of these steps was trained on, so the policy has not changed; samples/left_out says why: "
+            "no completion of these steps was trained on, so the policy has not changed; samples/dropped says why: "
             "uniform groups need problems that are sometimes solved, a reward with partial credit or more completions "
             "per prompt; truncated completions need a higher rollout.max_tokens; unscored ones need a working reward"
         ),
@@ -130,7 +130,7 @@ ALARMS = (
         ),
     ),
     Alarm(
-        name="length pinned",
+        name="truncation",
         holds=lasting(lambda row: _metric(row, "length/truncated_fraction") >= 0.9),
         what=(
             "nearly all completions are cut at rollout.max_tokens, so their answers are missing; raise it, check that "
@@ -154,7 +154,7 @@ ALARMS = (
         ),
     ),
     Alarm(
-        name="held-out falls",
+        name="held-out drop",
         holds=parted,
         what=(
             "more training completions count as correct while held-out accuracy has fallen: the policy exploits the "
@@ -170,7 +170,7 @@ ALARMS = (
         ),
     ),
     Alarm(
-        name="engine apart",
+        name="engine mismatch",
         holds=drifted,
         what=(
             "the engine's log-probs are ten times further from the learner's than in earlier steps, as if a weight "

@@ -1,7 +1,8 @@
-"""The metrics and rollout records of a step. `record/registry.py` defines every metric.
+"""The metrics and rollout records of a step. `record/metric_definitions.py` defines every metric.
 
-In: the results of collecting and learning. Out: flat dictionaries that are ready to be written. Invariant: nothing here
-depends on the clock. Unscored completions are counted, but excluded from every mean.
+In: the results of collecting and learning, of one rank. Out: metrics that carry how they are reduced over ranks, and
+records that are ready to be written. Invariant: nothing here depends on the clock. Unscored completions are counted,
+but excluded from every mean.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 import statistics as st
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,10 @@ from gspo.learner.routing_replay import RoutingStats
 from gspo.objectives.loss import statistics
 from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
-from gspo.objectives.rounding import rounding_noise
+from gspo.objectives.rounding import root_mean_square, rounding_noise
 from gspo.objectives.samples import drop_reason
 from gspo.redact import known_secrets, redacted
+from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
 from gspo.types import Completion, Group, Score, Status, StopReason
 
@@ -36,15 +39,18 @@ LONG = 16
 """Completions shorter than this are never called repetitive."""
 
 
-def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Any]:
+def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Reduced]:
     """All metrics of a step, except its timings and its evaluation."""
-    learning = _training_metrics(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
-    reasons = reasons_left_out(objective, collected, learned)
-    kinds = {f"samples/left_out/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
-    return _sampling_metrics(collected) | kinds | learning
+    none: dict[str, Reduced] = {"tokens/trained": Sum(0), "samples/trained": Sum(0)}
+    reasons = drop_reasons(objective, collected, learned)
+    return {
+        **_sampling_metrics(collected),
+        "samples/dropped/KIND": _counts({kind.replace(" ", "_"): count for kind, count in reasons.items()}),
+        **(_training_metrics(objective, learned) if learned else none),
+    }
 
 
-def reasons_left_out(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
+def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """Number of completions that were not trained on, by reason, most frequent first."""
     return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
 
@@ -58,52 +64,58 @@ def _completions(
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             index = trained.get((number, sample))
-            reason = drop_reason(c, s, objective) or ("alone" if number < kept else "not mixed")
+            reason = drop_reason(c, s, objective) or ("alone" if number < kept else "uniform")
             yield group, c, s, index, reason if index is None else ""
 
 
-def _sampling_metrics(collected: CollectResult) -> dict[str, Any]:
+def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
     groups = collected.gathered.sampled
     pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
-    rewards = [s.reward for _, s in pairs if s.reward is not None]
+    scores = [s for _, s in pairs]
+    rewards = [s.reward for s in scores if s.reward is not None]
     lengths = [len(c.token_ids) for c, _ in pairs]
-    correct = [s.correct for _, s in pairs if s.correct is not None]
     return {
-        "reward/mean": _mean(rewards),
-        "reward/std": st.pstdev(rewards) if rewards else NAN,
-        "reward/correct_fraction": _mean(correct),
-        **_parts(pairs),
-        "groups/sampled": len(groups),
-        "groups/uniform_fraction": _mean([g.uniform for g in groups]),
-        "groups/discarded": len(collected.gathered.discarded),
-        "samples/unscored": sum(s.status is Status.UNSCORED for _, s in pairs),
-        **_failures([s for _, s in pairs]),
-        **_notes([s for _, s in pairs]),
-        "length/mean": _mean(lengths),
-        **_quantiles(lengths),
-        "length/max": max(lengths, default=0),
-        "length/truncated_fraction": _mean([c.stop is StopReason.LENGTH for c, _ in pairs]),
-        "length/repetitive_fraction": _mean([_repetitive(c) for c, _ in pairs]),
-        "tokens/generated": collected.tokens,
+        "reward/mean": Mean.of(rewards),
+        "reward/std": Gather(rewards, lambda r: st.pstdev(r) if r else NAN),
+        "reward/correct_fraction": Mean.of([s.correct for s in scores if s.correct is not None]),
+        "reward/part/NAME": _parts(scores),
+        "groups/sampled": Sum(len(groups)),
+        "groups/uniform_fraction": Mean.of([g.uniform for g in groups]),
+        "groups/discarded": Sum(len(collected.gathered.discarded)),
+        "samples/unscored": Sum(sum(s.status is Status.UNSCORED for s in scores)),
+        "samples/unscored/KIND": _counts(Counter(s.failure.partition(":")[0] for s in scores if s.failure)),
+        "reward/note/FUNCTION/WORD": _notes(scores),
+        "length/mean": Mean.of(lengths),
+        "length/p10": Gather(lengths, partial(_quantile, 0.1)),
+        "length/median": Gather(lengths, partial(_quantile, 0.5)),
+        "length/p90": Gather(lengths, partial(_quantile, 0.9)),
+        "length/max": Max(max(lengths, default=0)),
+        "length/truncated_fraction": Mean.of([c.stop is StopReason.LENGTH for c, _ in pairs]),
+        "length/repetitive_fraction": Mean.of([_repetitive(c) for c, _ in pairs]),
+        "tokens/generated": Sum(collected.tokens),
         **_decoding(collected),
     }
 
 
-def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
-    names = {"length/p10": 0.1, "length/median": 0.5, "length/p90": 0.9}
-    return {name: float(np.quantile(lengths, q)) if lengths else NAN for name, q in names.items()}
+def _quantile(q: float, lengths: Sequence[int]) -> float:
+    return float(np.quantile(lengths, q)) if lengths else NAN
 
 
-def _decoding(collected: CollectResult) -> dict[str, Any]:
+def _decoding(collected: CollectResult) -> dict[str, Reduced]:
     """How full the decoding batches of the engine were."""
     decoded = collected.decoded
     if decoded is None or not decoded.steps:
         return {}
     return {
-        "sampler/steps": decoded.steps,
-        "sampler/live_mean": collected.tokens / decoded.steps,
-        "padding/sampler": 1 - collected.tokens / decoded.rows,
+        "sampler/decode_steps": Sum(decoded.steps),
+        "sampler/running_mean": Mean(collected.tokens, decoded.steps),
+        "sampler/idle_fraction": Gather([(collected.tokens, decoded.rows)], _rest),
     }
+
+
+def _rest(pairs: Sequence[tuple[int, int]]) -> float:
+    """The share that is left of a whole, from pairs of (part, whole)."""
+    return 1 - sum(part for part, _ in pairs) / sum(whole for _, whole in pairs)
 
 
 def _repetitive(completion: Completion) -> bool:
@@ -112,36 +124,36 @@ def _repetitive(completion: Completion) -> bool:
     return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 
 
-def _parts(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
-    names = sorted({name for _, s in pairs for name in s.parts})
-    if len(names) < 2:
-        return {}
-    values = {name: [v for _, s in pairs if (v := s.parts.get(name)) is not None] for name in names}
-    return {f"reward/part/{name}": _mean(v) for name, v in values.items()}
+def _parts(scores: Sequence[Score]) -> Family:
+    """Mean of each reward function, if there are several."""
+    names = sorted({name for s in scores for name in s.parts})
+    values = {name: [v for s in scores if (v := s.parts.get(name)) is not None] for name in names}
+    return Family({name: Mean.of(v) for name, v in values.items()} if len(names) > 1 else {})
 
 
-def _failures(scores: Sequence[Score]) -> dict[str, int]:
-    """Number of unscored completions, by kind of failure."""
-    kinds = Counter(s.failure.partition(":")[0] for s in scores if s.failure)
-    return {f"samples/unscored/{kind}": kinds[kind] for kind in sorted(kinds)}
-
-
-def _notes(scores: Sequence[Score]) -> dict[str, float]:
+def _notes(scores: Sequence[Score]) -> Family:
     """Share of the completions that a reward function has tagged with each note."""
     counts = Counter((name, word) for s in scores for name, words in s.notes.items() for word in set(words))
-    return {f"reward/note/{name}/{word}": n / len(scores) for (name, word), n in sorted(counts.items())}
+    shares = {f"{name}/{word}": Mean(n, len(scores)) for (name, word), n in sorted(counts.items())}
+    # A rank without the note has completions all the same, and they belong into the denominator.
+    return Family(shares, absent=Mean(0, len(scores)))
 
 
-def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Any]:
+def _counts(counts: Mapping[str, int]) -> Family:
+    return Family({kind: Sum(count) for kind, count in sorted(counts.items())})
+
+
+def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
     stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
-    applied = [u for u in learned.updates if u.applied]
-    metrics = {
-        "loss/policy": _mean([float(x.policy) for x in learned.losses]),
-        "loss/kl": _mean([float(x.kl) for x in learned.losses]),
-        "loss/entropy": _mean([float(x.entropy) for x in learned.losses]),
-        "grad/norm": _mean([u.grad_norm for u in learned.updates]),
-        "grad/skipped": len(learned.updates) - len(applied),
-        "learning_rate": learned.updates[-1].learning_rate,
+    positions = learned.positions
+    metrics: dict[str, Reduced] = {
+        # Token weights belong to the update as a whole, so the losses of its ranks add up as those of micro-batches do.
+        "loss/policy": Sum(_mean([float(x.policy) for x in learned.losses])),
+        "loss/kl": Sum(_mean([float(x.kl) for x in learned.losses])),
+        "loss/entropy": Sum(_mean([float(x.entropy) for x in learned.losses])),
+        "grad/norm": Same(_mean([u.grad_norm for u in learned.updates])),
+        "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
+        "learning_rate": Same(learned.updates[-1].learning_rate),
         "clip/fraction_tokens": stats["clip_fraction_tokens"],
         "clip/fraction_sequences": stats["clip_fraction_sequences"],
         "ratio/mean": stats["ratio_mean"],
@@ -150,79 +162,104 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, A
         "ratio/sequence_log_std": stats["ratio_sequence_log_std"],
         "kl/old_new": stats["kl_old_new"],
         **mismatch(learned.log_rho_M),
-        "entropy/mean": float(learned.entropy_M.mean()),
-        "advantage/std": float(learned.advantage_B.std(correction=0)),
-        "tokens/trained": len(learned.ratio_N),
-        "samples/trained": len(learned.samples),
-        "padding/learner": learned.positions.empty / learned.positions.computed,
-        "padding/saved": 1 - learned.positions.computed / learned.positions.padded,
+        "entropy/mean": Mean.of(learned.entropy_M),
+        "advantage/std": Gather(learned.advantage_B, std),
+        "tokens/trained": Sum(len(learned.ratio_N)),
+        "samples/trained": Sum(len(learned.samples)),
+        "padding/learner": Mean(positions.empty, positions.computed),
+        "padding/saved": Gather([(positions.computed, positions.padded)], _rest),
     }
     metrics |= _shaping(learned) if objective.shape == "soft_overlong" else {}
     if clip_range := objective.trust_region.clip_range:
-        metrics |= {"clip/low": clip_range[0], "clip/high": clip_range[1]}
+        metrics |= {"clip/low": Same(clip_range[0]), "clip/high": Same(clip_range[1])}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
     metrics |= _noise(objective, learned)
-    return metrics | (_routing(learned.routed) if learned.routed else {})
+    return metrics | (_routing(learned.routed, len(learned.updates)) if learned.routed else {})
 
 
-def _shaping(learned: LearnResult) -> dict[str, float]:
+def _shaping(learned: LearnResult) -> dict[str, Reduced]:
     """The penalty on long completions."""
     penalties = [float(r.score.reward or 0) - r.reward for r in learned.samples]
-    return {"reward/length_penalty": _mean(penalties), "length/punished_fraction": _mean([p > 0 for p in penalties])}
-
-
-def mismatch(log_rho_M: Tensor) -> dict[str, float]:
-    """How far the engine's probabilities mu are from the learner's pi_old, over the tokens that both computed."""
-    # In float64: k3 and chi2 are differences of nearly equal numbers, which float32 would round away.
-    log_rho_M = log_rho_M.double()
-    rho_M = log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
-        "mismatch/abs_mean": float(log_rho_M.abs().mean()),
-        "mismatch/abs_max": float(log_rho_M.abs().max()),
-        "mismatch/k1": -float(log_rho_M.mean()),
-        "mismatch/k3": float((torch.expm1(log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_rho_M).mean()),
-        "mismatch/chi2": float((rho_M.square() - 1).mean()),
-        "mismatch/ess": float(rho_M.mean().square() / rho_M.square().mean()),
-        "mismatch/extreme_fraction": float((log_rho_M.abs() > EXTREME).double().mean()),
+        "reward/length_penalty": Mean.of(penalties),
+        "length/penalized_fraction": Mean.of([p > 0 for p in penalties]),
     }
 
 
-def _noise(objective: Objective, learned: LearnResult) -> dict[str, float]:
+def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
+    """How far the engine's probabilities mu are from the learner's pi_old, over the tokens that both computed."""
+    # In float64: k3 and chi2 are differences of nearly equal numbers, which float32 would round away.
+    log_rho_M = log_rho_M.double()
+    bounded_M = log_rho_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho_M = bounded_M.exp()
+    return {
+        "mismatch/abs_mean": Mean.of(log_rho_M.abs()),
+        "mismatch/abs_max": Max.of(log_rho_M.abs()),
+        "mismatch/k1": Mean(-log_rho_M.sum(), len(log_rho_M)),
+        "mismatch/k3": Mean.of(torch.expm1(bounded_M) - log_rho_M),
+        "mismatch/chi2": Mean.of(rho_M.square() - 1),
+        "mismatch/ess": Gather(rho_M, lambda rho: float(rho.mean().square() / rho.square().mean())),
+        "mismatch/extreme_fraction": Mean.of((log_rho_M.abs() > EXTREME).double()),
+    }
+
+
+def _noise(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
     """Rounding noise of the importance ratio, if a clip range can act on it.
 
     With one update per batch the ratio is exactly 1, however coarse the rounding."""
     if learned.rounding_N is None or len(learned.updates) < 2:
         return {}
     noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
-    return {} if noise is None else {"noise/log_ratio": noise.log_ratio, "noise/beyond_clip": noise.beyond_clip}
+    if noise is None:
+        return {}
+    return {
+        "noise/log_ratio": Gather(noise.log_ratio_M, root_mean_square),
+        "noise/beyond_clip": Mean.of(noise.beyond_M.double()),
+    }
 
 
-def _routing(routed: RoutingStats) -> dict[str, Any]:
+def _routing(routed: RoutingStats, updates: int) -> dict[str, Reduced]:
     """Share of the expert choices that changed, and how evenly the experts are used."""
     # Update 0 uses the weights of the old policy, so its routers choose the old experts: there is nothing to measure.
+    # A step of one update is measured after it, which counts as update 1.
     after_N = routed.update_N > 0
-    sampler = routed.sampler_N[routed.sampler_N >= 0]
-    first = routed.native_N[routed.update_N == 1]
-    last = routed.native_N[routed.update_N == routed.update_N.max()]
-    metrics = {
-        "routing/flip_fraction": _share(routed.flipped_N[after_N], routed.choices),
-        "routing/flip_fraction_first": _share(first, routed.choices),
-        "routing/flip_fraction_last": _share(last, routed.choices),
-        "routing/flip_fraction_sampler": _share(sampler, routed.choices),
+    last_N = routed.update_N == max(1, updates - 1)
+    metrics: dict[str, Reduced] = {
+        "routing/flip_fraction": _flips(routed.flipped_N[after_N], routed.choices),
+        "routing/flip_fraction_first": _flips(routed.native_N[routed.update_N == 1], routed.choices),
+        "routing/flip_fraction_last": _flips(routed.native_N[last_N], routed.choices),
+        "routing/flip_fraction_sampler": _flips(routed.sampler_N[routed.sampler_N >= 0], routed.choices),
     }
     if routed.replayed:
-        metrics["routing/flip_fraction_native"] = _share(routed.native_N[after_N], routed.choices)
-    share_LE = routed.load_LE.double() / routed.load_LE.sum(-1, keepdim=True)
-    entropy_L = torch.special.entr(share_LE).sum(-1) / math.log(share_LE.shape[1])
-    busiest_L = share_LE.amax(-1) * share_LE.shape[1]
-    metrics |= {"routing/load_entropy": float(entropy_L.mean()), "routing/load_max": float(busiest_L.max())}
-    for layer, (entropy, busiest) in enumerate(zip(entropy_L.tolist(), busiest_L.tolist(), strict=True)):
-        metrics |= {f"routing/load_entropy/{layer}": entropy, f"routing/load_max/{layer}": busiest}
-    return metrics | ({"loss/balance": _mean(routed.balance_losses)} if routed.balance_losses else {})
+        metrics["routing/flip_fraction_native"] = _flips(routed.native_N[after_N], routed.choices)
+    load = routed.load_LE.unsqueeze(0)
+    metrics["routing/load_entropy"] = Gather(load, lambda load: float(_load_entropy(load).mean()))
+    metrics["routing/load_max"] = Gather(load, lambda load: float(_busiest(load).max()))
+    for layer in range(load.shape[1]):
+        metrics[f"routing/load_entropy/{layer}"] = Gather(load[:, [layer]], lambda load: float(_load_entropy(load)))
+        metrics[f"routing/load_max/{layer}"] = Gather(load[:, [layer]], lambda load: float(_busiest(load)))
+    return metrics | ({"loss/balance": Sum(_mean(routed.balance_losses))} if routed.balance_losses else {})
 
 
-def _share(counts: Tensor, of: int) -> float:
-    return float(counts.double().mean() / of) if len(counts) else NAN
+def _flips(counts: Tensor, choices: int) -> Mean:
+    return Mean(counts.double().sum(), choices * len(counts))
+
+
+def _load_entropy(load: Tensor) -> Tensor:
+    """By layer, as a share of its maximum; `load` counts choices by rank, layer and expert."""
+    share_LE = _load_share(load)
+    return torch.special.entr(share_LE).sum(-1) / math.log(share_LE.shape[1])
+
+
+def _busiest(load: Tensor) -> Tensor:
+    """By layer, times the number of experts."""
+    share_LE = _load_share(load)
+    return share_LE.amax(-1) * share_LE.shape[1]
+
+
+def _load_share(load: Tensor) -> Tensor:
+    load_LE = load.sum(0)
+    return load_LE.double() / load_LE.sum(-1, keepdim=True)
 
 
 def rollout_records(
@@ -235,7 +272,7 @@ def rollout_records(
     for group, c, s, index, reason in _completions(objective, collected, learned):
         record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
         if index is None or learned is None:
-            yield record | {"trained": False, "left_out": reason}
+            yield record | {"trained": False, "drop_reason": reason}
         else:
             reward = float(learned.reward_B[index])
             advantage = float(learned.advantage_B[index])
@@ -310,6 +347,5 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [round(v, 7) for v in values]
 
 
-def _mean(values: Sequence[float | bool | None]) -> float:
-    present = [float(v) for v in values if v is not None]
-    return sum(present) / len(present) if present else NAN
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else NAN

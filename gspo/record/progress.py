@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gspo.record.metric_definitions import heading
 from gspo.safe_output import printed, terminal
 
 
@@ -87,15 +88,15 @@ class _Recent:
             held_out = f"{_share(self.first)} → {held_out}"
         if v.get("eval/accuracy_greedy") is not None:
             held_out += f" (greedy {_share(v['eval/accuracy_greedy'])})"
-        unscored = [("unscored", str(v["samples/unscored"]))] if v.get("samples/unscored") else []
-        clipped = ("clipped", _share(v.get("clip/fraction_tokens")))
+        unscored = [(heading("samples/unscored"), str(v["samples/unscored"]))] if v.get("samples/unscored") else []
+        clipped = (heading("clip/fraction_tokens"), _share(v.get("clip/fraction_tokens")))
         if v.get("samples/trained") == 0:
             clipped = ("trained on", "nothing")
         return [
-            ("reward", _number(v.get("reward/mean"), ".3f")),
-            ("held-out", held_out),
+            (heading("reward/mean"), _number(v.get("reward/mean"), ".3f")),
+            (heading("eval/accuracy"), held_out),
             clipped,
-            ("length", _number(v.get("length/mean"), ".1f")),
+            (heading("length/mean"), _number(v.get("length/mean"), ".1f")),
             ("tokens/s", _number(v.get("tokens/s"), ",.0f")),
             *unscored,
         ]

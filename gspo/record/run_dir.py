@@ -1,5 +1,6 @@
 """The run directory: everything that a run writes, and everything that other commands read of it.
 
+    run.json               the format of the directory, and what the objective does
     config.toml            resolved, complete
     environment.json       versions, device, commit
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
@@ -34,12 +35,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gspo import aliases
 from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
+from gspo.record import run_format
 from gspo.redact import known_secrets, redacted, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
-FILES = (".lock", "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
+FILES = (".lock", run_format.FILE, "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
 FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
@@ -82,13 +85,16 @@ class RunDir:
             ) from None
         return cls(path)
 
-    def describe(self, config: Config) -> None:
-        """Write the config and the environment. From then on the directory holds a run."""
+    def describe(self, config: Config, objective: Mapping[str, Any]) -> None:
+        """Write the format, the resolved objective, the config and the environment. From then on the directory holds a
+        run."""
         environment = redacted_values({"seed": config.seed, **_environment()}, known_secrets())
         with self.writing("environment.json"):
             (self.path / "rollouts").mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             replace_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        with self.writing(run_format.FILE):
+            replace_text(self.path / run_format.FILE, run_format.to_json(objective))
         # config.toml comes last: it is what makes the directory a run (see `started`).
         with self.writing("config.toml"):
             replace_text(self.path / "config.toml", to_toml(config))
@@ -101,6 +107,7 @@ class RunDir:
             raise ConfigError(
                 f"{path}: not a run directory (no config.toml); give the directory that 'gspo train' made"
             )
+        run_format.read(Path(path))
         return cls(Path(path)), from_tree(read_toml(file), where=str(file))
 
     def check_held(self) -> None:
@@ -183,6 +190,11 @@ class RunDir:
         self._lock.close()
 
     @property
+    def format(self) -> int:
+        """The format of the directory."""
+        return run_format.read(self.path).format
+
+    @property
     def started(self) -> bool:
         """Whether the directory holds a run."""
         return (self.path / "config.toml").exists()
@@ -190,7 +202,7 @@ class RunDir:
     def discard_if_empty(self) -> None:
         """Remove the directory of a run that never started, unless it contains other files."""
         if not self.started and self._lock.in_place():
-            for name in (".lock", "environment.json"):
+            for name in (".lock", "environment.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
             for folder in (self.path / "rollouts", self.checkpoints, self.path):
                 with suppress(OSError):
@@ -218,6 +230,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [_object(json.loads(line)) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: a line is not a JSON object ({error}); gspo did not write this file") from None
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of `metrics.jsonl`, with today's names."""
+    return [aliases.metrics(row) for row in read_jsonl(run / "metrics.jsonl")]
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """The records of `events.jsonl`, with today's names."""
+    return [aliases.event(row) for row in read_jsonl(run / "events.jsonl")]
 
 
 def _object(value: Any) -> dict[str, Any]:

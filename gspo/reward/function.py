@@ -45,6 +45,9 @@ from gspo.reward import rewards
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that every function may receive in addition to the row's columns."""
 
+TASK_REWARD = "task_answer"
+"""The reward that scores with a generated task's own score."""
+
 TRACE = 20_000
 """Maximum length of a traceback in characters."""
 _WORD = re.compile(r"[a-z0-9_]{1,32}")
@@ -99,7 +102,7 @@ def find_sources(
     functions: Sequence[str], options: Mapping[str, Any], task: tuple[str, Mapping[str, Any]] | None
 ) -> list[Source]:
     """Locate every function without importing it."""
-    functions = tuple(functions) or (("task_answer",) if task else ())
+    functions = chosen_functions(functions, task is not None)
     if not functions:
         raise ConfigError('reward.functions: name at least one, for example ["math_answer"] or ["my.py:score"]')
     for spec in functions:
@@ -111,13 +114,20 @@ def find_sources(
         if not isinstance(value, Mapping):
             raise ConfigError(f"reward.options.{key}: must be a table of options, not {value!r}")
     given = {spec: dict(options.get(spec, {})) for spec in functions}
-    if task and "task_answer" in given:
-        given["task_answer"] = {"task": task[0], "task_options": dict(task[1]), **given["task_answer"]}
-    if "task_answer" in given and "task" not in given["task_answer"]:
-        raise ConfigError("reward.functions: task_answer needs a generated task; set data.task or use another reward")
+    if task and TASK_REWARD in given:
+        given[TASK_REWARD] = {"task": task[0], "task_options": dict(task[1]), **given[TASK_REWARD]}
+    if TASK_REWARD in given and "task" not in given[TASK_REWARD]:
+        raise ConfigError(
+            f"reward.functions: {TASK_REWARD} needs a generated task; set data.task or use another reward"
+        )
     short = [spec.rpartition(":")[2] for spec in functions]
     names = [name if short.count(name) == 1 else spec for name, spec in zip(short, functions, strict=True)]
     return [_find(spec, name, given[spec]) for spec, name in zip(functions, names, strict=True)]
+
+
+def chosen_functions(functions: Sequence[str], has_task: bool) -> tuple[str, ...]:
+    """`reward.functions`, or the task's own score if none is named."""
+    return tuple(functions) or ((TASK_REWARD,) if has_task else ())
 
 
 def built_in_names() -> list[str]:

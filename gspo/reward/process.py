@@ -29,7 +29,7 @@ from typing import IO, Any
 import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, Source, one_line
-from gspo.reward.memory import held, processor_seconds
+from gspo.reward.process_usage import held, processor_seconds
 
 START_LIMIT_S = 120.0
 """Time limit for importing the functions. A user's file may import torch."""

@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 
 from gspo.errors import RewardError
-from gspo.reward.memory import processor_seconds
+from gspo.reward.process_usage import processor_seconds
 from gspo.reward.sandbox.clock import PATIENCE_ALONE, SLACK
 
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"

@@ -56,6 +56,11 @@ class Engine(Protocol):
     """Samples completions from the current policy."""
 
     @property
+    def about(self) -> str:
+        """A sentence for the log at the start of a run; empty if there is nothing to say."""
+        ...
+
+    @property
     def decoded(self) -> DecodeStats | None:
         """The decoding cost since the engine was built; None if unknown."""
         ...
@@ -76,10 +81,17 @@ class Engine(Protocol):
         version: int,
         routes: bool = False,
     ) -> list[list[Completion]]:
-        """Sample `samples` completions of each prompt.
+        """Sample `samples` completions of each prompt from the learner's current weights.
 
         `stream` names the occasion (`train/12`, `eval/20`), so that a prompt that occurs again gets fresh samples.
         `version` is stored in every completion. `routes` requests the experts, if the engine reports them."""
+        ...
+
+    def sync(self, version: int) -> None:
+        """Sample the next tokens from the learner's current weights, also those of completions in progress.
+
+        `version` is the version of these weights. `generate` starts with the current weights by itself; this is for
+        another thread that has changed them since. An engine that shares the learner's weights has nothing to do."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Gather enough groups to train on, refilling what the objective discards.
+"""Groups of completions: sample and score them, and gather a batch of them to train on.
 
-In: scored groups, as they come. Out: a `CollectResult`. Invariant: a group is kept or discarded by its rewards before
-length shaping. When the budget runs out, the step trains on what was kept; nothing that was discarded comes back.
+In: prompts, an engine and what scores completions. Out: groups; for a training step, a `CollectResult`. Invariant: a
+group is kept or discarded by its rewards before length shaping. When the budget runs out, the step trains on what was
+kept; nothing that was discarded comes back.
 """
 
 from __future__ import annotations
@@ -9,14 +10,60 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from gspo.rollout.engine import DecodeStats
-from gspo.types import Group, Prompt
+from gspo.clock import Clock
+from gspo.rollout.engine import DecodeStats, Engine
+from gspo.types import Completion, Group, Prompt, Sampling, Score
+
+
+class Scorer(Protocol):
+    """Scores completions. In a run it is the `RewardPool`."""
+
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
+        """One score per completion, in the order of the prompts and completions."""
+        ...
+
+
+def sample_groups(
+    engine: Engine,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    stream: str,
+    version: int,
+    clock: Clock,
+    routes: bool = False,
+) -> list[Group]:
+    """Sample `samples` completions of each prompt and score them. Training, evaluation and the doctor all sample here.
+
+    The clock measures sampling as `rollout` and scoring as `reward`."""
+    with clock.measure("rollout"):
+        completions_P = engine.generate(
+            prompts, samples=samples, sampling=sampling, seed=seed, stream=stream, version=version, routes=routes
+        )
+    with clock.measure("reward"):
+        scores_P = scorer.score(list(zip(prompts, completions_P, strict=True)))
+    scored = zip(prompts, completions_P, scores_P, strict=True)
+    return [Group(prompt=p, completions=c, scores=s) for p, c, s in scored]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutState:
+    """How far sampling has come. With the seed and the weights, it determines the next batch."""
+
+    batch: int = 0
+    """Batches collected so far. The next one has this number plus 1, and its random streams are keyed by it."""
+    cursor: int = 0
+    """Prompts taken so far. The data order is a function of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """The groups that a step sampled."""
+    """The groups of a batch."""
 
     groups: tuple[Group, ...]
     discarded: tuple[Group, ...]
@@ -29,13 +76,20 @@ class RolloutBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectResult:
-    """The rollout half of a step."""
+    """A collected batch, which knows where it comes from: it may be trained on later than it was sampled."""
 
     gathered: RolloutBatch
-    cursor: int
-    """Position in the data order after this step."""
+    version: int
+    """Optimizer steps behind the weights when sampling started. A completion carries its own version too."""
+    after: RolloutState
+    """Where sampling stands after this batch, so a run that has trained on it continues with the next one."""
     decoded: DecodeStats | None = None
     """What decoding cost; None if the engine does not know."""
+
+    @property
+    def batch(self) -> int:
+        """The number of this batch, from 1."""
+        return self.after.batch
 
     @property
     def tokens(self) -> int:
@@ -54,10 +108,12 @@ class PromptRequest:
 class Gatherer:
     """Iterates over requests for prompts until `want` groups are kept, with at most `budget` times `want` prompts."""
 
-    def __init__(self, *, want: int, budget: int, cursor: int, keep: Callable[[Group], bool]) -> None:
+    def __init__(self, *, want: int, budget: int, start: RolloutState, keep: Callable[[Group], bool]) -> None:
+        self.batch = start.batch + 1
+        """The number of the batch that is gathered."""
+        self._cursor = start.cursor
         self._want = want
         self._limit = budget * want
-        self._cursor = cursor
         self._keep = keep
         self._kept: list[Group] = []
         self._discarded: list[Group] = []
@@ -75,11 +131,14 @@ class Gatherer:
         for group in groups:
             (self._kept if self._keep(group) else self._discarded).append(group)
 
-    def result(self, before: DecodeStats | None, after: DecodeStats | None) -> CollectResult:
-        """What was gathered; `before` and `after` are the engine's counters around it."""
-        batch = RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded))
-        decoded = after - before if after and before else None
-        return CollectResult(gathered=batch, cursor=self._cursor, decoded=decoded)
+    def result(self, version: int, before: DecodeStats | None, after: DecodeStats | None) -> CollectResult:
+        """What was gathered from weights of this version; `before` and `after` are the engine's counters around it."""
+        return CollectResult(
+            gathered=RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded)),
+            version=version,
+            after=RolloutState(batch=self.batch, cursor=self._cursor),
+            decoded=after - before if after and before else None,
+        )
 
 
 def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:

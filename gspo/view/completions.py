@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo import aliases
 from gspo.errors import panics_as_errors
 from gspo.redact import known_secrets, redacted_pieces
+from gspo.safe_files import open_regular, read_regular
 from gspo.types import UNIFORM_TOLERANCE
-from gspo.view.safe_files import open_regular, read_regular
 
 LARGEST_FILE = 1 << 28
 """Size limit of a rollouts file in bytes."""
@@ -99,7 +100,7 @@ class Completions:
         return {
             "total": len(records),
             "found": len(found),
-            "replies": [
+            "completions": [
                 {"group": g, "number": n, "prompt": _truncate(r.get("prompt"), EXCERPT), **_summary(r)}
                 for g, n, r in found[:MOST_LISTED]
             ],
@@ -118,7 +119,7 @@ class Completions:
             **_summary(record),
             "group": group,
             "number": number,
-            "replies": len(groups[group]),
+            "completions": len(groups[group]),
             "previous": positions[at - 1] if at else None,
             "next": positions[at + 1] if at + 1 < len(positions) else None,
             "prompt": _truncate(record.get("prompt"), LONGEST_TEXT),
@@ -176,7 +177,7 @@ FILTERS = {
     "clipped": Filter(label="clipped", holds=lambda r, _: _clipped(r)),
     "truncated": Filter(label="truncated", holds=lambda r, _: r.get("stop") == "length"),
     "unscored": Filter(label="unscored", holds=lambda r, _: r.get("status") == "unscored"),
-    "left_out": Filter(label="not trained on", holds=lambda r, _: not r.get("trained")),
+    "dropped": Filter(label="not trained on", holds=lambda r, _: not r.get("trained")),
     "flipped": Filter(label="with expert flips", holds=lambda r, _: any(r.get("flipped_experts") or ())),
 }
 
@@ -224,11 +225,11 @@ def _records(data: bytes) -> list[Record]:
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.append(_validate(record))
+            found.append(_validate(aliases.record(record)))
     return found
 
 
-TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "left_out", "failure")
+TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "drop_reason", "failure")
 NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
 FLAG_FIELDS = ("correct", "trained")
 
@@ -257,16 +258,16 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
     rewards = [float(r["reward"]) for r in records if r.get("reward") is not None]
     correct = [bool(r["correct"]) for r in records if r.get("correct") is not None]
     uniform = not rewards or max(rewards) - min(rewards) <= UNIFORM_TOLERANCE * max(1.0, *map(abs, rewards))
-    reasons = {r.get("left_out") for r in records if not r.get("trained")}
+    reasons = {r.get("drop_reason") for r in records if not r.get("trained")}
     return {
         "group": number,
         "prompt_id": records[0].get("prompt_id"),
         "prompt": _truncate(records[0].get("prompt"), EXCERPT),
-        "replies": [_summary(r) for r in records],
+        "completions": [_summary(r) for r in records],
         "uniform": uniform,
         "correct": sum(correct),
         "judged": len(correct),
-        "discarded": "not mixed" in reasons,
+        "discarded": "uniform" in reasons,
         "reward": sum(rewards) / len(rewards) if rewards else None,
     }
 
@@ -283,7 +284,7 @@ def _summary(record: Record) -> dict[str, Any]:
         "reward": record.get("reward"),
         "correct": record.get("correct"),
         "trained": record.get("trained"),
-        "left_out": record.get("left_out"),
+        "drop_reason": record.get("drop_reason"),
         "advantage": record.get("advantage"),
         "sequence_ratio": record.get("sequence_ratio"),
         "clipped_fraction": record.get("clipped_fraction"),

@@ -13,20 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gspo.record.alarms import FLAT, NOISY
+from gspo.record.run_format import ObjectiveFacts
 
 WINDOW = 20
 """Number of recent steps that a rule considers."""
 FEWEST_STEPS = 5
 """With fewer steps, no rule reports a trend or an average."""
 
-SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
-"""Objectives that clip whole completions."""
-TOKEN_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "minirl")
-"""Objectives that clip each token's ratio to [1 - clip_low, 1 + clip_high]."""
-SHAPED_ROWS = {"dapo": "soft_overlong"}
-"""Objectives that shape the reward by length by default."""
-WHITENED_ROWS = ("reinforce_pp",)
-"""Objectives that normalize advantages over the whole batch and, by default, put the KL penalty into the reward."""
 NEARLY_ALL = 0.95
 """At this share of uniform groups, the reward hardly contributes to training."""
 
@@ -58,6 +51,7 @@ class RunFacts:
     events: Sequence[Row]
     settings: Mapping[str, Any]
     """`config.toml` as nested tables."""
+    objective: ObjectiveFacts
     state: str
     """As defined by `RunReader.state`."""
 
@@ -73,18 +67,7 @@ class RunFacts:
     @property
     def clips_sequences(self) -> bool:
         """Whether the objective clips whole completions."""
-        return self.setting("objective", "name", "gspo") in SEQUENCE_ROWS
-
-    @property
-    def shape(self) -> str:
-        """How the objective shapes the reward of long completions."""
-        default = SHAPED_ROWS.get(self.setting("objective", "name", "gspo"), "none")
-        return str(self.setting("objective", "shape", default))
-
-    @property
-    def whitens(self) -> bool:
-        """Whether the objective normalizes advantages across groups."""
-        return self.setting("objective", "name", "gspo") in WHITENED_ROWS
+        return self.objective.clips == "sequences"
 
     def mean(self, key: str, rows: Sequence[Row] | None = None) -> float:
         """Mean of a metric over the recent steps that have it; NaN if none does."""
@@ -117,7 +100,7 @@ def _error(facts: RunFacts) -> Finding | None:
     if last.get("event") != "error":
         return None
     return Finding(
-        name="error", level="bad", what=f"The run stopped with an error: {last.get('error')}: {last.get('what')}"
+        name="error", level="bad", what=f"The run stopped with an error: {last.get('error')}: {last.get('message')}"
     )
 
 
@@ -152,7 +135,7 @@ def _alarm(facts: RunFacts) -> Finding | None:
         return None
     last = alarms[-1]
     return Finding(
-        name="alarm", level="bad", what=f"Alarm at step {last.get('step')}, {last.get('name')}: {last.get('what')}."
+        name="alarm", level="bad", what=f"Alarm at step {last.get('step')}, {last.get('name')}: {last.get('message')}."
     )
 
 
@@ -242,7 +225,7 @@ def _no_trainable_samples(facts: RunFacts) -> Finding | None:
     idle = [r for r in facts.recent if r.get("samples/trained") == 0]
     if not idle:
         return None
-    prefix = "samples/left_out/"
+    prefix = "samples/dropped/"
     counts: dict[str, float] = {}
     for key, value in ((k, v) for r in idle for k, v in r.items() if k.startswith(prefix)):
         counts[key.removeprefix(prefix)] = counts.get(key.removeprefix(prefix), 0) + float(value or 0)
@@ -260,10 +243,10 @@ def _no_trainable_samples(facts: RunFacts) -> Finding | None:
 
 _DROP_REASONS = {
     "": ("", "The events give the reason."),
-    "not_mixed": (
+    "uniform": (
         ", because all completions of every sampled group had the same reward",
         "Use problems that the model sometimes solves, a reward with partial credit, or more completions per prompt "
-        "(rollout.replies). Sampling more of the same (rollout.refill_budget) costs more and helps little.",
+        "(rollout.group_size). Sampling more of the same (rollout.refill_budget) costs more and helps little.",
     ),
     "overlong": (
         ", because all completions were truncated and objective.shape drops truncated ones",
@@ -275,7 +258,7 @@ _DROP_REASONS = {
     ),
     "alone": (
         ", because no group had two trainable completions to compare",
-        "Raise rollout.replies, and check why the others were dropped: samples/left_out counts the reasons.",
+        "Raise rollout.group_size, and check why the others were dropped: samples/dropped counts the reasons.",
     ),
     "empty": (
         ", because the completions were empty",
@@ -290,7 +273,10 @@ def _uniform(facts: RunFacts) -> Finding | None:
     """Groups in which all rewards are equal. A penalty that is added to the reward can still give them a gradient."""
     share = facts.mean("groups/uniform_fraction")
     penalty = _penalty(facts)
-    if len(facts.recent) < FEWEST_STEPS or not share >= 0.5 or (facts.whitens and facts.mean("reward/std") >= FLAT):
+    if len(facts.recent) < FEWEST_STEPS or not share >= 0.5:
+        return None
+    # An objective that compares completions across groups gets a gradient from uniform groups, too.
+    if facts.objective.advantage_scope == "batch" and facts.mean("reward/std") >= FLAT:
         return None
     if penalty and share >= NEARLY_ALL:
         return _penalty_only(facts, share, penalty)
@@ -310,7 +296,7 @@ def _uniform(facts: RunFacts) -> Finding | None:
         ),
         remedy=(
             f"To waste less, {dynamic}use {_better_problems(correct)}, or more completions per prompt "
-            "(rollout.replies)."
+            "(rollout.group_size)."
         ),
     )
 
@@ -325,9 +311,8 @@ def _penalty(facts: RunFacts) -> str:
     """The penalties that give uniform groups a gradient; empty if there are none or the groups are discarded."""
     if facts.mean("groups/discarded") > 0 or not facts.mean("advantage/std") >= FLAT:
         return ""
-    kl_in = facts.setting("objective", "kl_in", "reward" if facts.whitens else "loss")
     length = "the length penalty" if facts.mean("reward/length_penalty") > 0 else ""
-    kl = "the KL penalty" if kl_in == "reward" and facts.mean("kl/ref") > 0 else ""
+    kl = "the KL penalty" if facts.objective.kl_in == "reward" and facts.mean("kl/ref") > 0 else ""
     return " and ".join(filter(None, (length, kl)))
 
 
@@ -342,7 +327,7 @@ def _penalty_only(facts: RunFacts, share: float, penalty: str) -> Finding:
         ),
         remedy=(
             "Correct completions are not rewarded. Use problems that the model sometimes solves, a cold start "
-            "(cold_start.steps) or more completions per prompt (rollout.replies), check the reward, or disable the "
+            "(cold_start.steps) or more completions per prompt (rollout.group_size), check the reward, or disable the "
             "penalty until rewards differ."
         ),
     )
@@ -379,7 +364,7 @@ def _truncated(facts: RunFacts) -> Finding | None:
         what=f"{_percent(share)} of the completions are truncated at the limit of {limit} tokens.",
         remedy=(
             "Raise rollout.max_tokens, or ask for shorter answers (data.instruction)"
-            f"{shaping if facts.shape == 'none' else ''}."
+            f"{shaping if facts.objective.shape == 'none' else ''}."
         ),
     )
 
@@ -608,8 +593,8 @@ def _time(facts: RunFacts) -> Finding | None:
 
 
 def _sampling_remedy(facts: RunFacts) -> str:
-    concurrent = facts.mean("sampler/live_mean")
-    completions = facts.setting("rollout", "prompts", 0) * facts.setting("rollout", "replies", 0)
+    concurrent = facts.mean("sampler/running_mean")
+    completions = facts.setting("rollout", "prompts", 0) * facts.setting("rollout", "group_size", 0)
     slots = setting({"options": facts.setting("rollout", "engine_options", {})}, "options", "slots", 256)
     if concurrent < min(completions, slots) / 3:
         return (

@@ -129,7 +129,7 @@ def _examples(watched: WatchedRun) -> list[dict[str, Any]]:
     used = set()
     for kind in EXAMPLES if steps else ():
         step = steps[0] if kind.first else steps[-1]
-        matching = watched.completions.find(step, only=kind.only, order=kind.order)["replies"]
+        matching = watched.completions.find(step, only=kind.only, order=kind.order)["completions"]
         example = next((c for c in matching if (step, c["group"], c["number"]) not in used), None)
         if example is not None:
             used.add((step, example["group"], example["number"]))

@@ -16,11 +16,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gspo import aliases
+from gspo.record import run_format
 from gspo.redact import redacted_values
-from gspo.view.columns import Columns, downsample
+from gspo.safe_files import ReadPosition, open_regular, read_regular
 from gspo.view.diagnosis import WINDOW, Finding, RunFacts, diagnose
-from gspo.view.panels import KEYS, PHASES
-from gspo.view.safe_files import ReadPosition, open_regular, read_regular
+from gspo.view.jsonl_columns import Columns, downsample
+from gspo.view.panels import panel_keys, phases
 
 MOST_EVENTS = 500
 EVENT_BYTES = 4 << 20
@@ -47,11 +49,16 @@ class RunReader:
         self._metrics = IncrementalFile(path / "metrics.jsonl")
         self._timings = IncrementalFile(path / "timings.jsonl")
         self._events = JsonlTail(path / "events.jsonl", most=MOST_EVENTS)
+        self._format = run_format.RunFormat(format=1, objective=None)
         self._settings: dict[str, Any] = {}
         self._settings_version: tuple[int, int] | None = None
 
     def refresh(self, most: int | None = None) -> None:
-        """Read what was added; of each step file at most about `most` bytes if given, plus a sample of the rest."""
+        """Read what was added; of each step file at most about `most` bytes if given, plus a sample of the rest.
+
+        Raises `ConfigError` for a run directory that a later version of gspo wrote."""
+        if not self.partial:
+            self._format = run_format.read(self.path)
         self._metrics.refresh(most)
         self._timings.refresh(most)
         self._events.refresh()
@@ -96,6 +103,11 @@ class RunReader:
             self._settings = _tables(file)
             self._settings_version = version
         return self._settings
+
+    @property
+    def objective(self) -> run_format.ObjectiveFacts:
+        """What the run's objective does."""
+        return self._format.objective or run_format.format_1_facts(self.settings)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -145,7 +157,7 @@ class RunReader:
         axis = self.metrics.values(x)
         steps = self.metrics.values("step")
         inside = (axis >= first) & (axis <= last)
-        keys = [key for key in KEYS if key in self.metrics.columns] if len(axis) == len(steps) else []
+        keys = [key for key in panel_keys() if key in self.metrics.columns] if len(axis) == len(steps) else []
         found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)
@@ -158,10 +170,11 @@ class RunReader:
         if not len(steps) or len(steps) != len(total):
             return {"x": [], "y": {}}
         inside = (steps >= first) & (steps <= last) & ~np.isnan(total)
-        parts = {c.key: np.nan_to_num(self.timings.values(c.key)) for c in PHASES if c.key in self.timings.columns}
+        timed = [m.key for m in phases().metrics if m.key in self.timings.columns]
+        parts = {key: np.nan_to_num(self.timings.values(key)) for key in timed}
         other = np.maximum(0.0, total - sum(parts.values(), np.zeros_like(total)))
-        phases = {**parts, "other": other}
-        bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in phases.items()}
+        seconds = {**parts, "other": other}
+        bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in seconds.items()}
         return {"x": bars["other"]["x"], "y": {key: bar["y"] for key, bar in bars.items()}}
 
     def facts(self) -> RunFacts:
@@ -173,6 +186,7 @@ class RunReader:
             timings=self.timings.last(WINDOW),
             events=self.events,
             settings=self.settings,
+            objective=self.objective,
             state=self.state,
         )
 
@@ -284,7 +298,7 @@ class JsonlTail:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                fields = list(row.items())[:MOST_FIELDS]
+                fields = list(aliases.event(row).items())[:MOST_FIELDS]
                 self.rows.append({k[:LONGEST_NAME]: _event_value(v) for k, v in fields if _valid_field(k, v)})
                 self._count += 1
         del self.rows[: -self.most]
@@ -293,8 +307,10 @@ class JsonlTail:
 def _tables(file: Path) -> dict[str, Any]:
     """The tables of an untrusted TOML file, without secrets; empty if it is invalid."""
     try:
-        return dict(redacted_values(bounded(tomllib.loads(read_regular(file, LARGEST_SETTINGS)))))
-    except (OSError, ValueError, RecursionError):  # ValueError is also raised for integers with too many digits
+        tables, _ = aliases.tables(tomllib.loads(read_regular(file, LARGEST_SETTINGS)), where=str(file))
+        return dict(redacted_values(bounded(tables)))
+    except (OSError, ValueError, RecursionError):
+        # ValueError is also raised for an integer with too many digits, and for a key under both of its names.
         return {}
 
 

@@ -22,7 +22,7 @@ from gspo.errors import ConfigError
 from gspo.safe_output import line, terminal
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import WINDOW, seconds
-from gspo.view.panels import PANELS, PHASES
+from gspo.view.panels import panels, phases
 from gspo.view.run_reader import STEP_TIME
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -100,13 +100,14 @@ def _curves(watched: WatchedRun, width: int, most: int | None) -> Table:
     for _ in range(3):
         table.add_column(no_wrap=True)
     found = dict(watched.run.curves(width)["curves"])
-    for panel in PANELS:
-        for curve in panel.curves:
-            values = [v for v in found.get(curve.key, {"y": ()})["y"] if v is not None]
-            if values and (any(values) or not panel.hide_zero) and (most is None or table.row_count < most):
-                points = found.pop(curve.key)["y"]  # a metric may be in several panels, and is listed once
+    for shown in panels():
+        for metric in shown.metrics:
+            values = [v for v in found.get(metric.key, {"y": ()})["y"] if v is not None]
+            if values and (any(values) or not shown.panel.hide_zero) and (most is None or table.row_count < most):
+                points = found.pop(metric.key)["y"]  # a metric may be in several panels, and is listed once
                 bars = sparkline(points, min(values), max(values))
-                table.add_row(Text(curve.key, style="dim"), bars, _format(_latest(watched, curve.key), panel.form))
+                latest = _format(_latest(watched, metric.key), shown.panel.form)
+                table.add_row(Text(metric.key, style="dim"), bars, latest)
     return table
 
 
@@ -124,9 +125,9 @@ def _times(watched: WatchedRun) -> Text:
     total = sum(row.get(STEP_TIME, 0.0) for row in rows)
     if not total:
         return Text("")
-    shares = {c.label: sum(row.get(c.key, 0.0) for row in rows) / total for c in PHASES}
-    phases = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
-    return Text(f"step time: {phases}", style="dim")
+    shares = {m.label: sum(row.get(m.key, 0.0) for row in rows) / total for m in phases().metrics}
+    listed = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
+    return Text(f"step time: {listed}", style="dim")
 
 
 def _findings(watched: WatchedRun) -> list[Text]:

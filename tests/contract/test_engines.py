@@ -20,7 +20,7 @@ from gspo.types import Completion, Prompt, Sampling, StopReason
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
 EOS = SYMBOLS.index("<eos>")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scripted": {"replies": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
+    "scripted": {"completions": {"train/0": ["1+2=3", "4", "abc"], "5+6": ["11"]}, "default": "abcdefghijklmnop"},
     "vllm served": {"start": 1},
 }
 """Options for engines whose defaults give nothing to test. The second word of a name is a variant."""
@@ -62,6 +62,7 @@ def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[E
     if request.param.startswith("vllm"):
         needs_vllm()
     engine = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
+    engine.sync(0)  # allowed before the first completion
     yield engine
     engine.close()
     engine.close()  # closing twice is allowed
@@ -180,3 +181,31 @@ def test_completions_do_not_depend_on_the_batch(engine: Engine, prompts: list[Pr
 def test_a_prompt_may_appear_twice(engine: Engine, prompts: list[Prompt]) -> None:
     twice = sample(engine, [prompts[0], prompts[1], prompts[0]])
     assert close_to(twice, [*sample(engine, prompts[:2]), sample(engine, prompts[:1])[0]])
+
+
+def test_an_engine_can_say_something_about_itself(engine: Engine) -> None:
+    assert isinstance(engine.about, str)
+    assert "\n" not in engine.about
+
+
+def test_a_sync_changes_nothing_if_the_weights_have_not_changed(engine: Engine, prompts: list[Prompt]) -> None:
+    before = sample(engine, prompts)
+    engine.sync(7)
+    assert sample(engine, prompts) == before
+
+
+def test_after_a_sync_completions_come_from_the_current_weights(
+    engine: Engine, prompts: list[Prompt], context: EngineContext
+) -> None:
+    weight = context.model.lm_head.weight
+    saved = weight.detach().clone()
+    before = sample(engine, prompts)
+    try:
+        with torch.no_grad():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
+        engine.sync(8)
+        test_log_probs_are_those_of_the_model(engine, prompts, context, 1.0)
+        assert not close_to(sample(engine, prompts, version=8), before)
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)

@@ -1,7 +1,7 @@
 """The contract of a reward, tested for every file in `gspo/reward/rewards`. A new file is tested automatically.
 
-A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, and an `EXAMPLE` whose
-completion it scores as correct.
+A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, an `EXAMPLE` whose
+completion it scores as correct, and `TRAITS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from gspo.config import RewardConfig
 from gspo.reward.function import built_in_names
 from gspo.reward.reward import RewardPool
+from gspo.reward.traits import reward_traits
 from gspo.types import Completion, Prompt, Status, StopReason
 
 NAMES = built_in_names()
@@ -70,13 +71,21 @@ def test_shape_of_the_file(name):
     assert [p.name for p in parameters][:2] == ["prompts", "completions"]
     assert any(p.kind is p.VAR_KEYWORD for p in parameters), "accept **columns: the data may have more columns"
     assert module(name).__doc__
-    assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"reply", "columns", "options"}
+    assert json.loads(json.dumps(module(name).EXAMPLE)).keys() == {"completion", "columns", "options"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_example_is_correct(name, chat):
-    assert call(name, [module(name).EXAMPLE["reply"]], chat=chat) == [1.0]
+    assert call(name, [module(name).EXAMPLE["completion"]], chat=chat) == [1.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_answer_of_its_traits_is_correct(name):
+    example = module(name).EXAMPLE
+    make = reward_traits(name).known_answers
+    known = make(example["columns"], example["options"]) if make else []
+    assert call(name, known) == [1.0] * len(known)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +99,7 @@ def test_hostile_completions(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_value_does_not_depend_on_the_batch_or_its_order(name):
-    texts = [module(name).EXAMPLE["reply"], *(text for text in HOSTILE if len(text) < 10_000)]
+    texts = [module(name).EXAMPLE["completion"], *(text for text in HOSTILE if len(text) < 10_000)]
     expected = call(name, texts)
     order = list(range(len(texts)))
     random.Random(0).shuffle(order)
@@ -102,7 +111,7 @@ def test_the_value_does_not_depend_on_the_batch_or_its_order(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_through_the_pool(name):
     example = module(name).EXAMPLE
-    texts = [example["reply"], *HOSTILE[:6]]
+    texts = [example["completion"], *HOSTILE[:6]]
     prompt = Prompt(id="p", content="?", text="?", token_ids=(1,), columns={**example["columns"], "other": [1]})
     completions = [
         Completion(prompt_id="p", sample=i, token_ids=(), text=text, logp_sampler=(), stop=StopReason.LENGTH, version=0)

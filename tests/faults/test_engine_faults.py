@@ -65,7 +65,7 @@ def test_f15_log_probs_far_from_the_learners_raise_an_alarm_within_one_step(
     found = [
         e
         for e in read_jsonl(tmp_path / "run" / "events.jsonl")
-        if e["event"] == "alarm" and e["name"] == "engine apart"
+        if e["event"] == "alarm" and e["name"] == "engine mismatch"
     ]
     assert [e["step"] for e in found] == ([5] if off else [])
-    assert all("resume" in e["what"] for e in found)
+    assert all("resume" in e["message"] for e in found)

@@ -32,7 +32,7 @@ from gspo.trainer import resume, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SMALL = ("eval.every=0", "rollout.prompts=2", "rollout.replies=2", "rollout.max_tokens=4", "log.rollouts=false")
+SMALL = ("eval.every=0", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4", "log.rollouts=false")
 
 
 def resident_mb() -> float:

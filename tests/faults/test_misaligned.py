@@ -64,7 +64,7 @@ def test_evaluation_merge_and_resume_of_adapters_ignore_alignment(
         resume(run, display, trust_run=True)
         out.mkdir()
         completions = str(out / "completions.jsonl")
-        assert main(["eval", str(run), "--limit", "2", "--samples", "2", "--replies", completions]) == 0
+        assert main(["eval", str(run), "--limit", "2", "--samples", "2", "--completions", completions]) == 0
         assert main(["merge", str(run), str(out / "merged")]) == 0
         last = run / "checkpoints/000002"
         checkpoint_files = (run / "metrics.jsonl", last / "adapter_model.safetensors", last / "trainer.tensors")

@@ -17,6 +17,8 @@ from gspo.learner.routing_replay import Routing, route
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
+from gspo.reduction import combined
+from gspo.rollout.gather import RolloutState
 from gspo.step import LearnResult, RunContext, collect, learn
 from gspo.types import Group, Routes
 
@@ -141,10 +143,10 @@ Stepped = tuple[LearnResult, dict[str, Any]]
 def stepped(
     parts: RunContext, change: Callable[[tuple[Group, ...]], Sequence[Group]] = lambda groups: groups
 ) -> Stepped:
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, change(collected.gathered.groups), step=1)
     assert learned is not None
-    return learned, step_metrics(parts.objective, collected, learned)
+    return learned, combined([step_metrics(parts.objective, collected, learned)])
 
 
 def with_altered_routes(groups: Sequence[Group]) -> list[Group]:

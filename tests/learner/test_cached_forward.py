@@ -13,6 +13,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner import old_logprobs
 from gspo.learner.routing_replay import NoRouting, Routing
+from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 
 CASES = {
@@ -28,7 +29,7 @@ CASES = {
 
 def train_on_batch(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Result of one batch and the weights after it. Appends to `forwards` for each forward pass."""
-    groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+    groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
     hook = parts.policy.model.register_forward_hook(lambda *_: forwards.append(1))
     out = learn(parts, groups, step=1)
     hook.remove()

@@ -453,6 +453,7 @@ def test_out_of_memory_halves_packed_micro_batches(
     tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gspo.clock import Clock
+    from gspo.rollout.gather import RolloutState
     from gspo.step import collect, learn
 
     results = []
@@ -468,7 +469,7 @@ def test_out_of_memory_halves_packed_micro_batches(
 
             return instead
 
-        groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+        groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
         with monkeypatch.context() as patch:
             patch_forward(patch, limited, training=True)
             result = learn(parts, groups, step=1)

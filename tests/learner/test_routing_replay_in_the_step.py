@@ -30,6 +30,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.learner.optimizer import Update
+from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 
 
@@ -236,7 +237,7 @@ def test_cutting_differently_changes_no_gradient(
 ) -> None:
     parts = double_parts(tiny(*MOE, *REPLAYS[replay], f"routing.balance_loss={balance}"))
     model, config = parts.policy.model, parts.config
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     groups, weights = with_altered_routes(collected.gathered.groups), copy.deepcopy(model.state_dict())
     found = []
     for cut in (10**6, 1, 70):
@@ -272,7 +273,7 @@ def test_memory_that_runs_out_changes_nothing_that_is_counted(
     options = (*REPLAYS[replay], "routing.balance_loss=0.5", f"learner.mini_batches={mini_batches}")
     parts = double_parts(tiny(*MOE, *options))
     model, found = parts.policy.model, []
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     groups, weights = with_altered_routes(collected.gathered.groups), copy.deepcopy(model.state_dict())
 
     def full(module: Any, args: Any) -> None:

@@ -18,6 +18,7 @@ from gspo.learner import checkpoint
 from gspo.learner.optimizer import Optimizer
 from gspo.model.alignment import align
 from gspo.model.load import build_model, char_tokenizer, load_policy, load_tokenizer
+from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import train
 
@@ -132,7 +133,7 @@ def test_completions_log_probs_and_gradients_are_bitwise_identical_at_every_offs
         # One prompt, one slot: products with a single row are the ones whose rounding depends on alignment.
         options = ("rollout.prompts=1", "rollout.engine_options.slots=1", "learner.mini_batches=1")
         parts, gradients = parts_of(tiny("model.build=", f"model.path={path}", *options, run_dir=f"at{offset}")), []
-        collected = collect(parts, step=1, cursor=0, clock=Clock())
+        collected = collect(parts, RolloutState(), clock=Clock())
         learned = learn(parts, collected.gathered.groups, step=1)
         assert learned is not None
         assert misaligned_in(parts.policy.model) == []

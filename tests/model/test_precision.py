@@ -11,6 +11,7 @@ import torch
 from gspo.clock import Clock
 from gspo.config import Config, LearnerConfig
 from gspo.learner.optimizer import Optimizer
+from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 
 
@@ -31,7 +32,7 @@ def test_the_dtypes_of_training(
         return step(self, **options)
 
     monkeypatch.setattr(Optimizer, "step", recording)
-    learned = learn(parts, collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups, step=1)
+    learned = learn(parts, collect(parts, RolloutState(), clock=Clock()).gathered.groups, step=1)
     assert learned is not None
     assert seen == {torch.float32}
     weights = dict(parts.policy.model.named_parameters())

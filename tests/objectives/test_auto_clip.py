@@ -294,6 +294,6 @@ def test_a_run_reports_once_that_its_range_is_at_its_limit(tiny: Callable[..., C
     config = tiny(*options, "checkpoint.every=99", "rollout.max_tokens=5")
     with pytest.warns(UserWarning, match="narrow"):
         train(config, display)
-    events = [e for e in read_jsonl(Path(config.run_dir) / "events.jsonl") if e["event"] == "clip range at its limit"]
+    events = [e for e in read_jsonl(Path(config.run_dir) / "events.jsonl") if e["event"] == "clip_range_limit"]
     assert len(events) == 1
     assert sum("stops adapting" in message for message in display.messages) == 1

@@ -21,6 +21,8 @@ from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_jsonl
+from gspo.reduction import combined
+from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import train
 
@@ -78,7 +80,7 @@ def test_the_alarm_is_raised_if_rounding_exceeds_the_clip_range(
     assert all(beyond[0] <= row["noise/beyond_clip"] <= beyond[1] for row in rows)
     alarms = [e for e in read_jsonl(run / "events.jsonl") if e["event"] == "alarm" and e["name"] == "rounding noise"]
     assert len(alarms) == (beyond[1] > 0.32)
-    assert all("model.dtype" in e["what"] for e in alarms)
+    assert all("model.dtype" in e["message"] for e in alarms)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_no_noise_metric_if_the_difference_is_more_than_rounding_or_nothing_clip
 
 def test_completions_of_older_weights_are_not_noise(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     parts.optimizer.updates += 1
     learned = learn(parts, collected.gathered.groups, step=1)
     assert learned is not None
@@ -101,10 +103,10 @@ def test_completions_of_older_weights_are_not_noise(tiny: Callable[..., Config],
 
 
 def _metrics(parts: Any) -> dict[str, Any]:
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, collected.gathered.groups, step=1)
     assert learned is not None
-    return step_metrics(parts.objective, collected, learned)
+    return combined([step_metrics(parts.objective, collected, learned)])
 
 
 @pytest.mark.parametrize("build_as", ["tiny_dense", "tiny_moe"])
@@ -114,7 +116,7 @@ def test_rounding_noise_has_the_size_of_the_noise_in_real_ratios(
     """The true noise is the log-ratio of a weight change in bfloat16 minus the log-ratio of the same change in
     float32."""
     parts = parts_of(tiny(f"model.build={build_as}", "model.dtype=bfloat16", "rollout.max_tokens=24"))
-    groups = collect(parts, step=1, cursor=0, clock=Clock()).gathered.groups
+    groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
     samples = trainable(groups, parts.objective, max_tokens=24)
     plan, model = plan_batch(parts, samples, 1), parts.policy.model
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)

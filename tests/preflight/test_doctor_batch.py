@@ -188,11 +188,12 @@ def test_truncated_completions_are_a_warning(tiny: Callable[..., Config], examin
 
 def test_the_completions_are_those_of_the_first_step(tiny: Callable[..., Config], examined: Any, parts_of: Any) -> None:
     from gspo.clock import Clock
+    from gspo.rollout.gather import RolloutState
     from gspo.step import collect
 
     config = tiny()
     groups = examined(config, *SAMPLED, value=varied).case.groups
-    sampled = collect(parts_of(config), step=1, cursor=0, clock=Clock()).gathered.sampled
+    sampled = collect(parts_of(config), RolloutState(), clock=Clock()).gathered.sampled
     assert [g.prompt.id for g in groups] == [g.prompt.id for g in sampled]
     assert [c.text for g in groups for c in g.completions] == [c.text for g in sampled for c in g.completions]
 

@@ -65,7 +65,7 @@ def test_a_sink_that_is_not_installed_fails(tiny: Callable[..., Config], examine
         ("objective.clip_high=0.2", "warning", "hardly ever clips"),
         ("learner.mini_batches=1", "note", "always 1"),
         ("objective.name=grpo", "note", "frozen copy"),
-        ("rollout.replies=1", "FAIL", "at least 2"),
+        ("rollout.group_size=1", "FAIL", "at least 2"),
     ],
 )
 def test_doubtful_objective_settings_are_reported(

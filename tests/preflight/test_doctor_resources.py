@@ -303,7 +303,7 @@ def group(rewards: list[float]) -> Group:
 
 
 def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examined: Any) -> None:
-    rollout = ("rollout.prompts=40", "rollout.replies=10", "rollout.engine_options.slots=100")
+    rollout = ("rollout.prompts=40", "rollout.group_size=10", "rollout.engine_options.slots=100")
     config = tiny(*rollout, "steps=100", "eval.every=50")
     case = examined(config, *PLAN).case
     case.groups = [group([0.0, 1.0])]

@@ -11,9 +11,9 @@ import pytest
 from examination import SAMPLED
 
 from gspo.config import Config
-from gspo.errors import ConfigError
 from gspo.preflight import rewards
 from gspo.reward.sandbox import probe
+from gspo.reward.traits import reward_traits
 
 FILE = ["data.task=", "data.task_options={}", "data.task_size=20000", "data.held_out=2"]
 COMPLETIONS = (*SAMPLED, "reward functions", "reward on completions")
@@ -192,9 +192,11 @@ def test_tests_that_do_not_work_in_the_sandbox_are_reported(
 
 
 def test_solutions_of_programming_problems_are_tried() -> None:
+    make = reward_traits("code_tests").known_answers
+    assert make is not None
     columns = {"canonical_solution": "    return 1\n", "test": "..."}
-    assert rewards._program(columns, {}) == ["```python\n    return 1\n\n```"]
-    assert rewards._program({"tests": []}, {}) == []
+    assert make(columns, {}) == ["```python\n    return 1\n\n```"]
+    assert make({"tests": []}, {}) == []
 
 
 # ------------------------------------------------------------------------------------------------- sandbox
@@ -218,12 +220,8 @@ def test_the_sandbox(
         def __str__(self) -> str:
             return "L5 bubblewrap"
 
-    def found(**options: Any) -> Any:
-        if not works:
-            raise ConfigError("sandbox: none works here")
-        return Bubblewrap()
-
-    monkeypatch.setattr(probe, "sandbox_level", found)
+    best = (Bubblewrap(), ()) if works else (None, ("none is installed",))
+    monkeypatch.setattr(probe, "_best", lambda python, packages: best)
     finding = examined(tiny(f"reward.functions={functions}"), "sandbox").only("sandbox")
     assert finding.level == level
     assert ("L5 bubblewrap" if works else "none works here") in finding.what

@@ -18,7 +18,7 @@ def test_a_step_that_trained_on_nothing_says_so_and_repeats_no_earlier_number(ca
     display.step(1, 3, TRAINED, TIMES)
     display.step(2, 3, IDLE, TIMES)
     first, second = capsys.readouterr().out.splitlines()
-    assert "clipped 12.5%" in first
+    assert "clipped tokens 12.5%" in first
     assert "trained on nothing" in second
     assert "clipped" not in second
     assert "12.5%" not in second
@@ -31,5 +31,5 @@ def test_the_live_panel_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "_show", lambda *arguments: shown.append(arguments[-1]))
     display.step(1, 3, TRAINED, TIMES)
     display.step(2, 3, IDLE, TIMES)
-    assert ("clipped", "12.5%") in shown[0]
+    assert ("clipped tokens", "12.5%") in shown[0]
     assert ("trained on", "nothing") in shown[1]

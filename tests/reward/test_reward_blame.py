@@ -68,10 +68,10 @@ def test_second_try_blames_the_machine_only_if_it_starves_the_reference_process(
     monkeypatch.setattr(process, "processor_seconds", lambda pid: 0.0)
     if machine == "waits":
         monkeypatch.setattr(second_try, "processor_seconds", lambda pid: 0.0)
-    pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
+    pool = make_pool("completion_format", options={"completion_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     (score,) = pool.score([group(["a" * 60])])[0]
     if machine == "runs":
-        assert (score.reward, score.notes) == (0.0, {"reply_format": ("timeout",)})
+        assert (score.reward, score.notes) == (0.0, {"completion_format": ("timeout",)})
     else:
         assert (score.status, score.notes) == (Status.UNSCORED, {})
         assert "the machine was too slow" in score.failure
@@ -82,7 +82,7 @@ def test_hanging_completions_are_all_wrong_even_if_they_outnumber_the_workers(
 ) -> None:
     monkeypatch.setattr(reward, "MOST_SPARES", 1)
     monkeypatch.setattr(batch, "LONGEST", 1000)  # a busy machine may take long
-    pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
+    pool = make_pool("completion_format", options={"completion_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     texts = ["a" * 60] * 6 + ["aab"]
     scores = pool.score([group([text], id=f"train/{i}") for i, text in enumerate(texts)])
     assert [s.reward for (s,) in scores] == [float(text == "aab") for text in texts]

@@ -120,7 +120,7 @@ def test_run_stopped_by_a_reward_keeps_the_traceback_and_the_completions(
     assert len(records) == 16
     assert all(record["failure"].startswith("raised: score: ValueError: ouch") for record in records)
     assert sum("reward_errors/01.txt" in message for message in recording.messages) == 1
-    assert [e["step"] for e in read_jsonl(run / "events.jsonl") if e["event"] == "reward failed"] == [1]
+    assert [e["step"] for e in read_jsonl(run / "events.jsonl") if e["event"] == "reward_failed"] == [1]
 
 
 def test_fault_files_contain_no_secrets(

@@ -166,7 +166,7 @@ def test_hang_costs_only_its_own_completion(make_pool, reward_file, group, bad):
     pool = make_pool(reward_file(code(bad)), timeout_s=0.7, workers=2)
     began = time.monotonic()
     scores = pool.score([group(["a", "b"]), group(["a", "bad", "b", "c"]), group(["d", "e"])])
-    assert time.monotonic() - began < 0.7 + 2
+    assert time.monotonic() - began < 30, "one call takes a minute"
     assert check_innocent(scores[1], 1).failure == "timeout: score: no result after 0.7 s"
     for others in (scores[0], scores[2]):
         check_innocent([None, *others], 0)
@@ -178,7 +178,7 @@ def test_function_that_always_hangs_is_given_up(make_pool, reward_file, group, w
     pool = make_pool(reward_file(code("time.sleep(60)")), timeout_s=0.5, workers=workers)
     began = time.monotonic()
     scores = pool.score([group(["bad"] * 6, id=f"train/{g}") for g in range(8)])
-    assert time.monotonic() - began < 0.5 + 2
+    assert time.monotonic() - began < 30, "one call takes a minute"
     kinds = Counter(s.failure.partition(": ")[0] for g in scores for s in g)
     assert set(kinds) == {"timeout", "untried"}
     assert scores[-1][-1].failure.startswith("untried: score: every ")
@@ -273,10 +273,10 @@ def test_children_of_a_hanging_function_die_with_it(make_pool, reward_file, grou
 
 
 def test_grandchild_that_holds_the_pipes_does_not_hide_a_death(make_pool, reward_file, group):
-    pool = make_pool(reward_file(code("os.fork() and os._exit(7); time.sleep(5)")), timeout_s=4.0)
+    pool = make_pool(reward_file(code("os.fork() and os._exit(7); time.sleep(60)")), timeout_s=50.0)
     began = time.monotonic()
     assert check_innocent(pool.score([group(["a", "bad"])])[0], 1).failure == "died: score: exit code 7"
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 30, "the grandchild holds the pipes for a minute"
 
 
 def test_workers_die_with_a_killed_trainer(reward_file, tmp_path):
@@ -301,7 +301,7 @@ pool.score([(Prompt(id="p", content="", text="", token_ids=()), [completion])])
     pid = _wait_for(tmp_path / "pid")
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _alive(pid)
@@ -338,7 +338,7 @@ def test_ctrl_c_in_the_trainer(interruptible, make_pool, reward_file, group, tmp
     check_innocent([None, *pool.score([group(["a"])])[0]], 0)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30, "the function sleeps for a minute"
     assert pool.pids() == []
 
 

@@ -201,8 +201,8 @@ def test_task_answer_is_the_default_for_a_generated_task(make_pool, group):
 
 
 def test_task_answer_with_a_second_reward(make_pool, group):
-    options = {"reply_format": {"pattern": "[0-9|+=;]*"}}
-    pool = make_pool("task_answer", "reply_format", task=("addition", {}), weights=(1.0, 0.5), options=options)
+    options = {"completion_format": {"pattern": "[0-9|+=;]*"}}
+    pool = make_pool("task_answer", "completion_format", task=("addition", {}), weights=(1.0, 0.5), options=options)
     assert [s.reward for s in pool.score([group(["|7", "7", "?"], answer="7")])[0]] == [1.5, 0.5, 0.0]
 
 
@@ -217,13 +217,13 @@ def test_a_column_with_the_name_of_an_option_is_not_the_option(make_pool, group)
     assert pool.score([group(["7"], answer="7", marker="####")])[0][0].reward == 1.0
 
 
-def test_reply_format(make_pool, group):
-    pool = make_pool("reply_format", options={"reply_format": {"pattern": "<think>.*</think>.*"}})
+def test_completion_format(make_pool, group):
+    pool = make_pool("completion_format", options={"completion_format": {"pattern": "<think>.*</think>.*"}})
     texts = ["<think>a\nb</think> 7", "x<think></think>", "<think>", ""]
     assert [s.reward for s in pool.score([group(texts)])[0]] == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_pattern_that_backtracks_forever_times_out(make_pool, group):
-    pool = make_pool("reply_format", options={"reply_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
+    pool = make_pool("completion_format", options={"completion_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     good, bad = pool.score([group(["aab", "a" * 60])])[0]
-    assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"reply_format": ("timeout",)})
+    assert (good.reward, bad.reward, bad.notes) == (1.0, 0.0, {"completion_format": ("timeout",)})

@@ -96,14 +96,14 @@ def test_who_is_to_blame(shares: dict[str, float], end: str, least: float, most:
 def test_clock_pauses_while_the_tests_run() -> None:
     box: Any = Machine()
     reference_box: Any = Machine()
-    clock = Clock(box, 1.0, reference_box)
+    clock = Clock(box, 200.0, reference_box)
     for _ in range(5):
         clock.start()
         took = clock.stop()
-        assert took < 0.5
-        reference_box.cpu += 1.0  # the reference keeps running
+        assert took < 100
+        reference_box.cpu += 200.0  # the reference keeps running
     clock.start()
-    assert clock.deadline - time.monotonic() > 0.5
+    assert clock.deadline - time.monotonic() > 100
     clock.extend()  # does not raise: the reference's CPU time while the tests run does not count
 
 

@@ -201,11 +201,11 @@ def test_every_sandbox_of_root_has_its_own_user() -> None:
 
 def test_start_up_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gspo.reward.sandbox.box.START_S", 0.2)
-    level = Level(number=5, python=sandbox_level().python, own_users=False, wrapper=("/bin/sleep", "9", "#"))
+    level = Level(number=5, python=sandbox_level().python, own_users=False, wrapper=("/bin/sleep", "99", "#"))
     start = time.monotonic()
     with Box(level, "candidate", limit_s=1, memory_mb=64) as box, pytest.raises(SandboxError, match="cannot start"):
         box.ready()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 # ------------------------------------------------------------------------------------------- the filter by itself

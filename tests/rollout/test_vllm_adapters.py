@@ -19,7 +19,7 @@ from gspo.errors import WeightSyncError
 from gspo.model import adapter
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.in_process import InProcessHost
-from gspo.rollout.vllm.memory import SHARED
+from gspo.rollout.vllm.transfer_folder import SHARED
 
 pytestmark = pytest.mark.vllm
 NEAR = 1e-4

@@ -50,5 +50,5 @@ def test_a_run_samples_with_the_adapter(tiny: Callable[..., Config], display: An
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"]]
     assert max(row["mismatch/abs_max"] for row in rows) < 1e-3
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert ["sent as an adapter" in e["what"] for e in events if e["event"] == "engine"] == [True]
+    assert ["sent as an adapter" in e["message"] for e in events if e["event"] == "engine"] == [True]
     assert rows[0]["kl/old_new"] > 1e-5, "the policy moved, so an engine without the adapter would be detected"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from gspo.types import Completion, Prompt, Sampling
 
 VOCABULARY = 256
 STOP = 1
+ATTEMPTS = 6
+"""Updates that are tried until one of them falls into a generation."""
 
 
 class Numbers:
@@ -91,31 +94,62 @@ def perturb(model: Any, amount: float = 0.02) -> None:
         p.add_(amount * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
+def wait_until_running(engine: Any, generation: threading.Thread, tokens_before: float) -> None:
+    """Wait until the engine's server has sampled tokens of a generation, or the generation has ended."""
+    while generation.is_alive() and served_tokens(engine) <= tokens_before:
+        time.sleep(0.005)
+
+
+def served_tokens(engine: Any) -> float:
+    """The tokens that the engine's server has sampled since it started, from vLLM's own metrics."""
+    (server,) = engine.host.servers
+    request = urllib.request.Request(
+        f"http://{server.client.address}/metrics", headers={"Authorization": f"Bearer {server.client.token}"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def assert_versions_are_reported(
     engine: Any,
     prompts: Sequence[Prompt],
-    old: Any,
+    copy_of_policy: Callable[[], Any],
     change: Callable[[], None],
     *,
-    versions: tuple[int, int],
+    version: int,
     near: float,
 ) -> None:
     """Change weights during generation: each running completion must report from which token on the new ones were
     used."""
-    found: list[Completion] = []
-    settings: dict[str, Any] = {"version": versions[0], "samples": 4, "sampling": Sampling(max_tokens=480)}
-    thread = threading.Thread(target=lambda: found.extend(generate(engine, prompts, **settings)))
-    thread.start()
-    time.sleep(0.6)
-    change()
-    engine.sync(versions[1])
-    thread.join()
-    changed = [r for r in found if r.spans]
-    assert changed, "some completion was running"
+    for now in range(version, version + ATTEMPTS):
+        old = copy_of_policy()
+        found = change_while_generating(engine, prompts, change, version=now)
+        if changed := [c for c in found if c.spans]:
+            break
+    assert changed, f"no completion was running during any of {ATTEMPTS} updates"
     for completion in changed:
-        assert tuple(version for version, _ in completion.spans) == versions
+        assert tuple(version for version, _ in completion.spans) == (now, now + 1)
         first = completion.spans[1][1]
         of_old, of_new = (differences(m, prompts, [completion]) for m in (old, engine.context.model))
         assert of_old[:first].max() < near
         assert of_new[first:].max() < near
         assert of_new[:first].max() > 1e-2 if first else True
+
+
+def change_while_generating(
+    engine: Any, prompts: Sequence[Prompt], change: Callable[[], None], *, version: int
+) -> list[Completion]:
+    """Send changed weights as version + 1 once the first tokens are sampled. A slow machine may still finish all
+    completions before the update begins."""
+    found: list[Completion] = []
+    settings: dict[str, Any] = {"version": version, "samples": 4, "sampling": Sampling(max_tokens=480)}
+    generate(engine, prompts, version=version)  # so that the thread sends no weights of its own
+    before = served_tokens(engine)
+    thread = threading.Thread(target=lambda: found.extend(generate(engine, prompts, **settings)))
+    thread.start()
+    wait_until_running(engine, thread, before)
+    change()
+    engine.sync(version + 1)
+    thread.join()
+    return found

@@ -219,7 +219,7 @@ def test_responses_contain_no_secrets(tmp_path: Path, serve: Callable[..., Any])
     with (run / "config.toml").open("a") as out:
         out.write('[log]\nwandb_api_key = "keykeykeykey"\nproxy = "http://me:pa55word@host/x"\n')
     with (run / "events.jsonl").open("a") as out:
-        out.write(f'{{"event": "error", "error": "E", "what": "token {secret} refused"}}\n')
+        out.write(f'{{"event": "error", "error": "E", "message": "token {secret} refused"}}\n')
     text = (run / "rollouts" / "000005.jsonl").read_text()
     (run / "rollouts" / "000005.jsonl").write_text(text.replace("<script>", f"<script>{secret}"))
     served = serve(run, env={**os.environ, "HF_TOKEN": secret})

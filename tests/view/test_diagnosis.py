@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from shown_runs import metrics, timings
 
-from gspo.objectives.advantage import batch_whitened
-from gspo.objectives.table import TABLE
-from gspo.objectives.trust_region import Clip, MaskedWeight
-from gspo.view.diagnosis import RULES, SEQUENCE_ROWS, SHAPED_ROWS, TOKEN_ROWS, WHITENED_ROWS, WINDOW, RunFacts, diagnose
+from gspo.record.run_format import format_1_facts
+from gspo.view.diagnosis import RULES, WINDOW, RunFacts, diagnose
 
 
 def facts(
@@ -36,6 +34,7 @@ def facts(
         timings=[times(s) for s in range(1, steps + 1)][-WINDOW:],
         events=events or [],
         settings=tree | {"steps": 100},
+        objective=format_1_facts(tree),
         state=state,
     )
 
@@ -87,7 +86,7 @@ CASES = [
     Case(
         "error",
         "bad",
-        facts(events=[{"event": "error", "error": "RewardError", "what": "broken"}]),
+        facts(events=[{"event": "error", "error": "RewardError", "message": "broken"}]),
         facts(events=[{"event": "error"}, {"event": "resume"}]),
         "RewardError: broken",
     ),
@@ -95,8 +94,8 @@ CASES = [
     Case(
         "alarm",
         "bad",
-        facts(events=[{"event": "alarm", "step": 38, "name": "repetition", "what": "try x"}]),
-        facts(events=[{"event": "alarm", "step": 3, "name": "repetition", "what": "old"}]),
+        facts(events=[{"event": "alarm", "step": 38, "name": "repetition", "message": "try x"}]),
+        facts(events=[{"event": "alarm", "step": 3, "name": "repetition", "message": "old"}]),
         "step 38, repetition: try x",
     ),
     Case(
@@ -265,7 +264,9 @@ CASES = [
     Case(
         "time: sampling",
         "note",
-        facts(every_step(sampler__live_mean=12.3), times=phase(rollout=0.9), rollout__prompts=8, rollout__replies=8),
+        facts(
+            every_step(sampler__running_mean=12.3), times=phase(rollout=0.9), rollout__prompts=8, rollout__group_size=8
+        ),
         facts(times=phase(rollout=0.6)),
         "12 of 64 are sampled concurrently",
     ),
@@ -303,7 +304,7 @@ def test_the_most_severe_finding_comes_first() -> None:
     found = diagnose(
         facts(
             every_step(groups__uniform_fraction=0.9),
-            events=[{"event": "error", "error": "E", "what": "w"}],
+            events=[{"event": "error", "error": "E", "message": "w"}],
             learner__mini_batches=1,
         )
     )
@@ -330,10 +331,10 @@ def test_dynamic_sampling_is_suggested_only_if_it_can_fill_a_batch() -> None:
 @pytest.mark.parametrize(
     ("reason", "says"),
     [
-        ("not_mixed", "partial credit"),
+        ("uniform", "partial credit"),
         ("overlong", "rollout.max_tokens"),
         ("unscored", "the reward raises"),
-        ("alone", "rollout.replies"),
+        ("alone", "rollout.group_size"),
         ("empty", "stop tokens"),
         ("other", "events"),
     ],
@@ -341,8 +342,8 @@ def test_dynamic_sampling_is_suggested_only_if_it_can_fill_a_batch() -> None:
 def test_steps_without_trainable_samples_have_a_reason_and_a_remedy(reason: str, says: str) -> None:
     rows = {
         "samples__trained": 0,
-        f"samples__left_out__{reason}": 8,
-        "samples__left_out__empty": 2 + 8 * (reason == "empty"),
+        f"samples__dropped__{reason}": 8,
+        "samples__dropped__empty": 2 + 8 * (reason == "empty"),
     }
     finding = next(f for f in diagnose(facts(every_step(**rows))) if f.name == "no trainable samples")
     assert says in finding.remedy
@@ -376,18 +377,6 @@ def test_a_shape_is_not_suggested_if_one_is_set(settings: dict[str, str], sugges
     assert ("objective.shape" in remedy) == suggested
 
 
-def test_objectives_that_shape_or_whiten_match_the_table() -> None:
-    assert {name: row.shape for name, row in TABLE.items() if row.shape != "none"} == SHAPED_ROWS
-    assert {name for name, row in TABLE.items() if row.advantage is batch_whitened} == set(WHITENED_ROWS)
-    assert {name for name, row in TABLE.items() if row.kl_in == "reward"} == set(WHITENED_ROWS)
-
-
-def test_objectives_that_clip_whole_completions_match_the_table() -> None:
-    assert set(SEQUENCE_ROWS) == {name for name, row in TABLE.items() if row.clips_sequences}
-    clipping = {name for name, row in TABLE.items() if isinstance(row.trust_region, Clip | MaskedWeight)}
-    assert set(TOKEN_ROWS) == clipping - set(SEQUENCE_ROWS)
-
-
 def test_a_token_level_objective_that_clips_little_gives_no_warning() -> None:
     """A clip fraction below 0.1 % is normal for GRPO; 0 is not."""
     few = facts(every_step(clip__fraction_tokens=5e-4), objective__name="grpo")
@@ -409,4 +398,15 @@ def test_uniform_groups_without_verdicts_give_no_advice_on_difficulty() -> None:
 def test_settings_of_another_type_are_no_error(settings: dict[str, Any]) -> None:
     rows = [metrics(s) for s in range(1, 41)]
     events = [{"event": "alarm"}]
-    diagnose(RunFacts(rows=rows, evaluations=[], timings=[], events=events, settings=settings, state="ended"))
+    objective = format_1_facts(settings)
+    diagnose(
+        RunFacts(
+            rows=rows,
+            evaluations=[],
+            timings=[],
+            events=events,
+            settings=settings,
+            objective=objective,
+            state="ended",
+        )
+    )

@@ -103,7 +103,7 @@ def test_the_terminal_shows_curves_phases_and_findings(tmp_path: Path) -> None:
 
 def test_the_terminal_lists_each_metric_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    more = {"length/truncated_fraction": 0.2, "length/punished_fraction": 0.1}
+    more = {"length/truncated_fraction": 0.2, "length/penalized_fraction": 0.1}
     write_lines(run / "metrics.jsonl", [row | more for row in read_jsonl(run / "metrics.jsonl")])
     names = [line.split()[0] for line in text_of(run).splitlines() if "/" in line.split(" ")[0]]
     assert "length/truncated_fraction" in names
@@ -130,7 +130,7 @@ def test_a_run_with_a_token_budget_has_no_planned_steps(tmp_path: Path) -> None:
 def test_the_terminal_prints_no_control_characters(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
     with (run / "events.jsonl").open("a") as out:
-        out.write(json.dumps({"event": "error", "error": "E", "what": f"{HOSTILE[5]} [red]markup[/red]"}) + "\n")
+        out.write(json.dumps({"event": "error", "error": "E", "message": f"{HOSTILE[5]} [red]markup[/red]"}) + "\n")
     text = text_of(run)
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", text)
     assert "[red]markup[/red]" in text

@@ -120,14 +120,14 @@ def test_groups_are_uniform_mixed_or_discarded(tmp_path: Path) -> None:
     records = [
         *(completion("train/1", i, "x") for i in range(4)),
         *(
-            completion("train/2", i, "y", reward=1.0, correct=True, trained=False, left_out="not mixed")
+            completion("train/2", i, "y", reward=1.0, correct=True, trained=False, drop_reason="uniform")
             for i in range(2)
         ),
         *(completion("train/1", i, "z", reward=0.5) for i in range(2)),
     ]
     run = make_run(tmp_path / "made", completions=records)
     groups = Completions(run).groups(5)
-    assert [(g["prompt_id"], len(g["replies"])) for g in groups] == [("train/1", 4), ("train/2", 2), ("train/1", 2)]
+    assert [(g["prompt_id"], len(g["completions"])) for g in groups] == [("train/1", 4), ("train/2", 2), ("train/1", 2)]
     kinds = [(g["uniform"], g["discarded"], g["correct"]) for g in groups]
     assert kinds == [(False, False, 2), (True, True, 2), (True, False, 1)]
 
@@ -139,7 +139,7 @@ EXAMPLES = {
     "clipped": completion("p", 0, "d" * 10, clipped_fraction=0.5, correct=None),
     "truncated": completion("p", 0, "t" * 10, stop="length", correct=None),
     "unscored": completion("p", 0, "u" * 10, status="unscored", reward=None, correct=None, failure="raised: x"),
-    "left_out": completion("p", 0, "l" * 10, trained=False, left_out="alone", correct=None),
+    "dropped": completion("p", 0, "l" * 10, trained=False, drop_reason="alone", correct=None),
     "flipped": completion("p", 0, "f" * 10, flipped_experts=[0] * 9 + [2], correct=None),
 }
 
@@ -148,7 +148,7 @@ def test_each_filter_finds_only_its_kind(tmp_path: Path) -> None:
     completions = Completions(make_run(tmp_path / "made", completions=list(EXAMPLES.values())))
     assert set(EXAMPLES) == set(FILTERS)
     for name in FILTERS:
-        found = [r["excerpt"][0] for r in completions.find(5, only=name)["replies"]]
+        found = [r["excerpt"][0] for r in completions.find(5, only=name)["completions"]]
         also = {"clipped": ["c", "d"], "right_short": ["r", "c"]}
         assert found == also.get(name, [EXAMPLES[name]["text"][0]])
 
@@ -157,17 +157,17 @@ def test_search_and_order(tmp_path: Path) -> None:
     texts = {"Alpha": 1.1, "beta beta": 0.5, "gamma": 1.0}
     records = [completion("train/1", i, text, sequence_ratio=r) for i, (text, r) in enumerate(texts.items())]
     completions = Completions(make_run(tmp_path / "made", completions=records))
-    assert [r["excerpt"] for r in completions.find(5, text="ALPHA")["replies"]] == ["Alpha"]
+    assert [r["excerpt"] for r in completions.find(5, text="ALPHA")["completions"]] == ["Alpha"]
     assert completions.find(5, text="what is train/1")["found"] == 3
-    assert [r["excerpt"] for r in completions.find(5, order="ratio")["replies"]] == ["beta beta", "Alpha", "gamma"]
-    assert completions.find(5, order="length")["replies"][0]["excerpt"] == "beta beta"
-    assert completions.find(5, text="nowhere")["replies"] == []
+    assert [r["excerpt"] for r in completions.find(5, order="ratio")["completions"]] == ["beta beta", "Alpha", "gamma"]
+    assert completions.find(5, order="length")["completions"][0]["excerpt"] == "beta beta"
+    assert completions.find(5, text="nowhere")["completions"] == []
 
 
 def test_long_text_is_truncated_and_a_huge_file_is_not_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", completions=[completion("train/1", 0, "x" * 5_000_000)])
     completions = Completions(run)
-    assert len(completions.groups(5)[0]["replies"][0]["excerpt"]) < 300
+    assert len(completions.groups(5)[0]["completions"][0]["excerpt"]) < 300
     found = completions.completion(5, 0, 0)
     assert found is not None
     assert len(found["text"]) <= LONGEST_TEXT + 2
@@ -311,7 +311,7 @@ INVALID_FIELDS = {
     "logp_old": [[1]],
     "flipped_experts": [[1], 2],
     "sequence_ratio": "1",
-    "left_out": {"a": 1},
+    "drop_reason": {"a": 1},
     "prompt_id": 7,
     "advantage": [],
     "stop": None,
@@ -325,7 +325,7 @@ def test_a_field_of_another_type_is_no_error(tmp_path: Path, field: str) -> None
     invalid = completion("p", 0, "x") | {field: INVALID_FIELDS[field]}
     run = make_run(tmp_path / "made", completions=[invalid, completion("p", 1, "y")])
     completions = Completions(run)
-    assert sum(len(g["replies"]) for g in completions.groups(5)) == 2
+    assert sum(len(g["completions"]) for g in completions.groups(5)) == 2
     assert completions.completion(5, 0, 0) is not None
     for only in FILTERS:
         for order in ("advantage", "ratio", "length", "reward"):
@@ -344,12 +344,12 @@ def test_previous_and_next_completion_cross_groups(tmp_path: Path) -> None:
 
 def test_only_the_end_of_a_long_event_file_is_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made")
-    write_lines(run / "events.jsonl", [{"event": "e", "step": i, "what": "x" * 3000} for i in range(4000)])
+    write_lines(run / "events.jsonl", [{"event": "e", "step": i, "message": "x" * 3000} for i in range(4000)])
     watched = RunReader(run)
     watched.refresh()
     assert watched.events[-1]["step"] == 3999
     assert len(watched.events) == 500
-    assert len(watched.events[0]["what"]) == 1000
+    assert len(watched.events[0]["message"]) == 1000
     with (run / "events.jsonl").open("a") as out:
         out.write(json.dumps({"event": "new", "step": "odd"}) + "\n" + "[" * 200_000 + "\n")
     watched.refresh()

@@ -11,6 +11,7 @@ sandbox scores 0. If the sandbox or the tests themselves fail, the completion st
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,14 +20,42 @@ from gspo.reward.completion_text import completion_text
 from gspo.reward.function import NotedScore
 from gspo.reward.sandbox import grade
 from gspo.reward.sandbox.grade import Grade, Grader, Limits
+from gspo.reward.sandbox.level import Level
 from gspo.reward.sandbox.probe import sandbox_level
 from gspo.reward.sandbox.suite import COLUMNS, read_suite
+from gspo.reward.traits import ForeignCode, RewardTraits
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "Add them:\n```python\ndef add(a, b):\n    return a + b\n```",
+    "completion": "Add them:\n```python\ndef add(a, b):\n    return a + b\n```",
     "columns": {"tests": [{"function": "add", "args": [1, 2], "expected": 3}, "assert add('a', 'b') == 'ab'"]},
     "options": {},
 }
+SOLUTIONS = ("canonical_solution", "code", "solution", "answer")
+"""Fields that may hold a program that passes the row's tests."""
+
+
+def _known_answers(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    programs = [columns[name] for name in SOLUTIONS if isinstance(columns.get(name), str)]
+    return [f"```python\n{program}\n```" for program in programs[:1]]
+
+
+def _sandbox(options: Mapping[str, Any]) -> Level:
+    return sandbox_level(**{k: v for k, v in options.items() if k in ("python", "packages", "allow_unsafe")})
+
+
+def _foreign_code(options: Mapping[str, Any]) -> list[ForeignCode]:
+    """The Python that is started before the sandbox confines it, and programs without a sandbox."""
+    where = "reward.options.code_tests"
+    found = []
+    if program := str(options.get("python") or ""):
+        found.append(ForeignCode(what=f"{where}.python starts {program}", key=f"start {program}", file=program))
+    if options.get("allow_unsafe"):
+        what = f"{where}.allow_unsafe lets programs that the model writes run without a sandbox"
+        found.append(ForeignCode(what=what, key="no sandbox"))
+    return found
+
+
+TRAITS = RewardTraits(known_answers=_known_answers, sandbox=_sandbox, foreign_code=_foreign_code)
 _FENCES = ("python", "python3", "py")
 _TRICKS = re.compile(
     r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b"

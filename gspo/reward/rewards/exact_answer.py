@@ -16,12 +16,14 @@ from typing import Any
 from gspo.data.numbers import plain
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import whole_answer
+from gspo.reward.traits import RewardTraits, in_form
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "36 and 36 make\n#### 1,072",
+    "completion": "36 and 36 make\n#### 1,072",
     "columns": {"answer": 1072},
     "options": {"marker": "####"},
 }
+TRAITS = RewardTraits(known_answers=in_form("ANSWER"))
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?")
 

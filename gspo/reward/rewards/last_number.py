@@ -14,8 +14,10 @@ from typing import Any
 from gspo.data.numbers import last_number
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import after_marker
+from gspo.reward.traits import RewardTraits, in_form
 
-EXAMPLE: dict[str, Any] = {"reply": "7 + 5 = 12, so Ann has 12 apples.", "columns": {"answer": 12}, "options": {}}
+EXAMPLE: dict[str, Any] = {"completion": "7 + 5 = 12, so Ann has 12 apples.", "columns": {"answer": 12}, "options": {}}
+TRAITS = RewardTraits(known_answers=in_form("ANSWER"))
 
 
 def score(

@@ -33,8 +33,14 @@ from gspo.reward.answer import Answer, read_expected, read_stated
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import FinalAnswer, final_answer
 from gspo.reward.function import NotedScore
+from gspo.reward.traits import RewardTraits, in_form
 
-EXAMPLE: dict[str, Any] = {"reply": "So it is $\\boxed{\\frac{1}{2}}$.", "columns": {"answer": "0.5"}, "options": {}}
+EXAMPLE: dict[str, Any] = {
+    "completion": "So it is $\\boxed{\\frac{1}{2}}$.",
+    "columns": {"answer": "0.5"},
+    "options": {},
+}
+TRAITS = RewardTraits(known_answers=in_form("\\boxed{ANSWER}"))
 
 PRECISE = 6
 """Minimum number of significant digits for a decimal to equal values that round to it."""

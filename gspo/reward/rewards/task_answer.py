@@ -14,8 +14,10 @@ from typing import Any
 from gspo.data.task import Task, build_task
 from gspo.reward.completion_text import completion_text
 from gspo.reward.final_answer import after_thinking
+from gspo.reward.traits import RewardTraits
 
-EXAMPLE: dict[str, Any] = {"reply": "1+2=3|3", "columns": {"answer": "3"}, "options": {"task": "addition"}}
+EXAMPLE: dict[str, Any] = {"completion": "1+2=3|3", "columns": {"answer": "3"}, "options": {"task": "addition"}}
+TRAITS = RewardTraits(reads_demonstrations=True)
 
 
 def score(

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
-from gspo.reward.memory import descendants, processor_seconds
+from gspo.reward.process_usage import descendants, processor_seconds
 from gspo.reward.sandbox.inside.candidate import READY, TOKEN
 from gspo.reward.sandbox.inside.values import LENGTH
 from gspo.reward.sandbox.interpreter import ENVIRONMENT, INSIDE
@@ -81,6 +81,7 @@ class Box:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
+                # Nothing of the trainer's environment, which may hold tokens.
                 env=ENVIRONMENT,
                 cwd="/",
                 **user,
@@ -89,6 +90,7 @@ class Box:
             raise SandboxError(
                 f"sandbox: cannot start a process: {one_line(error)}; use fewer reward.workers"
             ) from None
+        # Not select(), which fails for descriptors above 1023.
         self._poller = select.poll()
         for pipe in self._pipes[:2]:
             os.set_blocking(pipe.fileno(), False)
@@ -141,6 +143,7 @@ class Box:
         self._process.kill()
         for pipe in self._pipes:
             pipe.close()
+        # A process in an uninterruptible system call must not stop the worker.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
 
@@ -166,6 +169,7 @@ class Box:
                 self._read_available() if descriptor == self._pipes[1].fileno() else self._write_pending()
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray()
+        # The rest would be an answer to a question that was not asked yet.
         if rest or not line.startswith(self._token):
             raise ProcessExited("protocol: it wrote more than the answer")
         return bytes(line[len(self._token) :])

@@ -340,6 +340,7 @@ class _Judge:
         why = decode(answer[1:].decode(), no_references)
         if why:
             raise RewardError(f"the row's tests do not work in the sandbox: {one_line(why, 300)}; fix the row")
+        # Added to the deadline of each program: slow tests are not its fault.
         self._own_s = time.monotonic() - start
 
     def _start(self) -> None:

@@ -85,6 +85,8 @@ def choices(python: str, packages: bool) -> list[str]:
     """Paths to try, best first."""
     if python:
         return [python]
+    # Without packages the virtual environment is not needed, and the user that programs run as may not be able to read
+    # it.
     own = sys.executable if packages else getattr(sys, "_base_executable", sys.executable)
     found = [own, "/usr/bin/python3", "/usr/local/bin/python3", shutil.which("python3") or ""]
     return [path for path in dict.fromkeys(found) if path]

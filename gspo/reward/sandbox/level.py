@@ -65,14 +65,17 @@ def bubblewrap(program: str, python: Interpreter, *, old: bool, network: bool) -
     """The command prefix for level 5. `old` is for versions before 0.8; `network` omits the network namespace."""
     arguments = [program, *(() if old else ("--disable-userns",)), "--unshare-user", "--unshare-pid", "--unshare-ipc"]
     arguments += ["--unshare-uts", "--unshare-cgroup-try", *(() if network else ("--unshare-net",))]
+    # A new session: otherwise a program could push input into the trainer's terminal (TIOCSTI).
     arguments += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
     for place in python.places:
+        # /lib is often a link to /usr/lib. The same link is made inside, because a bind mount would follow it.
         if os.path.islink(place):
             arguments += ["--symlink", os.readlink(place), place]
         else:
             arguments += ["--ro-bind", place, place]
     for place in python.hidden:
+        # An empty folder on top hides what is below, and must not be writable.
         arguments += ["--tmpfs", place, "--remount-ro", place]
     arguments += ["--ro-bind", python.real, _run_as(python)]
     arguments += ["--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/", "--chdir", "/", "--"]

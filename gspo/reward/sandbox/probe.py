@@ -69,6 +69,7 @@ def sandbox_level(python: str = "", packages: bool = False, allow_unsafe: bool =
     return Level(number=0, python=_interpreter(python, packages)[0], own_users=False, detail="; ".join(reasons))
 
 
+# Each trial starts a sandbox, and every call of the reward asks for the level.
 @functools.cache
 def _best(python: str, packages: bool) -> tuple[Level | None, tuple[str, ...]]:
     interpreter, own_users = _interpreter(python, packages)
@@ -94,6 +95,8 @@ def _candidates(python: Interpreter, own_users: bool) -> Iterator[Level | str]:
         version = _version(program)
         old = version < (0, 8)
         text = ".".join(map(str, version))
+        # Some containers allow user namespaces but no network namespace. The seccomp filter refuses sockets in any
+        # case.
         for network, detail in ((False, text), (True, f"{text}, no network namespace: seccomp refuses sockets")):
             wrapper = bubblewrap(program, python, old=old, network=network)
             yield Level(number=5, python=python, own_users=own_users, wrapper=wrapper, detail=detail)
@@ -122,6 +125,7 @@ def _interpreter(python: str, packages: bool) -> tuple[Interpreter, bool]:
     """The first Python that works, and whether each sandbox can have its own user."""
     reasons = []
     for path in choices(python, packages):
+        # A container may map only a few user ids, and then cannot use the range that no system assigns.
         for own_users in (True, False) if os.geteuid() == 0 else (False,):
             try:
                 return examine(path, packages, identity(own_users)), own_users

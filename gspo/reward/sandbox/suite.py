@@ -25,6 +25,7 @@ from gspo.reward.function import one_line
 from gspo.reward.sandbox.inside.candidate import OUTPUT
 
 COLUMNS = ("tests", "test_list", "test_setup_code", "test_imports", "test", "entry_point", "prompt")
+# `f`, `module.f` and `Solution().f`. The name becomes part of the test code, so nothing else is accepted.
 _CALLABLE = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
 
 
@@ -124,6 +125,7 @@ def _suite(named: Iterable[tuple[str, str]], entry_point: str, prelude: str = ""
     asserts = []
     for (place, _), tree in zip([(where, setup), *parts], trees, strict=True):
         before = rewriter.asserts
+        # Sent as source: the sandbox may run another version of Python, which cannot load these code objects.
         steps.append(ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))))
         asserts.append(rewriter.asserts - before)
         if not asserts[-1] and tree is not trees[0]:
@@ -235,6 +237,7 @@ def _reporter(name: str) -> ast.expr:
 
 def _changing(call: ast.Call) -> ast.Call:
     """Rewrite a call whose value is dropped: it is made for its effect on the arguments."""
+    # A built-in runs in the judge on the tests' own objects, so there are no changes to apply.
     if isinstance(call.func, ast.Name) and call.func.id in dir(builtins):
         return call
     return ast.Call(_reporter("change"), [call.func, *call.args], call.keywords)
@@ -357,6 +360,7 @@ def _call(test: Any, where: str) -> str:
         raise RewardError(f"{where}: args must be a list and kwargs an object")
     for value in (args, kwargs, test["expected"]):
         _check_plain(value, where)
+    # The repr of JSON values is Python; `_check_plain` refused nan and infinity, whose repr is not.
     return f"assert __gspo__.same({function}(*{args!r}, **{kwargs!r}), {test['expected']!r})"
 
 

@@ -36,6 +36,7 @@ def turn(*, alone: bool, patience_s: float) -> Iterator[None]:
 def _take(file: IO[bytes], how: int, until: float) -> None:
     while True:
         try:
+            # Polled, because a blocking flock has no time limit.
             return fcntl.flock(file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:

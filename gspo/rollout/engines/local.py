@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gspo.errors import ConfigError, DataError, NumericalError
 from gspo.model.load import position_limit
-from gspo.model.memory import out_of_memory, release_memory
+from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits
 from gspo.rollout.local.batch import PagedBatch
@@ -50,6 +50,8 @@ def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 819
 
 class LocalEngine:
     """Samples completions from `context.model`. Holds no memory between calls: the learner needs it."""
+
+    about = ""
 
     def __init__(self, context: EngineContext, *, slots: int, prefill_tokens: int) -> None:
         self.context: EngineContext | None = context
@@ -150,6 +152,9 @@ class LocalEngine:
         )
         routes = _RouteLog(routers, queue) if routers else None
         return _Batch(model, state, queue, sampling, self.context.stop_ids, slots, self.prefill_tokens, routes).run()
+
+    def sync(self, version: int) -> None:
+        """Nothing to send: the weights are the learner's own."""
 
     def close(self) -> None:
         self.context = None

@@ -21,28 +21,29 @@ TRAITS = EngineTraits(accepts_quantized=True)
 
 
 def build(
-    context: EngineContext, *, replies: Mapping[str, Sequence[str]] | None = None, default: str = ""
+    context: EngineContext, *, completions: Mapping[str, Sequence[str]] | None = None, default: str = ""
 ) -> ScriptedEngine:
-    """`replies`: texts by prompt id, or by the prompt's text in the data file; `default` is used for all others."""
+    """`completions`: texts by prompt id, or by the prompt's text in the data file; `default` is used for all others."""
     if not context.stop_ids:
         raise ConfigError(
             "rollout.engine: 'scripted' ends completions with a stop token, and the tokenizer has none; set eos_token "
             "in the tokenizer's config"
         )
-    for name, texts in (replies or {}).items():
+    for name, texts in (completions or {}).items():
         if isinstance(texts, str) or not texts:
-            raise ConfigError(f"rollout.engine_options.replies: {name!r} needs a list of at least one text")
-    return ScriptedEngine(context, replies=replies or {}, default=default)
+            raise ConfigError(f"rollout.engine_options.completions: {name!r} needs a list of at least one text")
+    return ScriptedEngine(context, completions=completions or {}, default=default)
 
 
 class ScriptedEngine:
     """Reads completions from a table."""
 
+    about = ""
     decoded = None
 
-    def __init__(self, context: EngineContext, *, replies: Mapping[str, Sequence[str]], default: str) -> None:
+    def __init__(self, context: EngineContext, *, completions: Mapping[str, Sequence[str]], default: str) -> None:
         self.context = context
-        self.replies = replies
+        self.completions = completions
         self.default = default
 
     @property
@@ -62,11 +63,14 @@ class ScriptedEngine:
     ) -> list[list[Completion]]:
         return [self._group(prompt, samples, sampling, version) for prompt in prompts]
 
+    def sync(self, version: int) -> None:
+        """Nothing to send: the log-probs are those of the learner's own model."""
+
     def close(self) -> None:
         """Nothing is held."""
 
     def _group(self, prompt: Prompt, samples: int, sampling: Sampling, version: int) -> list[Completion]:
-        texts = self.replies.get(prompt.id) or self.replies.get(_content(prompt)) or [self.default]
+        texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
         ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
         cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
         text_G = self.context.texts(cut_G)

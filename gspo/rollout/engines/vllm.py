@@ -220,9 +220,9 @@ class VllmEngine:
 
         Servers pause running requests, continue them with the new weights and report the change in `spans`. In process,
         the update waits until running requests have finished."""
-        if self._canary is None:
-            raise RuntimeError("engine 'vllm': nothing was sampled yet; the first call of generate sends the weights")
-        self._sync_weights(*self._canary, version)
+        # Before the first call of `generate` there is no completion to continue, and no prompt to test weights with.
+        if self._canary is not None:
+            self._sync_weights(*self._canary, version)
 
     def _sync_weights(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> None:
         """Send the learner's weights, unless weights and version are unchanged and every vLLM still holds them."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gspo.model.memory import out_of_memory
+from gspo.model.out_of_memory import out_of_memory
 
 
 class CudaGraphs:

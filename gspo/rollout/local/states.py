@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from gspo.errors import KernelWarning
 from gspo.model.attention import attention_kinds
 from gspo.model.kernels.packed_attention import NAME
-from gspo.model.memory import out_of_memory
+from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
 
 BLOCK = 64

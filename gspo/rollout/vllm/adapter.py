@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo.model import adapter
 from gspo.model.routing import find_routers
-from gspo.rollout.vllm.memory import memory_folder
+from gspo.rollout.vllm.transfer_folder import transfer_folder
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of `max_lora_rank` that vLLM accepts. An adapter of a smaller rank is padded."""
@@ -76,7 +76,7 @@ def kernel_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def write(model: Any) -> str:
     """Write the adapter to a new folder in peft's format, in shared memory if it fits."""
-    folder = memory_folder(sum(t.numel() * t.element_size() for _, t in kernel_weights(model)))
+    folder = transfer_folder(sum(t.numel() * t.element_size() for _, t in kernel_weights(model)))
     adapter.save(model, Path(folder))
     return folder
 

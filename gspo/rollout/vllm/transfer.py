@@ -23,8 +23,8 @@ from gspo.errors import WeightSyncError
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.memory import memory_folder
 from gspo.rollout.vllm.serve import free_port
+from gspo.rollout.vllm.transfer_folder import transfer_folder
 from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
 
 
@@ -45,7 +45,7 @@ class Offer:
         """The weights as a file, written on first use."""
         if self._folder is None:
             size = sum(t.numel() * t.element_size() for _, t in self.pairs)
-            self._folder = memory_folder(size)
+            self._folder = transfer_folder(size)
             save_file(
                 {n: t.cpu().contiguous() for n, t in self.pairs}, os.path.join(self._folder, "weights.safetensors")
             )

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo import aliases
 from gspo.config import read_toml
-from gspo.record.run_dir import read_jsonl
+from gspo.record import run_format
+from gspo.record.run_dir import read_events, read_jsonl, read_metrics
 
 Floats = NDArray[np.float64]
 
@@ -94,12 +96,13 @@ def read_run(path: Path) -> Run | None:
     """The run in a directory; `None` if it has not started."""
     if not (path / "config.toml").is_file():
         return None
-    settings = read_toml(path / "config.toml")
-    rows = read_jsonl(path / "metrics.jsonl")
-    events = read_jsonl(path / "events.jsonl")
+    run_format.read(path)
+    settings, _ = aliases.tables(read_toml(path / "config.toml"), where=str(path / "config.toml"))
+    rows = read_metrics(path)
+    events = read_events(path)
     seconds = sum(row.get("time/step_s") or 0.0 for row in read_jsonl(path / "timings.jsonl"))
     last = events[-1] if events else {}
-    problem = f"{last.get('error')}: {last.get('what')}" if last.get("event") == "error" else None
+    problem = f"{last.get('error')}: {last.get('message')}" if last.get("event") == "error" else None
     return Run(
         path=path,
         settings=settings,

@@ -90,7 +90,7 @@ def spread(series: Sequence[Series], bins: Sequence[Sequence[LengthBin]]) -> Fig
         length = [b.length for b in arm_bins]
         look = {**style(number), "marker": MARKERS[number % len(MARKERS)], "markersize": 4.5}
         tokens.plot(length, [_positive(b.token_variance) for b in arm_bins], **look)
-        completions.plot(length, [_positive(b.reply_variance) for b in arm_bins], **look)
+        completions.plot(length, [_positive(b.completion_variance) for b in arm_bins], **look)
         independent = [_positive(b.token_variance / b.length) for b in arm_bins]
         completions.plot(length, independent, color=look["color"], linestyle=":", linewidth=1, alpha=0.8)
     for axis, label in ((tokens, "over tokens: $\\log r_t$"), (completions, "over completions: mean of $\\log r_t$")):

@@ -95,7 +95,8 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
     from gspo.rollout.engine import engine_names
 
     try:
-        config = settings.override(tree, [*overrides, *arm.overrides], where="recipe")
+        # `shared_config` has already reported old names.
+        config = settings.override(tree, [*overrides, *arm.overrides], where="recipe", report_old_names=False)
         settings.check(config)
         config = settings.anchored(config)
         run_objective(config)
@@ -167,7 +168,7 @@ def measured_budget(shared: Config, starts: Sequence[Run]) -> int:
     lengths = [length for run in starts for length in run.values("eval/length_mean")[:1]]
     if not lengths:
         return 0
-    return round(shared.steps * shared.rollout.prompts * shared.rollout.replies * statistics.fmean(lengths))
+    return round(shared.steps * shared.rollout.prompts * shared.rollout.group_size * statistics.fmean(lengths))
 
 
 def check_same_settings(job: Job) -> None:
@@ -198,5 +199,6 @@ def remove_empty_run(path: Path) -> None:
     if not path.is_dir() or (path / "config.toml").exists():
         return
     leftovers = {p.relative_to(path).as_posix() for p in path.rglob("*")}
-    if leftovers <= {".lock", "rollouts", "checkpoints", ".tmp-config.toml"}:
+    files = ("environment.json", "run.json", "config.toml")
+    if leftovers <= {".lock", "rollouts", "checkpoints", *files, *(f".tmp-{name}" for name in files)}:
         shutil.rmtree(path)

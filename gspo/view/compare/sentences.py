@@ -117,11 +117,11 @@ def spread(labels: Sequence[str], bins: Sequence[Sequence[LengthBin]]) -> list[s
     parts = []
     for label, arm_bins in zip(labels, bins, strict=True):
         middle = arm_bins[len(arm_bins) // 2] if arm_bins else None
-        if middle is not None and middle.reply_variance > 0:
-            fold = middle.token_variance / middle.reply_variance
+        if middle is not None and middle.completion_variance > 0:
+            fold = middle.token_variance / middle.completion_variance
             parts.append(
                 f"{label}, at about {middle.length:.0f} tokens: {plain(middle.token_variance)} over tokens, "
-                f"{plain(middle.reply_variance)} over completions, a reduction by {plain(fold)} "
+                f"{plain(middle.completion_variance)} over completions, a reduction by {plain(fold)} "
                 f"(independent tokens: {middle.length:.0f})."
             )
     return [

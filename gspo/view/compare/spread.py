@@ -30,11 +30,11 @@ class LengthBin:
 
     length: float
     """Mean tokens per completion."""
-    replies: int
+    completions: int
     """Number of completions."""
     token_variance: float
     """Over the tokens of all completions."""
-    reply_variance: float
+    completion_variance: float
     """Over completions, of the mean per completion, which is the log of a sequence ratio."""
 
 
@@ -56,9 +56,9 @@ def _bin(sums_R3: Floats) -> LengthBin:
     mean = sum_R.sum() / length_R.sum()
     return LengthBin(
         length=float(length_R.mean()),
-        replies=len(length_R),
+        completions=len(length_R),
         token_variance=float(square_R.sum() / length_R.sum() - mean**2),
-        reply_variance=float((sum_R / length_R).var()),
+        completion_variance=float((sum_R / length_R).var()),
     )
 
 

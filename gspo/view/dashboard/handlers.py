@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo.record.run_format import ObjectiveFacts
 from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
-from gspo.view.diagnosis import SEQUENCE_ROWS, TOKEN_ROWS, setting
-from gspo.view.panels import PANELS, PHASES
+from gspo.view.panels import panels, phases, step_headings
 
 MOST_POINTS = 2000
 
@@ -51,10 +51,12 @@ def _plain(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def page_setup() -> dict[str, Any]:
-    """Static data of the page: panels, phases, filters."""
+    """Static data of the page: panels, phases, headings, filters."""
+    times = phases().as_data()
     return {
-        "panels": [dataclasses.asdict(panel) for panel in PANELS],
-        "phases": [*(dataclasses.asdict(curve) for curve in PHASES), {"key": "other", "label": "other"}],
+        "panels": [panel.as_data() for panel in panels()],
+        "phases": {**times, "curves": [*times["curves"], {"key": "other", "label": "other"}]},
+        "headings": step_headings(),
         "filters": {name: f.label for name, f in FILTERS.items()},
         "orders": list(ORDERS),
     }
@@ -154,14 +156,19 @@ def completion(watched: WatchedRun, number: int, group: int, sample: int) -> dic
         if found is None:
             raise NotFoundError(f"step {number}, group {group}, completion {sample}")
         row = watched.run.row_of(number)
-        name = setting(watched.run.settings, "objective", "name", "")
+        objective = watched.run.objective
     return {
         **found,
         "step": number,
-        "range_of": "sequence" if name in SEQUENCE_ROWS else "token" if name in TOKEN_ROWS else "",
+        "range_of": _clipped_ratio(objective),
         "clip_low": row.get("clip/low"),
         "clip_high": row.get("clip/high"),
     }
+
+
+def _clipped_ratio(objective: ObjectiveFacts) -> str:
+    """The ratio that the clip range bounds: `sequence`, `token`, or empty if it bounds none."""
+    return "" if objective.clips_log_ratio else {"sequences": "sequence", "tokens": "token"}.get(objective.clips, "")
 
 
 # ------------------------------------------------------------------------------------------------- queries

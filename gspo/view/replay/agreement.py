@@ -14,7 +14,8 @@ from typing import Any
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.metrics import step_metrics
-from gspo.rollout.gather import CollectResult
+from gspo.reduction import combined
+from gspo.rollout.gather import CollectResult, RolloutState
 from gspo.view.replay.records import StepRecord
 
 LOGP_TOLERANCE = 1e-7
@@ -34,7 +35,7 @@ class Agreement:
     """Largest difference of a token's old log-prob."""
     logp_new: float
     """Largest difference of a token's log-prob in the update that trained on it."""
-    other_replies: int
+    other_completions: int
     """Completions that only one of the two trained on."""
     metrics: int
     """Number of compared metrics; `0` if the run has not written the step's metrics."""
@@ -46,7 +47,7 @@ class Agreement:
     @property
     def exact(self) -> bool:
         """Whether everything agrees."""
-        return self.logp <= LOGP_TOLERANCE and not self.other_replies and self.worst_difference <= METRIC_TOLERANCE
+        return self.logp <= LOGP_TOLERANCE and not self.other_completions and self.worst_difference <= METRIC_TOLERANCE
 
     @property
     def logp(self) -> float:
@@ -63,7 +64,9 @@ def agreement(
 ) -> Agreement:
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
-    recomputed = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
+    # The metrics of a batch do not depend on its version and on its place in the data order, which are not known here.
+    collected = CollectResult(gathered=recorded.gathered, version=0, after=RolloutState())
+    recomputed = combined([step_metrics(objective, collected, learned)])
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = (
         () if routed else ("routing/flip_fraction_sampler",)
@@ -77,7 +80,7 @@ def agreement(
         tokens=tokens,
         logp_old=old,
         logp_new=new,
-        other_replies=other,
+        other_completions=other,
         metrics=len(keys),
         worst_metric=worst if worst and differences[worst] else "",
         worst_difference=differences.get(worst, 0.0),

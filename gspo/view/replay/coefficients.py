@@ -59,7 +59,7 @@ class Coefficients:
     entropy_N: Tensor | None
     """dLoss/dentropy; `None` without an entropy bonus."""
     clipped_tokens: RatioSides
-    clipped_replies: RatioSides
+    clipped_completions: RatioSides
     advantage_B: Tensor
     trainable_B: Tensor
     """Which sequences of the mini-batch the objective trains on."""
@@ -98,7 +98,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
         logp_N=zeros_N.index_put((at_N,), logp_n),
         entropy_N=zeros_N.index_put((at_N,), entropy_n) if objective.entropy else None,
         clipped_tokens=_sides(clipped_N, log_ratio_N, None),
-        clipped_replies=_sides(clipped_N, log_ratio_N, tokens.sequences),
+        clipped_completions=_sides(clipped_N, log_ratio_N, tokens.sequences),
         advantage_B=sequences.mean(advantage_N),
         trainable_B=trainable_B,
         tokens=len(at_N),

@@ -55,7 +55,7 @@ def _cell(value: float) -> str:
 
 def weights(numbers: ReplayNumbers) -> Figure:
     """Each completion's share of an objective's gradient weight, sorted by its weight in the run."""
-    order = sorted(range(len(numbers.replies)), key=lambda i: _order(numbers.rows[0], i))
+    order = sorted(range(len(numbers.completions)), key=lambda i: _order(numbers.rows[0], i))
     shares = np.array([_shares(row, order) for row in numbers.rows])
     finite = np.abs(shares[np.isfinite(shares)])
     # A quantile instead of the maximum: a few dominant completions would fade all others.
@@ -91,7 +91,7 @@ def sweep(result: SweepResult) -> Figure:
     clipped, norm, cosine = figure.subplots(1, 3)
     look = {"marker": "o", "markersize": 4}
     tokens = [p.clipped_tokens.share for p in result.points]
-    clipped.plot(x, [p.clipped_replies.share for p in result.points], color=COLORS[0], label="completions", **look)
+    clipped.plot(x, [p.clipped_completions.share for p in result.points], color=COLORS[0], label="completions", **look)
     clipped.plot(x, tokens, color=COLORS[1], linestyle="--", label="tokens", **look)
     clipped.legend(frameon=False, fontsize=8)
     clipped.set(ylabel="clip fraction", ylim=(-0.03, 1.03))

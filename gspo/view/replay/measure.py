@@ -54,11 +54,11 @@ class Row:
     cosine: float | None
     """Between its gradient and the run's; `None` if one of them is 0."""
     clipped_tokens: RatioSides
-    clipped_replies: RatioSides
+    clipped_completions: RatioSides
     """Completions with at least one clipped token."""
-    effective_replies: float
+    effective_completions: float
     """Effective number of completions, (sum |w|)^2 / sum w^2 over their weights; `0` if all weights are 0."""
-    replies: int
+    completions: int
     """Number of completions of the mini-batch that it trains on."""
     tokens: int
     weights: tuple[float | None, ...]
@@ -74,11 +74,11 @@ class Point:
 
     value: float
     clipped_tokens: RatioSides
-    clipped_replies: RatioSides
+    clipped_completions: RatioSides
     loss: float
     grad_norm: float
     cosine: float | None
-    effective_replies: float
+    effective_completions: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class ReplayNumbers:
     standard_error: float
     """Of the cosines; `0` if exact."""
     sweeps: tuple[SweepResult, ...]
-    replies: tuple[CompletionNumbers, ...]
+    completions: tuple[CompletionNumbers, ...]
     tokens: int
     token_log_std: float
     """Standard deviation of log pi/pi_old over the mini-batch's tokens."""
@@ -190,7 +190,7 @@ def _completion_numbers(view: View, rows: Sequence[int]) -> dict[str, Any]:
     mini_batch_N = log_ratio_N[sequences.expand(in_rows)]
     log_ratio_B = sequences.mean(log_ratio_N)[rows]
     return {
-        "replies": tuple(_completion(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
+        "completions": tuple(_completion(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
         "tokens": len(mini_batch_N),
         "token_log_std": float(mini_batch_N.std(correction=0)),
         "sequence_log_std": float(log_ratio_B.std(correction=0)),
@@ -257,9 +257,9 @@ def _row(candidate: Candidate, result: _ObjectiveResult, rows: Sequence[int]) ->
         grad_norm=result.norm,
         cosine=result.cosine,
         clipped_tokens=coeff.clipped_tokens,
-        clipped_replies=coeff.clipped_replies,
-        effective_replies=effective_count(weight_B),
-        replies=sum(trainable_B),
+        clipped_completions=coeff.clipped_completions,
+        effective_completions=effective_count(weight_B),
+        completions=sum(trainable_B),
         tokens=coeff.tokens,
         weights=tuple(weight_B[i] if trainable_B[i] else None for i in rows),
         token_weights=tuple(token_weight_B[i] if trainable_B[i] else None for i in rows),
@@ -295,11 +295,11 @@ def _point(value: float, result: _ObjectiveResult) -> Point:
     return Point(
         value=value,
         clipped_tokens=result.coefficients.clipped_tokens,
-        clipped_replies=result.coefficients.clipped_replies,
+        clipped_completions=result.coefficients.clipped_completions,
         loss=result.coefficients.loss,
         grad_norm=result.norm,
         cosine=result.cosine,
-        effective_replies=effective_count(result.weights),
+        effective_completions=effective_count(result.weights),
     )
 
 

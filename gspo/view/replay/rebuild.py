@@ -22,7 +22,7 @@ from gspo.learner.batch import TrainBatch
 from gspo.learner.optimizer import Optimizer
 from gspo.learner.result import LearnResult
 from gspo.model.load import load_policy, load_tokenizer
-from gspo.model.memory import out_of_memory
+from gspo.model.out_of_memory import out_of_memory
 from gspo.step import learn
 from gspo.view.replay.agreement import Agreement, agreement
 from gspo.view.replay.records import StepRecord, read_step

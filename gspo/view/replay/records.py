@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo import aliases
 from gspo.data.chat import Chat, token_ids_of
 from gspo.errors import DataError
 from gspo.objectives.objective import Objective
@@ -95,8 +96,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         raise DataError(f"{file}: cannot read the file: {error}; replay another step") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = aliases.record(json.loads(line))
+        except (ValueError, AttributeError):
             raise DataError(f"{file}: line {number}: not JSON; the file is damaged, replay another step") from None
         missing = [key for key in REQUIRED_FIELDS if key not in record]
         if record.get("trained"):

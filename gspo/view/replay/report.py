@@ -82,7 +82,7 @@ def heading(replay: Replay) -> str:
         start += f", then recomputing steps {replay.start + 1} to {replay.step - 1}"
     return (
         f"{replay.run}: step {replay.step} (from {start}), {which} of {n.mini_batches} mini-batches: "
-        f"{len(n.replies)} completions, {n.tokens:,} tokens"
+        f"{len(n.completions)} completions, {n.tokens:,} tokens"
     )
 
 
@@ -96,8 +96,8 @@ def table_row(row: Row) -> list[str]:
         cosine(row.cosine),
         share(row.clipped_tokens.share),
         sides(row.clipped_tokens),
-        share(row.clipped_replies.share),
-        f"{row.effective_replies:.1f} of {row.replies}",
+        share(row.clipped_completions.share),
+        f"{row.effective_completions:.1f} of {row.completions}",
     ]
 
 
@@ -108,10 +108,10 @@ def sweep_rows(result: SweepResult) -> list[list[str]]:
             plain(p.value),
             share(p.clipped_tokens.share),
             sides(p.clipped_tokens),
-            share(p.clipped_replies.share),
+            share(p.clipped_completions.share),
             plain(p.grad_norm),
             cosine(p.cosine),
-            f"{p.effective_replies:.1f}",
+            f"{p.effective_completions:.1f}",
         ]
         for p in result.points
     ]

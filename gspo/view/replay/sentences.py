@@ -51,7 +51,7 @@ def _other_differences(steps: tuple[Agreement, ...], measured: list[Agreement]) 
     text = ""
     if worst and worst.worst_metric:
         text += f"; relative difference of {worst.worst_metric} {worst.worst_difference:.1e}"
-    if other := sum(a.other_replies for a in steps):
+    if other := sum(a.other_completions for a in steps):
         text += f"; {other} completions were trained on in only one of the two"
     return text
 
@@ -114,7 +114,7 @@ def _least_similar(numbers: ReplayNumbers) -> str:
 def _clipping(numbers: ReplayNumbers) -> list[str]:
     much = [
         f"{r.label} ({share(r.clipped_tokens.share)}, "
-        f"{plain(r.effective_replies)} effective completions of {r.replies})"
+        f"{plain(r.effective_completions)} effective completions of {r.completions})"
         for r in numbers.rows
         if r.clipped_tokens.share >= MUCH_CLIPPING
     ]
@@ -145,9 +145,9 @@ def sweep(s: SweepResult) -> str:
     where = f"from {plain(near[0])} to {plain(near[-1])}" if near else "at no value"
     return (
         f"{s.setting} from {plain(first.value)} to {plain(last.value)} (run: {own}): the share of clipped completions "
-        f"goes from {share(first.clipped_replies.share)} to {share(last.clipped_replies.share)}, the gradient norm "
-        f"from {plain(first.grad_norm)} to {plain(last.grad_norm)}. The gradient is similar to the run's (cosine at "
-        f"least {SIMILAR}) {where}."
+        f"goes from {share(first.clipped_completions.share)} to {share(last.clipped_completions.share)}, the gradient "
+        f"norm from {plain(first.grad_norm)} to {plain(last.grad_norm)}. The gradient is similar to the run's (cosine "
+        f"at least {SIMILAR}) {where}."
     )
 
 

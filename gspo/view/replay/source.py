@@ -17,7 +17,8 @@ from gspo.config import Config, LearnerConfig, from_tree, read_toml
 from gspo.errors import CheckpointError, ConfigError, DataError
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import TUNABLE
-from gspo.record.run_dir import read_jsonl
+from gspo.record import run_format
+from gspo.record.run_dir import read_events, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Source:
 
     @cached_property
     def _metrics(self) -> dict[int, dict[str, Any]]:
-        return {row["step"]: row for row in read_jsonl(self.path / "metrics.jsonl") if "step" in row}
+        return {row["step"]: row for row in read_metrics(self.path) if "step" in row}
 
     def metrics(self, step: int) -> dict[str, Any] | None:
         """The metrics of a step; `None` if they are not written (yet)."""
@@ -86,7 +87,7 @@ class Source:
         planned = self.config.steps
         ends = [(0, planned)]
         for event in self.events:
-            if event.get("event") in ("start", "new end"):
+            if event.get("event") in ("start", "steps_changed"):
                 planned = int(event["steps"])
             if event.get("event") == "start":
                 ends = [(0, planned)]
@@ -123,18 +124,19 @@ def open_run(path: str | Path) -> Source:
     file = folder / "config.toml"
     if not file.is_file():
         raise ConfigError(f"{path}: not a run directory (no config.toml); give a directory that 'gspo train' wrote")
+    run_format.read(folder)
     return Source(
         path=folder,
         config=from_tree(read_toml(file), where=str(file)),
         checkpoints={int(p.name): p for p in checkpoint.saved(folder / "checkpoints")},
         recorded=frozenset(int(p.stem) for p in (folder / "rollouts").glob("*.jsonl") if p.stem.isdecimal()),
-        events=_validate_events(read_jsonl(folder / "events.jsonl"), folder / "events.jsonl"),
+        events=_validate_events(read_events(folder), folder / "events.jsonl"),
     )
 
 
 def _validate_events(events: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """Check the events that a replay depends on."""
-    required = {"start": "steps", "new end": "steps", "resume": "step"}
+    required = {"start": "steps", "steps_changed": "steps", "resume": "step"}
     for event in events:
         key = required.get(str(event.get("event")), "")
         changed = event.get("changed", {})

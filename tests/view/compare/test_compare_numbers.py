@@ -226,7 +226,7 @@ def completion(log_ratio: list[float], *, trained: bool = True) -> dict[str, Any
         "trained": trained,
     }
     if not trained:
-        return {**record, "left_out": "empty"}
+        return {**record, "drop_reason": "empty"}
     old = [-0.5] * len(log_ratio)
     return {**record, "logp_old": old, "logp_new": [a + b for a, b in zip(old, log_ratio, strict=True)]}
 
@@ -244,11 +244,11 @@ def test_variances_over_tokens_and_over_completions(tmp_path: Path) -> None:
     }
     run = run_of(tmp_path / "r", rows_of(0, 0), completions=completions)
     bins = length_bins([run])
-    assert sum(b.replies for b in bins) == 80
+    assert sum(b.completions for b in bins) == 80
     for length, group in ((5, short), (50, long)):
         (found,) = [b for b in bins if b.length == length]
         assert found.token_variance == pytest.approx(statistics.pvariance([x for r in group for x in r]))
-        assert found.reply_variance == pytest.approx(statistics.pvariance([statistics.fmean(r) for r in group]))
+        assert found.completion_variance == pytest.approx(statistics.pvariance([statistics.fmean(r) for r in group]))
 
 
 def test_bins_hold_about_equally_many_completions(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_bins_hold_about_equally_many_completions(tmp_path: Path) -> None:
     completions = [completion([rng.gauss(0, 0.1) for _ in range(rng.randint(3, 300))]) for _ in range(400)]
     bins = length_bins([run_of(tmp_path / "r", rows_of(0, 0), completions={1: completions})])
     assert len(bins) == 8
-    assert all(40 <= b.replies <= 60 for b in bins)
+    assert all(40 <= b.completions <= 60 for b in bins)
     assert [b.length for b in bins] == sorted(b.length for b in bins)
-    assert bins[-1].reply_variance < bins[0].reply_variance / 5  # independent tokens: 1/length
+    assert bins[-1].completion_variance < bins[0].completion_variance / 5  # independent tokens: 1/length
 
 
 def test_a_limited_number_of_evenly_spaced_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

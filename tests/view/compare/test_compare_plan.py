@@ -149,7 +149,7 @@ def rows(last: int) -> list[dict[str, Any]]:
         (4, {"event": "stop", "step": 4, "signal": 15}, 0, True),  # the signal came during the last step
         (3, {"event": "stop", "step": 3, "signal": 15}, 0, False),
         (4, {"event": "checkpoint", "step": 4}, 0, False),
-        (4, {"event": "error", "error": "RewardError", "what": "x"}, 0, False),
+        (4, {"event": "error", "error": "RewardError", "message": "x"}, 0, False),
         (4, {"event": "stop", "step": 3, "signal": None}, 0, False),
         (3, {"event": "stop", "step": 3, "signal": None}, 250, True),
         (4, {"event": "stop", "step": 4, "signal": None}, 450, False),

@@ -143,7 +143,7 @@ def test_a_dense_model_has_no_flips_and_the_page_gives_the_reason(comparison: Ma
 
 def test_an_unfinished_comparison_is_marked_with_the_reason(comparison: Make) -> None:
     runs = two_seeds("grpo", "gspo")
-    failure = {"event": "error", "error": "NumericalError", "what": "step 3: loss is NaN"}
+    failure = {"event": "error", "error": "NumericalError", "message": "step 3: loss is NaN"}
     runs["gspo", 1] |= {"rows": runs["gspo", 1]["rows"][:3], "last_event": failure}
     out = comparison(runs)
     record.write(out, Record(recipe="demo", arms=["grpo", "gspo", "dapo"], seeds=[0, 1], tokens=400))

@@ -29,7 +29,7 @@ def tree(folder: Path) -> dict[str, Any]:
         "steps": 3,
         "model": {"build": "tiny_dense", "device": "cpu"},
         "data": {"task": "sorting", "task_options": {"min_items": 2, "max_items": 3}, "task_size": 60, "held_out": 0},
-        "rollout": {"prompts": 8, "replies": 4, "max_tokens": 10},
+        "rollout": {"prompts": 8, "group_size": 4, "max_tokens": 10},
         "reward": {"functions": [f"{folder}/spaces.py:spaces"], "workers": 1},
         "objective": {"name": "gspo", "clip_low": 3e-3, "clip_high": 4e-3},
         "learner": {"learning_rate": 1e-3, "mini_batches": 3},

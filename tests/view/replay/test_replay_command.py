@@ -68,12 +68,12 @@ def test_the_contents_of_replay_json(written: tuple[Path, str, bool], run: Path)
     assert (data["step"], data["checkpoint"], data["mini_batch"], data["mini_batches"]) == (2, 1, 3, 3)
     assert data["exact"] is True
     assert len(data["rows"]) == len(data["cosines"]) == len(data["cosines"][0]) == 18
-    assert all(len(row["weights"]) == len(data["replies"]) == 11 for row in data["rows"])
+    assert all(len(row["weights"]) == len(data["completions"]) == 11 for row in data["rows"])
     assert data["grad_norm_in_run"] == pytest.approx(data["run_grad_norm"], rel=1e-6)
     assert [s["setting"] for s in data["sweeps"]] == ["clip_high", "kl"]
     records = [json.loads(line) for line in (run / "rollouts" / "000002.jsonl").read_text().splitlines()]
     by_id = {(record["prompt_id"], record["sample"]): record for record in records}
-    for completion in data["replies"]:
+    for completion in data["completions"]:
         record = by_id[completion["prompt_id"], completion["sample"]]
         log_ratio = (sum(record["logp_new"]) - sum(record["logp_old"])) / completion["tokens"]
         assert completion["log_ratio"] == pytest.approx(log_ratio, abs=1e-6)
@@ -86,7 +86,7 @@ def test_every_key_of_replay_json_is_documented(written: tuple[Path, str, bool])
     first = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", section, re.MULTILINE)
     assert {key.strip("`") for cell in first for key in cell.split(", ")} == set(data)
     sweep = data["sweeps"][0]
-    nested = (data["rows"][0], sweep, sweep["points"][0], data["replies"][0], data["agreements"][0])
+    nested = (data["rows"][0], sweep, sweep["points"][0], data["completions"][0], data["agreements"][0])
     for key in (key for record in nested for key in record):
         assert f"`{key}`" in section, key
 
@@ -210,8 +210,8 @@ def test_a_batch_without_training_signal(tmp_path: Path) -> None:
     assert main(["replay", str(run), "--sweep", "clip_high=1e-3..1:2", "-o", str(out)]) == 0
     data = json.loads((out / "replay.json").read_text())
     own, dapo = data["rows"][0], next(row for row in data["rows"] if row["label"] == "dapo")
-    assert (own["grad_norm"], own["cosine"], own["effective_replies"]) == (0, None, 0)
-    assert (dapo["replies"], dapo["loss"]) == (0, 0)
+    assert (own["grad_norm"], own["cosine"], own["effective_completions"]) == (0, None, 0)
+    assert (dapo["completions"], dapo["loss"]) == (0, 0)
     assert any("is 0: this mini-batch has no training signal" in text for text in data["reading"])
 
 

@@ -173,7 +173,7 @@ def test_a_learning_rate_changed_by_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [{"event": "resume"}, {"event": "resume", "step": 1, "changed": [1]}, {"event": "new end", "steps": "x"}],
+    [{"event": "resume"}, {"event": "resume", "step": 1, "changed": [1]}, {"event": "steps_changed", "steps": "x"}],
 )
 def test_invalid_events_are_refused(run: Path, tmp_path: Path, event: dict[str, Any]) -> None:
     copy = copy_of(run, tmp_path)

@@ -220,7 +220,7 @@ def test_losses_and_clip_fractions_equal_those_of_the_public_loss(at: Snapshot) 
         row = next(r for r in at.numbers.rows if r.label == candidate.label)
         assert row.loss == pytest.approx(loss, abs=2e-5, rel=2e-5), row.label
         assert row.clipped_tokens.share == pytest.approx(stats["clip_fraction_tokens"]), row.label
-        assert row.clipped_replies.share == pytest.approx(stats["clip_fraction_sequences"]), row.label
+        assert row.clipped_completions.share == pytest.approx(stats["clip_fraction_sequences"]), row.label
         assert row.clipped_tokens.above + row.clipped_tokens.below == pytest.approx(row.clipped_tokens.share)
         clipping += row.clipped_tokens.share > 0
     assert clipping > 3, "clip ranges must act on the batch"
@@ -267,7 +267,7 @@ def test_effective_number_of_completions() -> None:
 def test_an_objective_that_keeps_only_mixed_groups_trains_on_fewer_completions(at: Snapshot) -> None:
     by_label = {r.label: r for r in at.numbers.rows}
     mixed = sum(mixed_group(at.groups[s.group]) for i, s in enumerate(at.view.samples) if i in at.view.rows)
-    assert by_label["dapo"].replies == mixed < by_label["gspo"].replies == len(at.view.rows)
+    assert by_label["dapo"].completions == mixed < by_label["gspo"].completions == len(at.view.rows)
     assert by_label["dapo"].weights.count(None) == len(at.view.rows) - mixed
 
 
@@ -299,8 +299,8 @@ def test_a_wider_clip_range_never_clips_more(sweep: Callable[[str], Any]) -> Non
         assert shares == sorted(shares, reverse=True)
         assert shares[0] > 0 == shares[-1]
         assert len({getattr(p.clipped_tokens, other) for p in points}) == 1, "the other side must not change"
-        effective_replies = [p.effective_replies for p in points]
-        assert effective_replies[-1] > effective_replies[0]
+        effective_completions = [p.effective_completions for p in points]
+        assert effective_completions[-1] > effective_completions[0]
     assert (high.own, low.own) == (4e-3, 3e-3)
 
 

@@ -112,6 +112,7 @@ class _Module:
     def _kind(self, kind: type[BaseException]) -> Any:
         """An exception's class: a built-in by its name, any other by its number, name and base classes."""
         name = str(kind.__name__)[:100]
+        # By identity: a class of the program may carry the name of a built-in.
         if getattr(builtins, name, None) is kind:
             return name
         return [self._number(kind), name, [self._kind(b) for b in kind.__bases__ if issubclass(b, BaseException)]]
@@ -151,6 +152,8 @@ class _Module:
 
     def _load(self) -> None:
         module = type(sys)("program")
+        # dataclasses look up type names in their module. Under this name, `if __name__ == "__main__"` blocks do not
+        # run.
         sys.modules["program"] = module
         self._globals = module.__dict__
         exec(compile(self._source, "<program>", "exec", dont_inherit=True), self._globals)
@@ -357,6 +360,7 @@ class _Script:
         self._channel.send(READY + "null")
         while True:
             text = decode(self._channel.next(), no_references)
+            # With a pipe, writing more than 64 KiB would block until the program reads it, which it may never do.
             source = os.memfd_create("stdin")
             _write(source, text.encode("utf-8", "surrogatepass"))
             os.lseek(source, 0, os.SEEK_SET)
@@ -367,6 +371,7 @@ class _Script:
                 self._become(source, into, parent)
                 return
             os.close(source)
+            # Otherwise the output would have no end: this process would hold a writing end itself.
             os.close(into)
             data = _read(output, OUTPUT + 1)
             if len(data) > OUTPUT:
@@ -383,8 +388,10 @@ class _Script:
         confine.die_with_parent(parent)
         os.dup2(source, 0)
         os.dup2(into, 1)
+        # The script must not reach the pipes of the protocol.
         os.closerange(3, 64)
         confine.restrict_calls(self._settings)
+        # A script expects `__name__ == "__main__"`.
         module = type(sys)("__main__")
         sys.modules["__main__"] = module
         exec(compile(self._source, "<program>", "exec", dont_inherit=True), module.__dict__)
@@ -408,6 +415,7 @@ class Channel:
         while b"\n" not in parts[-1]:
             part = os.read(self._requests, 2**16)
             if not part:
+                # Not sys.exit: exit handlers of the program would run, and could write or hang.
                 os._exit(0)
             parts.append(part)
         line, _, self._rest = b"".join(parts).partition(b"\n")
@@ -416,6 +424,7 @@ class Channel:
 
     def send(self, line: str) -> None:
         """Send one line of ASCII text."""
+        # Each request has a new random token, so a program cannot write the answer to a later request in advance.
         _write(self._answers, self._token + line.encode() + b"\n")
 
 

@@ -24,6 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def claim_pipes() -> tuple[int, int]:
     """Move the protocol to descriptors that programs do not use."""
+    # A program that reads its standard input or prints must neither swallow a request nor forge an answer.
     requests = os.dup(0)
     answers = os.dup(1)
     _redirect_to_null(0, 1)
@@ -48,6 +49,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
         die_with_parent(settings["parent"])
     if settings["level"] == 6:
         _leave_overseer()
+    # After the fork: the overseer must still be able to read /proc.
     if settings["level"] == 6 or (settings["level"] == 5 and landlock.version()):
         landlock.restrict(settings["readable"], settings["listed"])
 
@@ -66,8 +68,10 @@ def limit(settings: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_AS: settings["memory"],
         resource.RLIMIT_CPU: settings["cpu_s"],
+        # Applies to regular files only; pipes still work. A second barrier behind Landlock and read-only mounts.
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 64,
+        # A core dump would write the memory of a crashed program to the disk.
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -76,6 +80,7 @@ def limit(settings: dict[str, Any]) -> None:
     if settings["processes"]:
         limits[resource.RLIMIT_NPROC] = settings["processes"] + THREADS
     for which, value in limits.items():
+        # An unprivileged process cannot raise a hard limit, so a lower one that is already set stays.
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
@@ -101,6 +106,7 @@ def _fork_thread_counter() -> None:
         return
     die_with_parent(program)
     os.dup2(questions, 0)
+    # A copy of the answer pipe here would hide the program's end from `Box` for as long as this process lives.
     os.closerange(1, 64)
     # The link count is 2 plus one per thread. Landlock still allows `stat`, but not opening the folder.
     folder = f"/proc/{program}/task"
@@ -114,12 +120,15 @@ def _fork_thread_counter() -> None:
 
 def _leave_overseer() -> None:
     """Continue in a child. The parent adopts the child's orphans and kills them when the child ends."""
+    # Without a process namespace, init would otherwise adopt what a program leaves behind, and it would outlive the
+    # sandbox.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     overseer = os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(overseer)
         return
+    # The overseer must hold no pipe: `Box` notices the end of a program by the end of its answer pipe.
     os.closerange(0, 64)
     _oversee(child)
 
@@ -127,6 +136,7 @@ def _leave_overseer() -> None:
 def _oversee(child: int) -> None:
     try:
         _, status = os.waitpid(child, 0)
+        # Killing a process hands its children to the overseer, so this repeats until there are none.
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:
                 for pid in children.read().split():

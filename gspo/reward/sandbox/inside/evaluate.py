@@ -32,11 +32,13 @@ def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Any]:
     own = {text for code in codes for text in _texts(code)}
 
     def is_own(source: Any) -> bool:
+        # A code object is the tests' own: the program's answers never contain one.
         return type(source) is type(guarded.__code__) or (type(source) is str and source in own)
 
     def evaluate(source: Any, *scopes: Any) -> Any:
         if is_own(source):
             return eval(source, *(scopes or _callers()))
+        # Without the tests' own namespace: an expression of the program could read the expected values there.
         given = {
             name: value for scope in reversed(scopes) if scope and scope is not names for name, value in scope.items()
         }
@@ -64,6 +66,7 @@ def guarded(codes: list[CodeType], names: dict[str, Any]) -> dict[str, Any]:
 
 def _callers() -> tuple[dict[str, Any], Any]:
     """The globals and locals of the code that called the built-in."""
+    # 0 is this function, 1 the replacement of the built-in, 2 the test that called it.
     frame = sys._getframe(2)
     return frame.f_globals, frame.f_locals
 
@@ -83,6 +86,7 @@ def _texts(code: CodeType) -> list[str]:
 
 def _check(tree: Any, given: dict[str, Any]) -> None:
     """Reject anything beyond an expression of values. Only public attributes of given names are allowed."""
+    # A stack instead of recursion, because an answer may be nested deeply.
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -91,6 +95,7 @@ def _check(tree: Any, given: dict[str, Any]) -> None:
             raise SyntaxError(f"no {kind} in an expression that the tests evaluate")
         if kind == "Name" and (node.id.startswith("_") or not (node.id in _FUNCTIONS or node.id in given)):
             raise NameError(f"name '{node.id}' is not defined")
+        # `().__class__.__subclasses__()` and its relatives start with an underscore, or with a value instead of a name.
         if kind == "Attribute" and (node.attr.startswith("_") or type(node.value).__name__ != "Name"):
             raise AttributeError(node.attr)
         for field in node._fields:

@@ -41,6 +41,7 @@ def main(settings: dict[str, Any]) -> None:
     job = decode(channel.next(), no_references)
     try:
         prelude, *steps = [compile(text, "<tests>", "exec", dont_inherit=True) for text in job["code"]]
+        # Before any program: what fails here is the row's fault.
         _namespace(job, prelude, steps)
         for name in job["imports"]:
             __import__(name)
@@ -67,6 +68,7 @@ def _dry_run(job: dict[str, Any], prelude: Any, steps: list[Any]) -> str:
     if first.broken:
         return first.broken
     for word in (True, False):
+        # For True, the case without plain callables is `passes`, which is known already.
         lies = ([] if word else [()]) + [("method",)]
         lying = (word and passes) or any(_passes(job, prelude, steps, word, plain) for plain in lies)
         if lying and not _passes(job, prelude, steps, word, ("method", "function")):
@@ -91,6 +93,7 @@ def _judge(job: dict[str, Any], prelude: Any, steps: list[Any], link: Any) -> di
     tally = Tally(job["asserts"], link)
     try:
         names = _namespace(job, prelude, steps)
+        # After the prelude ran, which could otherwise replace it.
         names["__gspo__"] = tally
         for name in job["names"]:
             _bind(name, names, link)
@@ -117,10 +120,13 @@ def _namespace(job: dict[str, Any], prelude: Any, steps: list[Any]) -> dict[str,
 
 
 def _bind(name: str, names: dict[str, Any], link: Any) -> None:
+    # The prelude may define a stub of the function. The tests must get the program's own, or a NameError.
     names.pop(name, None)
     try:
         value = names[name] = link.ask("name", name)
         if type(value) is Remote and name[:1].isupper() and "_" not in name:
+            # Decided by the name in the tests, not by the program: docs/sandbox.md, "How far a program's object is
+            # trusted".
             object.__setattr__(value, "_gspo_kind", CLASS)
     except Exception:
         names["__builtins__"].pop(name, None)

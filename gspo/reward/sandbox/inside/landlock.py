@@ -17,6 +17,7 @@ TYPE_CHECKING = False  # `typing` is slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# System call numbers, the same on x86_64 and aarch64.
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION_FLAG, _RULE_PATH = 1, 1
 _WRITE, _READ, _LIST = 2, 4, 8
@@ -39,6 +40,7 @@ def restrict(readable: Iterable[str], listed: Iterable[str]) -> None:
     found = version()
     if not found:
         raise OSError("landlock: this kernel has none")
+    # Rights that a rule set does not handle stay allowed, so all that this kernel knows are named.
     everything = (1 << _KINDS_OF_ACCESS.get(found, 16)) - 1
     attributes = struct.pack("QQQ", everything, 0, _SCOPES if found >= 6 else 0)
     size = 24 if found >= 6 else 8
@@ -59,6 +61,7 @@ def _allow(rules: int, path: str, access: int) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(os.fstat(place).st_mode):
+        # The kernel refuses a rule for a file with a right of directories.
         access &= ~_LIST
     _checked(_libc.syscall(_ADD, rules, _RULE_PATH, struct.pack("=Qi", access, place), 0), path)
     os.close(place)

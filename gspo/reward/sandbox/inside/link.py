@@ -102,6 +102,7 @@ class Link:
         except Exception as malformed:
             self.gone = f"protocol: {words(malformed)}"
             return Gone(self.gone)
+        # Whether an exception may end an iteration depends on what the tests asked, never on the program.
         if issubclass(kind, (StopIteration, StopAsyncIteration)) and not ends:
             # Raised as it is, it would silently end an iterator of the tests.
             args = [f"{kind.__name__}: {message}"]
@@ -121,6 +122,7 @@ class Link:
         """The same class if it is built in, else a proxy class with the same name and base classes."""
         if type(description) is str:
             found = getattr(builtins, description, None)
+            # Only `Exception`: a program must not be able to raise SystemExit or KeyboardInterrupt in the judge.
             usable = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError)
             return found if usable else RuntimeError
         number, name, bases = description
@@ -145,6 +147,7 @@ class Link:
             return ["name", *found]
         if id(value) not in self._lent_numbers:
             self._lent_numbers[id(value)] = len(self._lent)
+            # Also keeps the object alive; otherwise Python could reuse its id.
             self._lent.append((_lending(value), value))
         number = self._lent_numbers[id(value)]
         name = getattr(value, "__name__", "")
@@ -173,6 +176,7 @@ class Link:
         Functions can be called, iterators advanced, and objects of the tests' own classes used through their public
         attributes and operators.
         """
+        # Fails for anything that the tests did not pass to the program.
         kind = self._lent[self._lent_numbers[id(target)]][0]
         if what == "call" and kind in ("function", "object"):
             return target(*rest[0], **rest[1])
@@ -187,6 +191,7 @@ class Link:
         if what == "put":
             target[rest[0]] = rest[1]
             return None
+        # Private names lead from any object to its class and to globals, where the expected values are.
         if what not in ("get", "set") or type(rest[0]) is not str or rest[0].startswith("_"):
             raise AttributeError(rest[0] if rest else what)
         if what == "set" and callable(getattr(type(target), rest[0], None)):
@@ -213,6 +218,7 @@ class DummyLink(Link):
 
     def ask(self, what: str, *question: Any, ends: bool = False) -> Any:
         self._asked += 1
+        # A loop such as `while not f(): ...` would never end if every answer is False.
         if self._asked > _PATIENCE:
             self.gone = "timeout: the tests never stop asking"
             raise Gone(self.gone)

@@ -79,8 +79,10 @@ class Remote:
         return value
 
     def __getattr__(self, name: str) -> Any:
+        # `__array_interface__`, `__fspath__` and others would make a library take the proxy for its own kind of data.
         if name.startswith("__") and name.endswith("__") and name not in _SEEN:
             raise AttributeError(name)
+        # `assert f(x).startswith("a")` must not pass because an object says yes to everything.
         if name in _PREDICATES and self._gspo_kind == RESULT:
             raise AttributeError(f"an object is no plain data: {name}")
         kind, question = (INSTANCE, "member") if self._gspo_kind == CLASS else (RESULT, "get")
@@ -102,6 +104,7 @@ class Remote:
         self._gspo_link.ask("delete", self, key)
 
     def __getitem__(self, key: Any) -> Any:
+        # From the cached items: an object that answers the same question differently each time cannot pass for a list.
         if self._gspo_kind == RESULT and type(key) in (int, slice):
             return self._gspo_known().listed()[key]
         return self._gspo_link.ask("item", self, key)
@@ -111,8 +114,10 @@ class Remote:
             try:
                 return len(self._gspo_known().listed())
             except TypeError as error:
+                # If the program raised it, the object cannot be iterated over but may still have a length.
                 if not hasattr(error, "of_the_program"):
                     raise
+        # The base class's method fails for anything but an int, whatever the program sends.
         return int.__int__(self._gspo_link.ask("op", self, "len"))
 
     def __iter__(self) -> Any:
@@ -130,6 +135,7 @@ class Remote:
 
     def __contains__(self, value: Any) -> bool:
         if self._gspo_kind == RESULT:
+            # Compared here, because a `__contains__` of the program could say yes to everything.
             return any(value is item or value == item for item in self)
         return self._gspo_truth("contains", value)
 
@@ -156,6 +162,7 @@ class Remote:
         return self._gspo_held and self._gspo_kind != RESULT and self._gspo_link.ask("held", self) == other
 
     def __ne__(self, other: object) -> Any:
+        # Never the program's `__ne__`, which could return True together with its `__eq__`.
         return not self == other
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -181,6 +188,7 @@ class Remote:
         return self._gspo_as(self._gspo_kind, self._gspo_link.ask("deepcopy", self))
 
     def _gspo_truth(self, name: str, *others: Any) -> bool:
+        # Not `bool(...)`: the answer may itself be a proxy.
         return self._gspo_link.ask("op", self, name, *others) is True
 
     def _gspo_answers(self, other: Any) -> bool:
@@ -267,6 +275,7 @@ def identical(value: Any, other: Any) -> bool:
 
 def _binary(name: str) -> Callable[..., Any]:
     def operate(self: Any, other: Any) -> Any:
+        # Python then raises TypeError or compares identity, as for any object without this operator.
         if not self._gspo_answers(other):
             return NotImplemented
         value = self._gspo_link.ask("op", self, name, other)

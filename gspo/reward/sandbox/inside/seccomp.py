@@ -228,10 +228,12 @@ _SOCKETPAIR, _AF_UNIX = (53, 199), 1
 _SENDTO = (44, 206)
 _MMAP, _MAP_LOCKED_POPULATE_HUGETLB = (9, 222), 0x2000 | 0x8000 | 0x40000
 
+# SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, and SECCOMP_RET_ERRNO with the error number in its low half.
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _NOTIFY = 0x7FC00000
 _PR_SET_NO_NEW_PRIVS, _SECCOMP, _FILTER, _NEW_LISTENER = 38, (317, 277), 1, 8
+# SECCOMP_IOCTL_NOTIF_RECV and _SEND, which contain the sizes of their structures: 80 and 24 bytes.
 _NOTIFICATION_RECEIVE, _NOTIFICATION_SEND = 0xC0502100, 0xC0182101
 
 
@@ -252,6 +254,8 @@ def answer(descriptor: int, allowed: Callable[[], bool]) -> None:
     question = bytearray(80)
     fcntl.ioctl(descriptor, _NOTIFICATION_RECEIVE, question)
     number = bytes(question[:8])
+    # Flag 1 continues the call. EAGAIN is also the kernel's own answer to one thread too many, so Python reports "can't
+    # start new thread".
     verdict = struct.pack("qiI", 0, 0, 1) if allowed() else struct.pack("qiI", 0, -errno.EAGAIN, 0)
     fcntl.ioctl(descriptor, _NOTIFICATION_SEND, bytearray(number + verdict))
 
@@ -259,8 +263,10 @@ def answer(descriptor: int, allowed: Callable[[], bool]) -> None:
 def _set(code: bytes, flags: int) -> int:
     column, _ = _machine(os.uname().machine)
     buffer = ctypes.create_string_buffer(code, len(code))
+    # `buffer` is a variable so that it is still alive when the kernel reads the program at this address.
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel requires this of an unprivileged process: a filter must not be able to confuse a setuid program.
     result = libc.prctl(*map(ctypes.c_ulong, (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
     if not result:
         arguments = (_SECCOMP[column], _FILTER, flags, ctypes.addressof(program))
@@ -284,6 +290,7 @@ def assemble(machine: str, pid: int) -> bytes:
         *(_load(4), _jump(_EQUAL, architecture, 1, 0), _return(_KILL)),
         *(_load(0), _jump(_AT_LEAST, NEWEST, 0, 1), _return(_ENOSYS)),  # includes the x32 calls, which start at 2**30
     ]
+    # After ENOSYS the C library falls back to an older call that the filter can check: clone instead of clone3.
     for table, answer in ((DENIED, _EPERM), (UNKNOWN, _ENOSYS)):
         for numbers in table.values():
             code += _when(numbers[column], [_return(answer)])
@@ -296,12 +303,16 @@ def assemble(machine: str, pid: int) -> bytes:
     for numbers, which, values in COMMANDS.values():
         tests = [step for value in values for step in _if(value, _ALLOW)]
         code += _when(numbers[column], [_argument(which), *tests, _return(_EPERM)])
+    # MAP_LOCKED and MAP_POPULATE load pages of shared files, which other programs can observe. Huge pages are a shared
+    # pool.
     code += _when(_MMAP[column], [_argument(3), _and(_MAP_LOCKED_POPULATE_HUGETLB), *_unless(0)])
+    # The same call starts threads, which are allowed, and processes, which are not.
     code += _when(_CLONE[column], [_argument(0), _and(_CLONE_THREAD), *_unless(_CLONE_THREAD)])
     for numbers, which in ((_OPEN, 1), (_OPENAT, 2)):  # O_TRUNC empties a file even if it is opened for reading
         steps = [_argument(which), _and(_O_TRUNC_OR_WRITE), *_if(_O_TRUNC, _EPERM), _return(_ALLOW)]
         code += _when(numbers[column], steps)
     code += _when(_SOCKETPAIR[column], [_argument(0), *_unless(_AF_UNIX)])  # asyncio needs one
+    # The address is a pointer, so both halves of the argument must be 0.
     steps = [_argument(4), _jump(_EQUAL, 0, 1, 0), _return(_EPERM), _load(16 + 8 * 4 + 4), *_unless(0)]
     code += _when(_SENDTO[column], steps)  # allowed within a socket pair, that is without an address
     return b"".join([*code, _return(_ALLOW)])

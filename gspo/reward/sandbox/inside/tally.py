@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from gspo.reward.sandbox.inside.link import Link
 
+# The default relative tolerance of math.isclose, also used as an absolute one.
 _CLOSE = 1e-9
 
 
@@ -47,6 +48,7 @@ class Tally:
         """Report an assert's condition, or its last part. No assert passes after the program is gone."""
         self._set_state.add(number)
         if value and not self._link.gone:
+            # Not an assignment: an assert in a loop that failed once stays failed.
             self._step_of(number).setdefault(number, True)
         else:
             self.failure(number, AssertionError("wrong answer"))
@@ -107,10 +109,12 @@ class Tally:
         passed = total = 0
         for number, written in enumerate(self._asserts):
             seen = self._steps[number] if number < len(self._steps) else {}
+            # Nothing in the steps after the program was gone can have passed.
             cut = number in self._cuts or (gone and number >= len(self._steps) - 1)
             held = sum(seen.values())
             passed += held
             if cut:
+                # A step that was cut short never passes as a whole, even if all asserts that it reached hold.
                 total += max(len(seen) + (held == len(seen)), written)
             elif seen or number in self._busy or not number:
                 total += len(seen)
@@ -150,6 +154,7 @@ class Tally:
             found = {str(k): v for k, v in value.items() if isinstance(k, (str, int, float))}
             return found.keys() == expected.keys() and all(Tally.same(found[k], e) for k, e in expected.items())
         if isinstance(expected, bool) or isinstance(value, bool):
+            # `True == 1` in Python, but not in JSON.
             return value is expected
         if isinstance(expected, float) and isinstance(value, (int, float)):
             return math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)

@@ -38,6 +38,7 @@ LENGTH = 8 * 2**20
 """Maximum length of a message in characters."""
 DIGITS = 10_000
 """Maximum number of digits of a Fraction or Decimal. Arithmetic with longer ones is slow."""
+# Larger integers are sent in hexadecimal: decimal conversion takes quadratic time, and Python refuses over 4300 digits.
 _PLAIN_INT = 2**53
 _TYPES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set, frozenset, bytes, complex)
@@ -100,6 +101,7 @@ def parse(text: str) -> Any:
         parsed, end = _scan(text, 0)
     except (StopIteration, ValueError, RecursionError) as error:
         raise ValueRefused(f"not JSON: {type(error).__name__}") from None
+    # The scanner stops after the first value.
     if end != len(text):
         raise ValueRefused("not JSON: more than one value")
     return parsed
@@ -108,6 +110,8 @@ def parse(text: str) -> Any:
 def _write(value: Any, refer: Callable[[Any], Any], parts: list[str], depth: int) -> None:
     if depth > DEPTH:
         raise ValueRefused(f"a value nested more than {DEPTH} deep")
+    # Checked while writing: a small value that contains itself twice at each level would fill the memory before its
+    # end.
     if len(parts) > LENGTH:
         raise ValueRefused(f"a value of more than {LENGTH} characters")
     if value is None or value is True or value is False:
@@ -273,6 +277,7 @@ def _tagged(tag: str, body: Any, resolve: Callable[[Any], Any], depth: int) -> A
         return resolve(body)
     if tag == "D" and type(body) is str:
         return _decimal(body)
+    # A fixed table: a text selects one of these constructors and can name no other.
     make = resolve if tag == "l" else _MAKERS.get(tag)
     if make is None or type(body) is not list:
         raise ValueRefused("an unknown kind of value")

@@ -163,7 +163,7 @@ function buildOverview() {
     node("div", { class: "controls" },
       node("label", {}, "smoothing ", smooth), node("label", {}, "x-axis ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, "Step time by phase"), view.times),
+    node("section", { class: "card times" }, node("h2", {}, state.setup.phases.title), view.times),
     node("section", { class: "card" },
       node("h2", {}, "Events"), node("div", scroll, node("table", {}, view.events))),
     view.about = node("div", {}));
@@ -187,7 +187,7 @@ function drawOverview() {
     view.findings.replaceChildren(node("p", { class: "soft" }, "There are not enough steps for a diagnosis yet."));
   }
   const timed = runs.filter((r) => r.phases.x.length);
-  view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases, r.phases, r.name)));
+  view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases.curves, r.phases, r.name)));
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
@@ -255,7 +255,7 @@ async function showStep(name, step) {
     const title = node("h1", {}, `Step ${step.toLocaleString("en")}`);
     crumbs.replaceChildren(node("a", { href: "#/" }, name), title, ...links(view, "step"));
     numbers.textContent = stepSummary(found.metrics);
-    state.matches = (found.matching?.replies || []).map((r) => address(name, step, r.group, r.number));
+    state.matches = (found.matching?.completions || []).map((r) => address(name, step, r.group, r.number));
     const rows = found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching);
     list.replaceChildren(...rows);
   };
@@ -267,20 +267,9 @@ function links(view, what) {
   return [link(view.previous, `previous ${what} (k)`), link(view.next, `next ${what} (j)`)];
 }
 
-const STEP_METRICS = [
-  ["reward", "reward/mean", "number"],
-  ["correct", "reward/correct_fraction", "share"],
-  ["uniform groups", "groups/uniform_fraction", "share"],
-  ["clipped completions", "clip/fraction_sequences", "share"],
-  ["mean length", "length/mean", "number"],
-  ["truncated", "length/truncated_fraction", "share"],
-  ["gradient norm", "grad/norm", "number"],
-  ["seconds", "time/step_s", "number"],
-];
-
 function stepSummary(row) {
-  const measured = STEP_METRICS.filter(([, key]) => Number.isFinite(row[key]));
-  return measured.map(([label, key, form]) => `${label} ${format(row[key], form)}`).join(" · ");
+  const measured = state.setup.headings.filter((m) => Number.isFinite(row[m.key]) && (row[m.key] || !m.hide_zero));
+  return measured.map((m) => `${m.label} ${format(row[m.key], m.form)}`).join(" · ");
 }
 
 function groupRows(name, step, groups) {
@@ -293,7 +282,7 @@ function groupRows(name, step, groups) {
     const [kind, label] = g.discarded ? ["out", "discarded: all completions have the same reward"]
       : g.uniform ? ["uniform", "uniform: all completions have the same reward"] : ["mixed", "mixed"];
     const verdicts = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
-    const completions = g.replies.map((c, i) => completionLink(c, i, address(name, step, g.group, i)));
+    const completions = g.completions.map((c, i) => completionLink(c, i, address(name, step, g.group, i)));
     return node("div", { class: "group" },
       node("div", {},
         node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind}` }, label),
@@ -311,11 +300,11 @@ function completionLink(completion, index, href) {
 }
 
 function matchRows(name, step, matching) {
-  const listed = matching.replies.length;
+  const listed = matching.completions.length;
   const limit = matching.found > listed ? `; the first ${listed} are listed` : "";
   const head = node("p", { class: "soft" }, `${matching.found} of ${matching.total} completions${limit}`);
   const ratio = (c) => (Number.isFinite(c.sequence_ratio) ? `, ratio ${c.sequence_ratio.toPrecision(5)}` : "");
-  const rows = matching.replies.map((c) => node("a", { class: "match", href: address(name, step, c.group, c.number) },
+  const rows = matching.completions.map((c) => node("a", { class: "match", href: address(name, step, c.group, c.number) },
     node("div", { class: "prompt soft" }, c.prompt), node("div", { class: "excerpt" }, c.excerpt),
     node("div", { class: "soft" }, completionSummary(c) + ratio(c))));
   return [head, ...rows];
@@ -340,7 +329,7 @@ async function showCompletion(name, step, group, number) {
     : [neighbor(completion.previous), neighbor(completion.next)];
   state.view = { kind: "completion", previous, next, up: address(name, step) };
   const stepLink = node("a", { href: address(name, step) }, `step ${step.toLocaleString("en")}`);
-  const title = node("h1", {}, `Completion ${number + 1} of ${completion.replies} to ${completion.prompt_id}`);
+  const title = node("h1", {}, `Completion ${number + 1} of ${completion.completions} to ${completion.prompt_id}`);
   main.replaceChildren(
     node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" },
       node("a", { href: "#/" }, name), stepLink, title, ...links(state.view, "completion")),

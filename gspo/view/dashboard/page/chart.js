@@ -411,14 +411,14 @@ function seriesOf(panel, runs) {
 
 // Events that are marked in the charts, and the style of their mark.
 const MARKS = {
-  alarm: "alarm", error: "error", resume: "info", unscored: "alarm", "skipped update": "skip", "out of memory": "skip",
-  "checkpoint failed": "alarm", "damaged checkpoint": "alarm", "nothing to learn": "skip",
-  "clip range at its limit": "skip",
+  alarm: "alarm", error: "error", resume: "info", unscored: "alarm", update_skipped: "skip", out_of_memory: "skip",
+  checkpoint_failed: "alarm", checkpoint_damaged: "alarm", no_trainable_samples: "skip",
+  clip_range_limit: "skip",
 };
 
 function marksOf(events) {
   const marked = events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300);
-  const text = (e) => `${e.event} ${e.name || ""} ${e.what || e.why || ""}`.trim();
+  const text = (e) => `${e.event} ${e.name || ""} ${e.message || e.reason || ""}`.trim();
   return marked.map((e) => ({ x: e.step, kind: MARKS[e.event], text: text(e) }));
 }
 
@@ -427,7 +427,7 @@ function eventTable(runs, most = 200) {
   events.sort((a, b) => String(b.time).localeCompare(String(a.time)));
   const own = ["time", "event", "step", "run"];
   const details = (e) => Object.entries(e).filter(([k, v]) => v !== null && !own.includes(k))
-    .map(([k, v]) => (k === "what" ? String(v) : `${k} ${v}`)).join(", ");
+    .map(([k, v]) => (k === "message" ? String(v) : `${k} ${v}`)).join(", ");
   return events.slice(0, most).map((e) => node("tr", { class: MARKS[e.event] || "" },
     node("td", { class: "soft" }, String(e.time || "").replace("T", " ")),
     runs.length > 1 ? node("td", {}, e.run) : null,

@@ -43,7 +43,7 @@ function buildReport() {
   const marks = runs.flatMap((r) => marksOf(r.events));
   const draw = () => charts.forEach((c) => c.update(seriesOf(c.panel, runs), marks, { smooth: Number(smooth.value) }));
   const timed = runs.filter((r) => r.phases.x.length);
-  const times = timed.map((r) => drawTimes(report.setup.phases, r.phases, r.name));
+  const times = timed.map((r) => drawTimes(report.setup.phases.curves, r.phases, r.name));
   const examples = exampleCards(runs);
   const events = node("table", {}, node("tbody", {}, ...eventTable(runs)));
   document.getElementById("main").replaceChildren(...[
@@ -51,7 +51,7 @@ function buildReport() {
     ...runs.map(runCard), differenceTable(runs),
     node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth)),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, "Step time by phase"), ...times),
+    node("section", { class: "card times" }, node("h2", {}, report.setup.phases.title), ...times),
     examples.length ? node("h2", {}, "Example completions") : null, ...examples,
     node("details", { class: "card" }, node("summary", {}, "Events"), events),
   ].filter(Boolean));

@@ -34,14 +34,14 @@ function completionSummary(completion) {
   if (known(advantage)) parts.push(`advantage ${format(advantage)}`);
   if (clipped > 0) parts.push(clipped < 1 ? `${format(clipped, "share")} of its tokens clipped` : "clipped");
   if (completion.stop === "length") parts.push("truncated");
-  if (!completion.trained) parts.push(`not trained on: ${completion.left_out || "unknown"}`);
+  if (!completion.trained) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
   return parts.join(", ");
 }
 
 // Whether the completion was clipped, and on which side of the clip range.
 function clipSentence(completion) {
   const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = completion;
-  if (!completion.trained) return `The completion was not trained on: ${completion.left_out || "unknown"}.`;
+  if (!completion.trained) return `The completion was not trained on: ${completion.drop_reason || "unknown"}.`;
   if (!Number.isFinite(ratio)) return "";
   const start = `The sequence ratio is ${ratio.toPrecision(6)}.`;
   const direction = share === 1 ? ""

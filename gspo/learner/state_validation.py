@@ -1,7 +1,8 @@
-"""Validation of `trainer.json`. A manifest shows that a file is intact, not that a run wrote it.
+"""Validation of a saved `TrainerState`, the file `trainer.json`: a manifest shows that it is intact, not that a run
+wrote it.
 
-In: a checkpoint. Out: what is wrong with its `trainer.json`, or None. Invariant: every field has the type and the range
-that a run writes, and the step is the one the checkpoint is named after.
+In: a checkpoint. Out: the fields of its `trainer.json`, or what is wrong with them. Invariant: every field has the type
+and the range that a run writes, and the step is the one the checkpoint is named after.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ def _counts(value: Any) -> bool:
     return isinstance(value, Mapping) and set(value) <= files and all(map(_count, value.values()))
 
 
+def _rollout(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"batch", "cursor"} and all(map(_count, value.values()))
+
+
 def _settings(value: Any) -> bool:
     return isinstance(value, Mapping) and "learner.mini_batches" in value and _count(value["learner.mini_batches"])
 
 
 FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_count, "a count"),
-    "cursor": (_count, "a count"),
+    "rollout": (_rollout, "the counts batch and cursor"),
     "updates": (_count, "a count"),
     "skipped_in_row": (_count, "a count"),
     "tokens": (_count, "a count"),
@@ -59,7 +64,7 @@ def fault_in(path: Path) -> str | None:
     try:
         if file.stat().st_size > LARGEST:
             return f"{file}: too large"
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = saved_fields(path)
     except (OSError, ValueError, RecursionError) as error:
         return f"{file}: cannot be read ({type(error).__name__})"
     if not isinstance(values, dict) or set(values) != set(FIELDS):
@@ -70,11 +75,23 @@ def fault_in(path: Path) -> str | None:
     return _contradiction(file, values)
 
 
+def saved_fields(path: Path) -> Any:
+    """What the `trainer.json` of a checkpoint contains, which may be anything. Fields of earlier versions are
+    translated."""
+    values = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    if isinstance(values, dict) and "cursor" in values and "rollout" not in values:
+        # Before batches had their own number, it was the number of the step that trained on them.
+        values["rollout"] = {"batch": values.get("step"), "cursor": values.pop("cursor")}
+    return values
+
+
 def _contradiction(file: Path, values: Mapping[str, Any]) -> str | None:
     """How the fields contradict each other or the name of the checkpoint, or None."""
-    step, pending = values["step"], values["pending"]
+    step, batch, pending = values["step"], values["rollout"]["batch"], values["pending"]
     if step != int(file.parent.name):
         return f"{file}: step is {step}, but the checkpoint is named {file.parent.name}"
+    if batch < step:
+        return f"{file}: {step} steps cannot have trained on {batch} batches"
     most = step * values["settings"]["learner.mini_batches"]
     if values["updates"] > most:
         return f"{file}: {values['updates']} updates are more than the {most} that {step} steps allow"

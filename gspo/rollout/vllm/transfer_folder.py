@@ -21,7 +21,7 @@ _folders: dict[tuple[Path, int], Path] = {}
 """The folders of this process, by parent directory and process id: a fork needs one of its own."""
 
 
-def memory_folder(size: int) -> str:
+def transfer_folder(size: int) -> str:
     """A new folder with room for `size` bytes: in shared memory if they fit, else in the temporary directory."""
     disk = Path(tempfile.gettempdir())
     shared = SHARED.is_dir() and os.access(SHARED, os.W_OK)

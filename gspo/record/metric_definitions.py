@@ -1,11 +1,14 @@
-"""Every number that a run writes, once: key, definition, unit, and how it is reduced over ranks.
+"""What every metric is, in one place: key, definition, unit, reduction over ranks, panel and label.
 
-In: nothing. Out: `METRICS` and `TIMINGS`. `docs/metrics.md` is made from them, and a test compares them with what a run
-writes. Upper-case parts of a key stand for a name: `reward/part/NAME`.
+In: nothing. Out: `METRICS` and `TIMINGS`, and the `PANELS` that they are shown on. The tables of `docs/metrics.md`, the
+panels of the page, of the report and of `curves.png`, and the headings of the terminal are made from them; a test
+compares them with what a run writes. Upper-case parts of a key stand for a name: `reward/part/NAME`. Invariant: imports
+nothing of the package, so that a viewer starts without torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,6 +19,7 @@ class Reduction(StrEnum):
     SAME = "same on all ranks"
     SUM = "sum"
     MAX = "maximum"
+    MEAN = "mean, weighted by its denominator"
     GROUP_MEAN = "mean, weighted by groups"
     COMPLETION_MEAN = "mean, weighted by completions"
     TOKEN_MEAN = "mean, weighted by tokens"
@@ -33,7 +37,166 @@ class Metric:
     unit: str
     """`number`, `count`, `share`, `nats` or `seconds`."""
     reduction: Reduction
+    panels: tuple[str, ...] = ()
+    """Ids of the panels that show it. On each panel, curves stand in the order of `METRICS`."""
+    label: str = ""
+    """Its name on a panel, next to the panel's title."""
+    heading: str = ""
+    """Its name without a panel: in the terminal, and in the page's line about a step. Empty: it is not in that line."""
+    band: tuple[str, str] | None = None
+    """Metrics of the lower and upper end of an interval around it."""
 
+    @property
+    def every_step(self) -> bool:
+        """Whether every step has a value. Other metrics are not smoothed."""
+        return not self.key.startswith("eval/")
+
+    @property
+    def form(self) -> str:
+        """How a single value is displayed: `share` in percent, or `number`."""
+        return "share" if self.unit == "share" else "number"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Metrics that share an axis."""
+
+    id: str
+    """Metrics name their panels by it."""
+    title: str
+    what: str
+    """What the curves show and what to look for."""
+    form: str = "number"
+    """`share` (displayed in percent), `number`, or `count`."""
+    log: bool = False
+    """Whether the axis is logarithmic by default."""
+    hide_zero: bool = False
+    """Whether the panel is hidden while all values are 0."""
+
+
+PANELS = (
+    Panel(
+        id="learning",
+        title="Reward and held-out accuracy",
+        what=(
+            "Mean reward of the sampled completions, and accuracy on the held-out set with its 95 % interval. If the "
+            "reward rises but held-out accuracy does not, the policy overfits or exploits the reward."
+        ),
+    ),
+    Panel(
+        id="clipping",
+        title="Clip fraction",
+        form="share",
+        what=(
+            "Share of tokens on which the trust region acts, and of completions with at least one such token. GSPO "
+            "usually clips 10 to 20 % of the completions."
+        ),
+    ),
+    Panel(
+        id="signal",
+        title="Training signal",
+        form="share",
+        what=(
+            "In a uniform group all completions have the same reward, so it gives no gradient, except from a length or "
+            "KL penalty."
+        ),
+    ),
+    Panel(
+        id="entropy",
+        title="Entropy",
+        what="Entropy of the policy in nats per token. After a fast drop the policy no longer explores.",
+    ),
+    Panel(
+        id="length",
+        title="Completion length",
+        form="count",
+        what=(
+            "Tokens per completion, truncated at rollout.max_tokens. If the maximum is far above the rest, sampling "
+            "waits for a few long completions."
+        ),
+    ),
+    Panel(
+        id="padding",
+        title="Padding",
+        form="share",
+        hide_zero=True,
+        what="Share of the compute spent on padding: idle sequence slots in sampling, padding tokens in training.",
+    ),
+    Panel(
+        id="shaping",
+        title="Overlong completions",
+        form="share",
+        hide_zero=True,
+        what=(
+            "Share of completions truncated at the limit, and of trained completions with a length penalty "
+            '(objective.shape = "soft_overlong").'
+        ),
+    ),
+    Panel(
+        id="ratio",
+        title="Importance ratio",
+        log=True,
+        what=(
+            "Standard deviation of the log importance ratio (new over old policy), over tokens and over completions. "
+            "The latter is the scale of GSPO's clip range."
+        ),
+    ),
+    Panel(
+        id="mismatch",
+        title="KL divergence",
+        log=True,
+        what=(
+            "KL divergence in nats per token between sampler and learner, and between old and new policy. The first "
+            "should stay well below the second; otherwise rounding in the engine dominates the training signal."
+        ),
+    ),
+    Panel(
+        id="mismatch-tokens",
+        title="Sampler-learner mismatch per token",
+        log=True,
+        what=(
+            "Absolute log-prob difference between engine and learner; 0.7 is a factor of two. Below 0.001 is float32 "
+            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in a MoE "
+            'model (routing.replay = "sampler" fixes it). If all curves are high, the engine and the learner have '
+            "different weights."
+        ),
+    ),
+    Panel(
+        id="gradient",
+        title="Gradient norm",
+        log=True,
+        what=(
+            "Norm before gradient clipping. Updates with a spike are skipped; a slow increase means that the learning "
+            "rate is too high."
+        ),
+    ),
+    Panel(
+        id="routing",
+        title="Expert flips",
+        form="share",
+        what="Share of routed experts that differ between old and new policy, and between sampler and learner.",
+    ),
+    Panel(
+        id="load",
+        title="Expert load",
+        what="Load of the busiest expert relative to an even load: 1 is perfectly balanced.",
+    ),
+    Panel(
+        id="trouble",
+        title="Failures",
+        form="count",
+        hide_zero=True,
+        what="Completions that could not be scored, and skipped updates.",
+    ),
+)
+"""The panels, in the order of the page."""
+
+PHASES = Panel(
+    id="phases",
+    title="Step time by phase",
+    what="Seconds of each phase of a step. The remainder of `time/step_s` is other work.",
+)
+"""The one panel of bars, over `TIMINGS`."""
 
 METRICS = (
     Metric(
@@ -57,6 +220,9 @@ METRICS = (
         present="step ≥ 1",
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("learning",),
+        label="reward",
+        heading="reward",
     ),
     Metric(
         "reward/std",
@@ -71,6 +237,9 @@ METRICS = (
         present="step ≥ 1",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("signal",),
+        label="correct completions",
+        heading="correct",
     ),
     Metric(
         "reward/part/NAME",
@@ -95,6 +264,9 @@ METRICS = (
         present="step ≥ 1",
         unit="share",
         reduction=Reduction.GROUP_MEAN,
+        panels=("signal",),
+        label="uniform groups",
+        heading="uniform groups",
     ),
     Metric(
         "groups/discarded",
@@ -112,6 +284,9 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.SUM,
+        panels=("trouble",),
+        label="unscored completions",
+        heading="unscored",
     ),
     Metric(
         "samples/unscored/KIND",
@@ -136,6 +311,9 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("length",),
+        label="mean",
+        heading="length",
     ),
     Metric(
         "length/p10",
@@ -157,6 +335,8 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.GATHER,
+        panels=("length",),
+        label="90th percentile",
     ),
     Metric(
         "length/max",
@@ -164,6 +344,8 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.MAX,
+        panels=("length",),
+        label="maximum",
     ),
     Metric(
         "length/truncated_fraction",
@@ -171,6 +353,9 @@ METRICS = (
         present="step ≥ 1",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("signal", "shaping"),
+        label="truncated completions",
+        heading="truncated",
     ),
     Metric(
         "length/repetitive_fraction",
@@ -187,28 +372,30 @@ METRICS = (
         reduction=Reduction.SUM,
     ),
     Metric(
-        "sampler/steps",
+        "sampler/decode_steps",
         "Decoding steps: forward passes of one token for each running sequence.",
         present="engine `local`",
         unit="count",
         reduction=Reduction.SUM,
     ),
     Metric(
-        "sampler/live_mean",
+        "sampler/running_mean",
         "Tokens sampled per decoding step: how many sequences ran concurrently. A value far below "
         "`rollout.engine_options.slots` (or completions per step, if fewer) means that a few long "
         "completions were sampled after the others had ended.",
         present="engine `local`",
         unit="number",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
-        "padding/sampler",
+        "sampler/idle_fraction",
         "Share of the rows of the decoding steps that produced no completion token: idle slots, and "
         "preempted sequences. 0 on a CPU, where no idle row is computed.",
         present="engine `local`",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
+        panels=("padding",),
+        label="idle slots, sampling",
     ),
     Metric(
         "loss/policy",
@@ -240,6 +427,9 @@ METRICS = (
         present="learned",
         unit="number",
         reduction=Reduction.SAME,
+        panels=("gradient",),
+        label="gradient norm",
+        heading="gradient norm",
     ),
     Metric(
         "grad/skipped",
@@ -247,6 +437,8 @@ METRICS = (
         present="learned",
         unit="count",
         reduction=Reduction.SAME,
+        panels=("trouble",),
+        label="skipped updates",
     ),
     Metric(
         "learning_rate",
@@ -264,6 +456,9 @@ METRICS = (
         present="learned",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("clipping",),
+        label="tokens",
+        heading="clipped tokens",
     ),
     Metric(
         "clip/fraction_sequences",
@@ -272,6 +467,9 @@ METRICS = (
         present="learned",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("clipping",),
+        label="completions",
+        heading="clipped completions",
     ),
     Metric(
         "clip/low",
@@ -286,6 +484,8 @@ METRICS = (
         present="learned, and the objective has a range",
         unit="number",
         reduction=Reduction.SAME,
+        panels=("ratio",),
+        label="upper clip range",
     ),
     Metric(
         "ratio/mean",
@@ -294,7 +494,7 @@ METRICS = (
         "`pi/mu` of the completion. 1 for `gpg` and `rloo`.",
         present="learned",
         unit="number",
-        reduction=Reduction.TOKEN_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "ratio/max",
@@ -309,6 +509,8 @@ METRICS = (
         present="learned",
         unit="number",
         reduction=Reduction.GATHER,
+        panels=("ratio",),
+        label="over tokens",
     ),
     Metric(
         "ratio/sequence_log_std",
@@ -318,6 +520,8 @@ METRICS = (
         present="learned",
         unit="number",
         reduction=Reduction.GATHER,
+        panels=("ratio",),
+        label="over completions",
     ),
     Metric(
         "kl/old_new",
@@ -327,6 +531,8 @@ METRICS = (
         present="learned",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("mismatch",),
+        label="old to new policy",
     ),
     Metric(
         "mismatch/abs_mean",
@@ -337,6 +543,8 @@ METRICS = (
         present="learned",
         unit="number",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("mismatch-tokens",),
+        label="mean",
     ),
     Metric(
         "mismatch/abs_max",
@@ -344,6 +552,8 @@ METRICS = (
         present="learned",
         unit="number",
         reduction=Reduction.MAX,
+        panels=("mismatch-tokens",),
+        label="maximum",
     ),
     Metric(
         "mismatch/k1",
@@ -358,6 +568,8 @@ METRICS = (
         present="learned",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("mismatch",),
+        label="sampler to learner",
     ),
     Metric(
         "mismatch/chi2",
@@ -380,6 +592,8 @@ METRICS = (
         present="learned",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("mismatch-tokens",),
+        label="share of tokens above a factor of two",
     ),
     Metric(
         "noise/log_ratio",
@@ -390,13 +604,15 @@ METRICS = (
         present="learned, the objective has a range, two or more updates, engine `local` without top-p and top-k",
         unit="number",
         reduction=Reduction.GATHER,
+        panels=("ratio",),
+        label="rounding noise",
     ),
     Metric(
         "noise/beyond_clip",
         "Share of trained completions (or tokens) whose ratio this difference alone would move out of the clip range.",
         present="the same",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
     ),
     Metric(
         "entropy/mean",
@@ -405,6 +621,8 @@ METRICS = (
         present="learned",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("entropy",),
+        label="entropy",
     ),
     Metric(
         "advantage/std",
@@ -430,10 +648,10 @@ METRICS = (
         reduction=Reduction.SUM,
     ),
     Metric(
-        "samples/left_out/KIND",
+        "samples/dropped/KIND",
         "Sampled completions that were not trained on, by reason: `unscored`, `overlong` (truncated, with"
         ' `shape = "overlong_filter"`), `empty`, `alone` (no other trainable completion in its group), '
-        "`not_mixed` (its group was discarded).",
+        "`uniform` (its group was discarded).",
         present="if there are any",
         unit="count",
         reduction=Reduction.SUM,
@@ -443,7 +661,9 @@ METRICS = (
         "Share of the positions of a pass over the batch that are padding: 0 for models that support packing.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.MEAN,
+        panels=("padding",),
+        label="padding tokens, training",
     ),
     Metric(
         "padding/saved",
@@ -452,7 +672,7 @@ METRICS = (
         "per group.",
         present="learned",
         unit="share",
-        reduction=Reduction.COMPLETION_MEAN,
+        reduction=Reduction.GATHER,
     ),
     Metric(
         "reward/length_penalty",
@@ -460,13 +680,17 @@ METRICS = (
         present='learned, `shape = "soft_overlong"`',
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("shaping",),
+        label="mean penalty",
     ),
     Metric(
-        "length/punished_fraction",
+        "length/penalized_fraction",
         "Share of trained completions with a length penalty.",
         present="the same",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
+        panels=("shaping",),
+        label="penalized completions",
     ),
     Metric(
         "kl/ref",
@@ -475,6 +699,8 @@ METRICS = (
         present="learned, and the objective has a KL penalty",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("mismatch",),
+        label="to the reference",
     ),
     Metric(
         "loss/balance",
@@ -494,6 +720,8 @@ METRICS = (
         present="learned, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("routing",),
+        label="old to new",
     ),
     Metric(
         "routing/flip_fraction_native",
@@ -501,6 +729,8 @@ METRICS = (
         present="the same, with replay",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("routing",),
+        label="without replay",
     ),
     Metric(
         "routing/flip_fraction_first",
@@ -524,6 +754,8 @@ METRICS = (
         present="learned, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
+        panels=("routing",),
+        label="sampler to learner",
     ),
     Metric(
         "routing/load_entropy",
@@ -539,6 +771,8 @@ METRICS = (
         present="learned, MoE",
         unit="number",
         reduction=Reduction.GATHER,
+        panels=("load",),
+        label="busiest expert",
     ),
     Metric(
         "routing/load_entropy/L",
@@ -569,6 +803,10 @@ METRICS = (
         present="evaluation",
         unit="share",
         reduction=Reduction.SAME,
+        panels=("learning",),
+        label="held-out, sampled",
+        heading="held-out",
+        band=("eval/accuracy_low", "eval/accuracy_high"),
     ),
     Metric(
         "eval/accuracy_low",
@@ -597,13 +835,21 @@ METRICS = (
         present="evaluation, with `eval.greedy`",
         unit="share",
         reduction=Reduction.SAME,
+        panels=("learning",),
+        label="held-out, greedy",
     ),
 )
 """`metrics.jsonl`, in the order of the documentation."""
 
 TIMINGS = (
     Metric(
-        "time/rollout_s", "Sampling, including refills.", present="step ≥ 1", unit="seconds", reduction=Reduction.MAX
+        "time/rollout_s",
+        "Sampling, including refills.",
+        present="step ≥ 1",
+        unit="seconds",
+        reduction=Reduction.MAX,
+        panels=("phases",),
+        label="sampling",
     ),
     Metric(
         "time/reward_s",
@@ -611,6 +857,8 @@ TIMINGS = (
         present="step ≥ 1",
         unit="seconds",
         reduction=Reduction.MAX,
+        panels=("phases",),
+        label="scoring",
     ),
     Metric(
         "time/learn_s",
@@ -618,6 +866,8 @@ TIMINGS = (
         present="step ≥ 1",
         unit="seconds",
         reduction=Reduction.MAX,
+        panels=("phases",),
+        label="training",
     ),
     Metric(
         "time/eval_s",
@@ -625,6 +875,8 @@ TIMINGS = (
         present="step ≥ 1",
         unit="seconds",
         reduction=Reduction.MAX,
+        panels=("phases",),
+        label="evaluation",
     ),
     Metric(
         "time/step_s",
@@ -632,6 +884,27 @@ TIMINGS = (
         present="step ≥ 1",
         unit="seconds",
         reduction=Reduction.MAX,
+        heading="seconds",
     ),
 )
 """`timings.jsonl`."""
+
+
+def metrics_of(panel: Panel) -> Iterator[Metric]:
+    """The metrics that a panel shows."""
+    return (metric for metric in (*METRICS, *TIMINGS) if panel.id in metric.panels)
+
+
+def defined_keys() -> set[str]:
+    """The keys of all metrics. Upper-case parts stand for a name."""
+    return {metric.key for metric in (*METRICS, *TIMINGS)}
+
+
+def heading(key: str) -> str:
+    """The heading of one metric."""
+    return next(metric.heading for metric in headed() if metric.key == key)
+
+
+def headed() -> Iterator[Metric]:
+    """The metrics that are shown without a panel."""
+    return (metric for metric in (*METRICS, *TIMINGS) if metric.heading)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from gspo.rollout.vllm import memory
-from gspo.rollout.vllm.memory import memory_folder
+from gspo.rollout.vllm import transfer_folder as module
+from gspo.rollout.vllm.transfer_folder import transfer_folder
 
 CHILD = """
 import sys
 from pathlib import Path
-from gspo.rollout.vllm import memory
-memory.SHARED = Path(sys.argv[1])
-folder = Path(memory.memory_folder(10))
+from gspo.rollout.vllm import transfer_folder as module
+module.SHARED = Path(sys.argv[1])
+folder = Path(module.transfer_folder(10))
 (folder / "weights").write_bytes(b"x" * 10)
 print(folder, flush=True)
 sys.stdin.read()
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "SHARED", tmp_path)
+    monkeypatch.setattr(module, "SHARED", tmp_path)
     return tmp_path
 
 
@@ -57,12 +57,12 @@ def test_the_folder_of_a_killed_process_is_removed_and_others_stay(
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert (left / "weights").exists()
-    mine = Path(memory_folder(10))
+    mine = Path(transfer_folder(10))
     assert not left.parent.exists()
     assert (kept / "weights").exists()
     assert mine.is_dir()
     assert mine.parent.parent == place
-    assert Path(memory_folder(10)) != mine
+    assert Path(transfer_folder(10)) != mine
 
 
 def test_a_process_removes_its_folder_on_exit(
@@ -74,11 +74,11 @@ def test_a_process_removes_its_folder_on_exit(
 
 
 def test_a_folder_that_was_removed_is_created_again(place: Path) -> None:
-    first = Path(memory_folder(10))
-    (first.parent / memory.LOCK).unlink()
+    first = Path(transfer_folder(10))
+    (first.parent / module.LOCK).unlink()
     os.rmdir(first)
     os.rmdir(first.parent)
-    assert Path(memory_folder(10)).is_dir()
+    assert Path(transfer_folder(10)).is_dir()
 
 
 def test_without_room_in_shared_memory_the_disk_is_used(
@@ -86,4 +86,4 @@ def test_without_room_in_shared_memory_the_disk_is_used(
 ) -> None:
     disk = tmp_path_factory.mktemp("disk")
     monkeypatch.setattr("tempfile.tempdir", str(disk))
-    assert Path(memory_folder(1 << 60)).parent.parent == disk
+    assert Path(transfer_folder(1 << 60)).parent.parent == disk

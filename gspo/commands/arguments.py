@@ -1,30 +1,11 @@
-"""Helpers that several commands share: arguments, overrides, quiet libraries."""
+"""Arguments that several sub-commands have, and the list of all settings for their help."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from gspo.config import help_texts
-from gspo.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A sub-command."""
-
-    name: str
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, list[str]], int]
-    """Takes the parsed options and the `--section.key=value` overrides, and returns the exit code."""
-    epilog: str = ""
-    single_process: bool = False
-    """Whether the command refuses to run as one of several processes of a launcher."""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +45,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def no_overrides(overrides: list[str]) -> None:
-    """Refuse overrides in a command that has no settings."""
-    if overrides:
-        raise ConfigError(f"unknown option {overrides[0]}")
-
-
 def settings_help() -> str:
     """Every setting with its type, default and help, for an epilog."""
     lines = []
@@ -77,14 +52,3 @@ def settings_help() -> str:
         shown = json.dumps(default) if isinstance(default, str | bool | int | float) else str(default or "none")
         lines.append(f"  {key} ({kind}, default {shown})\n      {text}")
     return "\n".join(lines).replace("%", "%%")
-
-
-def quiet_libraries() -> None:
-    """Hide the progress bars and informational messages of transformers, but not its errors and warnings."""
-    # Read when the libraries are imported.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()

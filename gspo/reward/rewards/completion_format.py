@@ -11,12 +11,14 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.reward.completion_text import completion_text
+from gspo.reward.traits import RewardTraits
 
 EXAMPLE: dict[str, Any] = {
-    "reply": "<think>36\n+ 36</think>72",
+    "completion": "<think>36\n+ 36</think>72",
     "columns": {},
     "options": {"pattern": "<think>.*</think>.*"},
 }
+TRAITS = RewardTraits()
 
 
 def score(prompts: list[Any], completions: list[Any], *, pattern: str, **columns: Any) -> list[float]:
@@ -30,5 +32,5 @@ def check(pattern: Any) -> None:
         re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"reward.options.reply_format.pattern: {pattern!r} is not a regular expression: {error}; fix it"
+            f"reward.options.completion_format.pattern: {pattern!r} is not a regular expression: {error}; fix it"
         ) from None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.view.columns import CHUNK, Columns, downsample
+from gspo.view.jsonl_columns import CHUNK, Columns, downsample
 
 
 def lines(*rows: dict[str, object]) -> str:

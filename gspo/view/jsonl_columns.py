@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.view.panels import KEYS, PHASES
-from gspo.view.safe_files import ReadPosition, open_regular
+from gspo import aliases
+from gspo.record.metric_definitions import defined_keys
+from gspo.safe_files import ReadPosition, open_regular
 
 CHUNK = 1 << 19
 LONGEST_LINE = 1 << 20
@@ -29,8 +30,7 @@ TAIL = 1 << 18
 LONGEST_SAMPLED_LINE = 1 << 16
 """A sample skips longer lines."""
 MOST_KEYS = 2000
-"""A file with more keys is not a metrics file. Beyond the limit only displayed keys are stored."""
-DISPLAYED = {"step", "tokens/sampled", "time/step_s", *KEYS, *(curve.key for curve in PHASES)}
+"""A file with more keys is not a metrics file. Beyond the limit only metrics that are defined are stored."""
 NAN = math.nan
 NUMBER_TYPES = {float, int, bool, type(None)}
 
@@ -136,7 +136,7 @@ class Columns:
                 found = orjson.loads(file.readline(LONGEST_LINE))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return aliases.metrics(found) if isinstance(found, dict) else {}
 
     def last(self, count: int) -> list[dict[str, float]]:
         """The last lines as numbers, without missing values."""
@@ -212,10 +212,13 @@ class Columns:
         found: dict[str, list[tuple[list[int], list[Any]]]] = {}
         for keys, indices in rows_by_keys.items():
             for key in keys:
-                found.setdefault(key, []).append((indices, [rows[at][key] for at in indices]))
+                name = aliases.metric(key)
+                if name == key or name not in keys:
+                    found.setdefault(name, []).append((indices, [rows[at][key] for at in indices]))
         before = len(self) - len(rows)
-        # Displayed keys first: a file with too many keys must not crowd them out.
-        for key in sorted(found, key=lambda k: (k not in DISPLAYED, k)):
+        # Metrics with a definition first: a file with too many keys must not crowd them out.
+        defined = defined_keys()
+        for key in sorted(found, key=lambda k: (k not in defined, k)):
             if key in self.columns or len(self.columns) < MOST_KEYS:
                 column = self.columns.setdefault(key, Column())
                 lines = np.array([at for indices, _ in found[key] for at in indices], dtype=np.int32)

@@ -1,0 +1,33 @@
+"""The metrics of an evaluation, and the timings of a step.
+
+In: an `Evaluation`; a `Clock`. Out: flat dictionaries that are ready to be written; `record/metric_definitions.py`
+defines every metric. Invariant: timings have their own dictionary, because `metrics.jsonl` must not depend on the
+clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo.clock import Clock
+from gspo.evaluation import Evaluation
+
+
+def eval_metrics(evaluation: Evaluation) -> dict[str, Any]:
+    """The metrics of an evaluation on the held-out problems."""
+    accuracy = evaluation.accuracy
+    metrics = {
+        "eval/unscored": evaluation.unscored,
+        "eval/accuracy": accuracy.value,
+        "eval/accuracy_low": accuracy.low,
+        "eval/accuracy_high": accuracy.high,
+        "eval/length_mean": evaluation.mean_length,
+    }
+    if evaluation.greedy is not None:
+        metrics["eval/accuracy_greedy"] = evaluation.greedy.value
+    return metrics
+
+
+def step_timings(step: int, clock: Clock) -> dict[str, Any]:
+    """Where the time of a step went."""
+    return {"step": step, **{f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}}

@@ -1,0 +1,202 @@
+"""What goes wrong during a run: it is recorded as an event, shown as a message, and may stop the run.
+
+In: the results of a step. Out: events, messages and, if the run must stop, an error that says how to continue.
+Invariant: nothing here changes what is trained. A check returns its error where the loop must save something before it
+stops; it raises where nothing is to be saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo import trust
+from gspo.config import Config
+from gspo.errors import AlarmError, NumericalError, RewardError
+from gspo.evaluation import Evaluation
+from gspo.learner.result import LearnResult
+from gspo.objectives.objective import Objective
+from gspo.record.alarms import HISTORY, holding
+from gspo.record.metrics import drop_reasons
+from gspo.record.progress import Display
+from gspo.record.run_dir import RunDir
+from gspo.reward.reward import RewardPool
+from gspo.rollout.gather import CollectResult
+from gspo.types import Status
+
+DROP_REASONS = {
+    "unscored": "could not be scored",
+    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
+    "empty": "were empty",
+    "alone": "had no other usable completion in their group to compare with",
+    "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",
+}
+"""Drop reason -> how a message states it, with the dropped completions as the subject."""
+
+
+class Incidents:
+    """The incidents of one run in this process."""
+
+    def __init__(self, *, run: RunDir, display: Display, config: Config) -> None:
+        self.unscored = 0
+        """Unscored completions in this process."""
+        self.idle = 0
+        """Steps of this process without any completion to train on."""
+        self._run = run
+        self._display = display
+        self._config = config
+        self._few_updates_shown = False
+        """Whether the message about fewer updates than mini-batches was shown."""
+        self._fault_file: Path | None = None
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
+        self._active_alarms: set[str] = set()
+
+    def warn(self, text: str) -> None:
+        """Record and show a warning."""
+        self._run.event("warning", message=text)
+        self._display.message(f"warning: {text}")
+
+    # ---- rewards
+
+    def report_faults(self, step: int, rewards: RewardPool) -> None:
+        """Report each new failure of a reward function. The run continues if the details cannot be written."""
+        for fault in rewards.new_faults():
+            try:
+                self._fault_file = self._run.reward_error(f"step {step}: {fault}")
+                where = f"; details: {self._fault_file}"
+            except OSError as error:
+                where = f" (the details could not be written: {error})"
+            self._run.event("reward_failed", step=step, function=fault.function, message=fault.failure)
+            self._display.message(f"step {step}: {fault.failure}{where}")
+
+    def check_scores(self, step: int, collected: CollectResult) -> RewardError | None:
+        """Count unscored completions. The error, if there are too many: the reward is broken, and the scored rest is a
+        biased sample."""
+        scores = [s for g in collected.gathered.sampled for s in g.scores]
+        failed = [s.failure for s in scores if s.status is Status.UNSCORED]
+        if failed and not self.unscored:
+            self._display.message(
+                f"step {step}: {len(failed)} of {len(scores)} completions could not be scored and are not "
+                f"trained on. The first: {failed[0]}"
+            )
+        self.unscored += len(failed)
+        limit = self._config.reward.max_unscored_fraction
+        if len(failed) <= limit * len(scores):
+            return None
+        self._run.event("unscored", step=step, unscored=len(failed), completions=len(scores), first=failed[0])
+        return RewardError(
+            f"step {step}: {len(failed)} of {len(scores)} completions could not be scored "
+            f"(reward.max_unscored_fraction = {limit:g}); "
+            f"the first: {failed[0]}.{self._fault_details()} Fix the reward, then: {self._resume_command()}"
+        )
+
+    def check_first_evaluation(self, evaluation: Evaluation) -> None:
+        """Stop before the first step if the reward cannot score a single completion."""
+        failed = [s.failure for s in evaluation.scores if s.status is Status.UNSCORED]
+        if failed and len(failed) == len(evaluation.scores):
+            raise RewardError(
+                f"the first evaluation: none of {len(failed)} completions could be scored; the first: {failed[0]}."
+                f"{self._fault_details()} Fix the reward or the answers of the held-out problems, "
+                f"then: {self._resume_command()}"
+            )
+
+    def _fault_details(self) -> str:
+        return f" Details: {self._fault_file}." if self._fault_file else ""
+
+    def _resume_command(self) -> str:
+        """The command that resumes after a fix of the reward. A changed reward file needs `--trust-run`."""
+        flag = " --trust-run" if trust.reward_code(self._config) else ""
+        return f"gspo train --resume {self._run.path}{flag}"
+
+    # ---- updates
+
+    def check_updates(
+        self, step: int, objective: Objective, collected: CollectResult, learned: LearnResult | None, in_row: int
+    ) -> int:
+        """Report skipped updates and steps without data to train on. Stop after too many skipped updates in a row.
+
+        Returns the number of skipped updates in a row, which was `in_row` before this step."""
+        if learned is None:
+            self._report_idle(step, drop_reasons(objective, collected, None))
+            return in_row
+        if len(learned.updates) < self._config.learner.mini_batches:
+            self._report_few_updates(step, len(learned.updates))
+        for index, update in enumerate(learned.updates):
+            in_row = 0 if update.applied else in_row + 1
+            if not update.applied:
+                self._report_skipped(step, index, learned)
+            if in_row >= self._config.learner.max_skipped:
+                lower = self._config.learner.learning_rate / 3
+                raise NumericalError(
+                    f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
+                    "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
+                    f"gspo train --resume {self._run.path} --learner.learning_rate={lower:.1g}"
+                )
+        return in_row
+
+    def _report_skipped(self, step: int, index: int, learned: LearnResult) -> None:
+        update = learned.updates[index]
+        loss = float(learned.losses[index].total)
+        norm = update.grad_norm
+        self._run.event("update_skipped", step=step, mini_batch=index, loss=loss, grad_norm=norm, reason=update.skipped)
+        self._display.message(
+            f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {norm:g}: {update.skipped}"
+        )
+
+    def _report_idle(self, step: int, reasons: Mapping[str, int]) -> None:
+        """Report a step without any completion to train on."""
+        self.idle += 1
+        self._run.event("no_trainable_samples", step=step, reasons=reasons)
+        counts = ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
+        self._display.message(
+            f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
+        )
+
+    def _report_few_updates(self, step: int, updates: int) -> None:
+        """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
+        self._run.event("fewer_updates", step=step, updates=updates)
+        if not self._few_updates_shown:
+            self._few_updates_shown = True
+            self._display.message(
+                f"warning: step {step}: only {updates} completions could be trained on, so there were {updates} "
+                f"optimizer steps instead of {self._config.learner.mini_batches} (learner.mini_batches)"
+            )
+
+    def report_smaller_micro_batches(self, step: int, tokens: int) -> None:
+        """Report that a step ran out of memory and was repeated with micro-batches of `tokens` tokens."""
+        self._run.event("out_of_memory", step=step, micro_batch_tokens=tokens)
+        self._display.message(
+            f"step {step}: out of memory; the same gradient was computed with micro-batches of {tokens} tokens, "
+            "and later steps use that size"
+        )
+
+    def report_clip_limit(self, step: int, limit: str) -> None:
+        """Report that the adaptive clip range has reached a limit."""
+        self._run.event("clip_range_limit", step=step, message=limit)
+        self._display.message(f"step {step}: the clip range stops adapting: {limit}")
+
+    # ---- alarms
+
+    def remember_alarms(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the metrics of a resumed run. Its active alarms are not reported again, and do not stop it."""
+        self._recent.extend(rows)
+        self._active_alarms = {alarm.name for alarm in holding(rows, self._config.alarms.steps)}
+
+    def check_alarms(self, step: int, metrics: Mapping[str, Any]) -> AlarmError | None:
+        """Report alarms that are newly raised. The error, if one of them is in `alarms.stop`."""
+        self._recent.append(metrics)
+        now = holding(list(self._recent), self._config.alarms.steps)
+        new = [alarm for alarm in now if alarm.name not in self._active_alarms]
+        for alarm in new:
+            self._run.event("alarm", step=step, name=alarm.name, message=alarm.what)
+            self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.what}")
+        self._active_alarms = {alarm.name for alarm in now}
+        fatal = next((alarm for alarm in new if alarm.name in self._config.alarms.stop), None)
+        if fatal is None:
+            return None
+        return AlarmError(
+            f"step {step}: {fatal.name} (alarms.stop): {fatal.what}. "
+            f"The run is saved: gspo train --resume {self._run.path}"
+        )

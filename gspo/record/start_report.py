@@ -1,0 +1,73 @@
+"""What a run reports before its first step: its model, data and objective, its components, and room for checkpoints.
+
+In: the components of a run and its directory. Out: messages and events. Invariant: nothing here changes what is
+trained, and a run that will not fit on the disk is warned about, not refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from gspo.context import RunContext
+from gspo.learner import checkpoint
+from gspo.model.quantization import numbers_in
+from gspo.record.incidents import Incidents
+from gspo.record.progress import Display
+from gspo.record.run_dir import RunDir
+
+
+def report_setup(context: RunContext, run: RunDir, display: Display, incidents: Incidents) -> None:
+    """Display the model, the data and the objective of a new run, and warn about settings that bias training."""
+    config, problems = context.config, context.problems
+    size, trained = (
+        sum(numbers_in(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
+        for only in (False, True)
+    )
+    share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
+    display.message(
+        f"{type(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
+        f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; "
+        f"objective {context.objective.name}; run directory {run.path}"
+    )
+    if problems.crowded:
+        incidents.warn(problems.crowded)
+    elif problems.overlapping:
+        display.message(f"left out {problems.overlapping} training problems that ask the same as a held-out one")
+    if problems.skipped:
+        display.message(f"left out {problems.skipped} bad rows (data.on_bad_row = skip)")
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        incidents.warn(
+            "with rollout.top_p or rollout.top_k the engine samples from a truncated distribution, and the learner's "
+            "log-probs are of the full one: mismatch/k3 will show it; top_p = 1 and top_k = 0 are safe"
+        )
+
+
+def _human(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
+
+
+def report_components(context: RunContext, run: RunDir, display: Display) -> None:
+    """Report what rewards and engine say about themselves: the sandbox, how adapters are sent."""
+    for name, text in context.rewards.about.items():
+        run.event("reward", name=name, message=text)
+        display.message(f"{name}: {text}")
+    if context.engine.about:
+        run.event("engine", message=context.engine.about)
+        display.message(f"{context.config.rollout.engine}: {context.engine.about}")
+
+
+def check_disk_space(context: RunContext, run: RunDir, incidents: Incidents, *, done: int) -> None:
+    """Warn if the checkpoints of the steps after `done` will not fit on the disk."""
+    config = context.config
+    keep = config.checkpoint.keep
+    saves = 2 + (config.steps - done) // config.checkpoint.every
+    existing = len(checkpoint.saved(run.checkpoints))
+    # The oldest checkpoint is deleted only after the newest is complete, so one more than `keep` must fit.
+    count = saves if not keep else max(1, min(saves, keep + 1 - existing))
+    need = count * checkpoint.size_of(context.policy.model)
+    free = shutil.disk_usage(run.path).free
+    if need > free:
+        incidents.warn(
+            f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {run.path}: "
+            "make room, lower checkpoint.keep, or raise checkpoint.every"
+        )
