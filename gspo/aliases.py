@@ -2,7 +2,7 @@
 
 In: a recipe, an override, or a record of a run directory. Out: the same with today's names. Invariant: files are read
 through these tables and written without them, so a run writes only today's names. No new name is also an old one, so
-records of both kinds can stand in one file and give one curve.
+records of both kinds can be in one file and form one curve.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VALUES = {"reward.functions": REWARDS, "alarms.stop": ALARMS}
 """Settings whose values are names."""
 
 RECIPES = {"long-replies": "long-completions", "uneven-replies": "uneven-completions"}
-"""Shipped recipes."""
+"""Built-in recipes."""
 
 EVAL_OPTIONS = {"--replies": "--completions"}
 """Options of `gspo eval`."""

@@ -296,7 +296,7 @@ class CheckpointConfig:
 class AlarmsConfig:
     steps: Count = 5
     """An alarm is raised after its condition has held for this many steps in a row. There are two exceptions: "held-out
-    falls" needs two evaluations, and "engine mismatch" needs a single step after this many steps have passed."""
+    drop" needs two evaluations, and "engine mismatch" needs a single step after this many steps have passed."""
     stop: tuple[AlarmName, ...] = ()
     """Alarms that save a checkpoint and stop the run: "no trainable samples", "uniform rewards", "entropy collapse",
     "truncation", "repetition", "reward jump", "held-out drop", "tricks in programs", "engine mismatch" or
