@@ -81,7 +81,7 @@ updates that diverge. The objective, the batch and the data are fixed: changing 
 
 DROP_REASONS = {
     "unscored": "could not be scored",
-    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
+    "overlong": "were truncated at rollout.max_tokens (objective.shape = overlong_filter drops them)",
     "empty": "were empty",
     "alone": "had no other usable completion in their group to compare with",
     "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",

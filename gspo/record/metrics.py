@@ -40,7 +40,7 @@ def step_metrics(objective: Objective, collected: CollectResult, learned: LearnR
     """All metrics of a step, except its timings and its evaluation."""
     learning = _training_metrics(objective, learned) if learned else {"tokens/trained": 0, "samples/trained": 0}
     reasons = drop_reasons(objective, collected, learned)
-    kinds = {f"samples/dropped/{kind.replace(' ', '_')}": count for kind, count in sorted(reasons.items())}
+    kinds = {f"samples/dropped/{kind}": count for kind, count in sorted(reasons.items())}
     return _sampling_metrics(collected) | kinds | learning
 
 
