@@ -85,6 +85,7 @@ def find_recipe(path: str | Path) -> Path:
     if given.is_file():
         return given
     if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
+        _report_old_names({name: shipped.stem} if name in aliases.RECIPES else {}, "recipe")
         return shipped
     names = ", ".join(sorted(p.stem for p in recipe_dir().glob("*.toml")))
     raise ConfigError(

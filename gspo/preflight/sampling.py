@@ -99,7 +99,7 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
         f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
     )
     detail = [f"completion: {shown(completions[0].text) or '(empty)'}"]
-    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "cut": truncated}
+    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "truncated": truncated}
     if case.cold:
         sentence = f"{what} The model has not had its cold start yet, so its completions say little."
         return note(sentence, detail=detail, **numbers)

@@ -133,8 +133,9 @@ ALARMS = (
         name="truncation",
         holds=lasting(lambda row: _metric(row, "length/truncated_fraction") >= 0.9),
         what=(
-            "nearly all completions are cut at rollout.max_tokens, so their answers are missing; raise it, check that "
-            "the chat template's end token is among the stop tokens, or ask for shorter completions (data.instruction)"
+            "nearly all completions are truncated at rollout.max_tokens, so their answers are missing; raise it, check "
+            "that the chat template's end token is among the stop tokens, or ask for shorter completions "
+            "(data.instruction)"
         ),
     ),
     Alarm(

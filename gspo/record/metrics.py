@@ -45,7 +45,7 @@ def step_metrics(objective: Objective, collected: CollectResult, learned: LearnR
     reasons = drop_reasons(objective, collected, learned)
     return {
         **_sampling_metrics(collected),
-        "samples/dropped/KIND": _counts({kind.replace(" ", "_"): count for kind, count in reasons.items()}),
+        "samples/dropped/KIND": _counts(reasons),
         **(_training_metrics(objective, learned) if learned else none),
     }
 

@@ -130,7 +130,7 @@ class Completions:
             "shaped_reward": record.get("shaped_reward"),
             "tokens": ids,
             "pieces": self._pieces.of(ids),
-            "cut": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
+            "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
             **{name: list(record[name])[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
 
