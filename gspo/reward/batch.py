@@ -169,6 +169,7 @@ class Batch:
         """Record that a call starts."""
         with self._lock:
             self._running[job] = time.monotonic()
+            # From the first call: the time that a batch waits for a worker does not count.
             self._began = self._began or self._running[job]
             if not job.again:
                 self._whole.add(job.call)
