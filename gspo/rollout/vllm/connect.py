@@ -85,6 +85,7 @@ def connect(model: Any, options: Options) -> ServedHost:
     dtype = str(model.dtype).removeprefix("torch.")
     servers = _running_servers(options) if options.servers else _start_servers(model, options, limits)
     try:
+        # A broadcast sends whole weights; only a file can hold an adapter in the format that vLLM loads.
         adapters = (
             options.adapters and options.transfer in ("auto", "file") and _support_adapters(model, servers, limits)
         )

@@ -326,6 +326,7 @@ class _Batch:
     def __init__(self, host: ServedHost, requests: Sequence[Request], routes: bool) -> None:
         self.host = host
         self.routes = routes
+        # Reversed, so that `pop` takes the first.
         self.waiting = [_Job(index=i, request=r) for i, r in enumerate(requests)][::-1]
         self.outputs: list[RequestOutput | None] = [None] * len(requests)
         self.running: dict[Future[RequestOutput], tuple[Server, _Job]] = {}
