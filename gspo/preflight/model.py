@@ -30,6 +30,7 @@ def check_files(case: Case) -> Iterator[Finding]:
     config = case.config.model
     case.device = device = device_of(config.device)
     case.skeleton = skeleton = _skeleton(config, case.tokenizer)
+    # Before the model is loaded: the estimate counts its weights.
     case.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())
     trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)

@@ -74,8 +74,10 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
         samples=rollout.replies,
         sampling=rollout.sampling,
         seed=case.config.seed,
+        # The stream of the first batch of step 1.
         stream="train/1/0",
         version=0,
+        # Routing replay in the next check needs the experts.
         routes=True,
     )
     sampled = time.monotonic()
