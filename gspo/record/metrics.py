@@ -139,6 +139,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, A
         "loss/policy": _mean([float(x.policy) for x in learned.losses]),
         "loss/kl": _mean([float(x.kl) for x in learned.losses]),
         "loss/entropy": _mean([float(x.entropy) for x in learned.losses]),
+        # Over skipped updates, too: a spike must be visible.
         "grad/norm": _mean([u.grad_norm for u in learned.updates]),
         "grad/skipped": len(learned.updates) - len(applied),
         "learning_rate": learned.updates[-1].learning_rate,
@@ -257,6 +258,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         "correct": score.correct,
         "parts": dict(score.parts),
         "notes": dict(score.notes),
+        # The message of an exception may quote an API key.
         "failure": score.failure and redacted(score.failure, known_secrets()),
         "logp_sampler": _exact(completion.logp_sampler),
     }
