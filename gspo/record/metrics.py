@@ -108,6 +108,7 @@ def _decoding(collected: CollectResult) -> dict[str, Any]:
 
 def _repetitive(completion: Completion) -> bool:
     """Whether one token makes up most of a completion."""
+    # By count, not by runs: a loop over two tokens is not what this finds.
     most = max(Counter(completion.token_ids).values(), default=0)
     return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 

@@ -134,6 +134,7 @@ class Batch:
         """Whether the empty completion of a prompt could be scored; `None` while the probe is running."""
         self._slow = False
         """Whether the machine was too slow for a second try."""
+        # By (group, function, completion).
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._provisional: dict[tuple[int, int, int], Part] = {}
         """Results of completions scored alone while their group's call is still running."""
@@ -344,6 +345,7 @@ class Batch:
     def close_if_late(self, name: Callable[[int], str]) -> None:
         """Once the batch deadline has passed, mark every completion without a result as unscored, with the reason."""
         with self._lock:
+            # A function with its own limits will answer; ending the batch would lose scores.
             if any(job.function in self._bounded_s for job in self._running):
                 return
             late = self._late_functions()

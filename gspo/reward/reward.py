@@ -378,6 +378,7 @@ class RewardPool:
         if not part.failure or (part.cause and not self._sources[job.function].file):
             return
         place = _PLACE.search(part.failure)
+        # Kind, function and place: the message may differ for each completion, and one report is enough.
         key = " ".join([*part.failure.split(": ")[: 3 if place or part.cause else 2], place[1] if place else ""])
         prompt, completions = job.batch.groups[job.group]
         fault = Fault(

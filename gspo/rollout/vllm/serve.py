@@ -140,6 +140,7 @@ class Process:
         """Stop it and its children."""
         if self.process is None:
             return
+        # SIGTERM first, so that vLLM can clean up.
         for number, wait_s in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
