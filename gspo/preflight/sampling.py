@@ -77,9 +77,11 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
         samples=rollout.group_size,
         sampling=rollout.sampling,
         seed=case.config.seed,
+        # The stream of the first batch of step 1.
         stream="train/1/0",
         version=0,
         clock=clock,
+        # Routing replay in the next check needs the experts.
         routes=True,
     )
     case.pace = Timings(
