@@ -40,7 +40,7 @@ def some(prompts, completions, **columns):
     return [None if n % 4 == 0 else float(n % 3) for n in numbers]
 
 def easy_or_hard(prompts, completions, **columns):
-    easy = [zlib.crc32(p.encode()) % 2 == 0 for p in prompts]
+    easy = [zlib.crc32(p.encode()) % 3 == 0 for p in prompts]
     return [1.0 if e else value for e, value in zip(easy, some(prompts, completions))]
 """
 
