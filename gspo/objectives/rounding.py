@@ -39,3 +39,9 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     log_ratio = log_ratio.double()
     beyond = (log_ratio < low) | (log_ratio > high)
     return Noise(log_ratio=float(log_ratio.square().mean().sqrt()), beyond_clip=float(beyond.double().mean()))
+
+
+def clip_limit(objective: Objective) -> float | None:
+    """The narrower side of the clip range, as a log-ratio; None if the objective has no clip range."""
+    log_range = objective.trust_region.log_range
+    return None if log_range is None else min(-log_range[0], log_range[1])
