@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import NoRouting, route
+from gspo.learner.routing_replay import RoutingReplay, routing_replay
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.packed_forward import reads_packed
@@ -38,7 +38,7 @@ class LogprobsByPolicy:
     """Log-probs of the sampled completions by policy, for the tokens that were computed."""
 
     plan: Plan
-    routing: NoRouting
+    routing: RoutingReplay
     old_N: Tensor
     new_N: Tensor
     sampler_N: Tensor
@@ -68,7 +68,7 @@ def check_ratio(case: Case) -> Iterator[Finding]:
         )
         return
     token = float((new_N - old_N).abs().max())
-    sequences = Sequences(logprobs.plan.sequence_N.to(old_N.device), len(logprobs.plan.rows))
+    sequences = Sequences(logprobs.plan.sequence_N.to(old_N.device), len(logprobs.plan.sequences))
     whole = float(sequences.mean(logprobs.new_N - logprobs.old_N).abs().max())
     level = warning if whole <= 1e-5 else fail
     yield level(
@@ -113,7 +113,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         seed=f"{config.seed}/mini-batches/1",
         packed=reads_packed(policy.model),
     )
-    routing = route(
+    routing = routing_replay(
         policy.routers,
         plan,
         [c.routes for _, _, c in samples],
@@ -135,7 +135,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         new_N[micro.at_N] = _train(case, micro, routing)
         known_N[micro.at_N] = True
         done += 1
-        rows += len(micro.rows)
+        rows += len(micro.sequence_ids)
     policy.model.zero_grad(set_to_none=True)
     if case.pace:
         case.pace = replace(case.pace, trained=rows, train_s=time.monotonic() - started)
@@ -161,7 +161,7 @@ def _samples(case: Case) -> list[tuple[int, Prompt, Completion]]:
     ]
 
 
-def _train(case: Case, micro: MicroBatch, routing: NoRouting) -> Tensor:
+def _train(case: Case, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
     """One training forward and backward pass; the first also counts the bytes that autograd keeps."""
     assert case.policy is not None
     model = case.policy.model
@@ -258,7 +258,7 @@ def _rounding(case: Case, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
     if objective is None or case.config.learner.mini_batches < 2 or not only_rounding:
         return
     sequence_N = logprobs.plan.sequence_N.to(logprobs.known_N.device)[logprobs.known_N]
-    sequences = Sequences(sequence_N, len(logprobs.plan.rows))
+    sequences = Sequences(sequence_N, len(logprobs.plan.sequences))
     noise = rounding_noise(objective, sequences, (logprobs.old_N - logprobs.sampler_N)[logprobs.known_N])
     if noise is None or noise.beyond_clip < NOISY:
         return

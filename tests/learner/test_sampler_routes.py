@@ -24,7 +24,7 @@ from replay_cases import (
 
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.routing_replay import NoRouting, route
+from gspo.learner.routing_replay import NoRouting, routing_replay
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.rollout.engine import EngineContext
@@ -204,7 +204,7 @@ def test_routes_that_do_not_fit_the_model_are_refused(wrong: dict[str, int]) -> 
 
 def test_a_dense_model_has_nothing_to_route() -> None:
     plan = planned()
-    made = route(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
+    made = routing_replay(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
     assert type(made) is NoRouting
     micro = plan.updates[0][0]
     with made.old(micro) as nothing, made.learning(micro) as seen:
