@@ -15,9 +15,8 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.learner.batch import OldLogprobs, TrainBatch, plan_batch
-from gspo.learner.forward import completion_logprobs, plan_logprobs
+from gspo.learner.forward import NoRouting, completion_logprobs, plan_logprobs
 from gspo.learner.plan import make_plan
-from gspo.learner.routing_replay import NoRouting
 from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.advantage import advantage_rule
 from gspo.objectives.samples import trainable

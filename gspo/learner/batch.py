@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 
 from gspo.errors import MismatchError
-from gspo.learner.forward import CachedForward, TrainForward, completion_logprobs, plan_logprobs
+from gspo.learner.forward import (
+    CachedForward,
+    NoRouting,
+    RoutingReplay,
+    TrainForward,
+    completion_logprobs,
+    plan_logprobs,
+)
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import RoutingReplay, routing_replay
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.adapter import switched_off
 from gspo.model.memory import out_of_memory, release_memory
 from gspo.model.micro_batch import MicroBatch, TokenSequence
@@ -39,7 +46,10 @@ from gspo.objectives.sequences import Sequences, Tokens
 from gspo.rollout.engine import engine_traits
 
 if TYPE_CHECKING:
+    from gspo.config import RoutingConfig
     from gspo.context import LearnContext
+    from gspo.model.load import Policy
+    from gspo.types import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,7 @@ def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int,
     training forward also gives the old log-probs."""
     config = context.config
     plan = plan_batch(context, samples, step)
-    routing = _routing(context, plan, samples)
+    routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples])
     # The reference first: the old forward may leave a graph in memory.
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
     old = _old_logprobs(context, plan, samples, routing, reuse_forward=reuse_forward)
@@ -171,12 +181,16 @@ def selection_seed(batch: TrainBatch, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{index}".encode(), digest_size=7).digest(), "big")
 
 
-def _routing(context: LearnContext, plan: Plan, samples: Sequence[TrainSample]) -> RoutingReplay:
-    settings, policy = context.config.routing, context.policy
-    return routing_replay(
+def batch_routing(
+    policy: Policy, settings: RoutingConfig, plan: Plan, sampled: Sequence[Routes | None]
+) -> RoutingReplay:
+    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
+    if policy.routers is None:
+        return NoRouting()
+    return RecordedRouting(
         policy.routers,
         plan,
-        [s.completion.routes for s in samples],
+        sampled,
         replay=settings.replay,
         balance=settings.balance_loss,
         device=policy.device,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from gspo.model.packed_forward import read
 if TYPE_CHECKING:
     from gspo.context import LearnContext
     from gspo.learner.batch import TrainBatch
+    from gspo.learner.routing_replay import RoutingStats
+    from gspo.model.routing import RouterTrace
 
 
 def completion_logprobs(
@@ -97,6 +99,44 @@ def plan_logprobs(
 
 
 # ---- training forwards
+
+
+class RoutingReplay(Protocol):
+    """How the model routes in the forwards of one batch. `routing_replay.py` records and replays experts."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a training forward with unchanged weights is the old forward again, with nothing more to record."""
+
+    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The context of the forward that gives the old log-probs."""
+
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
+        """The context of a training forward and its backward pass."""
+
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+        """This micro-batch's share of the auxiliary load-balancing loss."""
+
+    def outcome(self, model: Any) -> RoutingStats | None:
+        """Routing statistics of the batch; None if nothing was recorded."""
+
+
+class NoRouting:
+    """Routing of a dense model, or of an MoE model whose routing is not recorded: does nothing."""
+
+    repeats = True
+
+    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> float:
+        return 0.0
+
+    def outcome(self, model: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

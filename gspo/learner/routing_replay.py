@@ -13,9 +13,9 @@ sharing of prompts. Padding has no experts and is never counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,59 +50,6 @@ class RoutingStats:
     replayed: bool
     balance_losses: tuple[float, ...]
     """The auxiliary loss of each optimizer step, coefficient included; empty without that loss."""
-
-
-class RoutingReplay(Protocol):
-    """How the model routes in the forwards of one batch."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a training forward with unchanged weights is the old forward again, with nothing more to record."""
-
-    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """The context of the forward that gives the old log-probs."""
-
-    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
-        """The context of a training forward and its backward pass."""
-
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
-        """This micro-batch's share of the auxiliary load-balancing loss."""
-
-    def outcome(self, model: Any) -> RoutingStats | None:
-        """Routing statistics of the batch; None if nothing was recorded."""
-
-
-def routing_replay(
-    routers: Routers | None,
-    plan: Plan,
-    sampled: Sequence[Routes | None],
-    *,
-    replay: str,
-    balance: float,
-    device: torch.device,
-) -> RoutingReplay:
-    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
-    if routers is None:
-        return NoRouting()
-    return RecordedRouting(routers, plan, sampled, replay=replay, balance=balance, device=device)
-
-
-class NoRouting:
-    """Routing of a dense model, or of an MoE model whose routing is not recorded: does nothing."""
-
-    repeats = True
-
-    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> float:
-        return 0.0
-
-    def outcome(self, model: Any) -> None:
-        return None
 
 
 class RecordedRouting:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import completion_logprobs, plan_logprobs
+from gspo.learner.batch import batch_routing
+from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import RoutingReplay, routing_replay
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.packed_forward import reads_packed
@@ -113,14 +113,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         seed=f"{config.seed}/mini-batches/1",
         packed=reads_packed(policy.model),
     )
-    routing = routing_replay(
-        policy.routers,
-        plan,
-        [c.routes for _, _, c in samples],
-        replay=config.routing.replay,
-        balance=config.routing.balance_loss,
-        device=policy.device,
-    )
+    routing = batch_routing(policy, config.routing, plan, [c.routes for _, _, c in samples])
     old_N = torch.zeros(plan.tokens, device=policy.device)
     new_N = torch.zeros(plan.tokens, device=policy.device)
     known_N = torch.zeros(plan.tokens, dtype=torch.bool, device=policy.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo.clock import Clock
 from gspo.learner.optimizer import Update
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import RecordedRouting, routing_replay
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
@@ -48,16 +48,9 @@ def routing_of(
     model: Any, plan: Plan, sampled: Any = None, *, replay: str = "off", balance: float = 0.0
 ) -> RecordedRouting:
     routers = find_routers(model)
-    made = routing_replay(
-        routers,
-        plan,
-        sampled or [None] * len(plan.sequences),
-        replay=replay,
-        balance=balance,
-        device=torch.device("cpu"),
-    )
-    assert isinstance(made, RecordedRouting)
-    return made
+    assert routers is not None
+    reported = sampled or [None] * len(plan.sequences)
+    return RecordedRouting(routers, plan, reported, replay=replay, balance=balance, device=torch.device("cpu"))
 
 
 def disturb(model: Any, amount: float = 0.3, seed: int = 1) -> None:

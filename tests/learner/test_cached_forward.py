@@ -12,7 +12,8 @@ from patched_forward import patch_forward
 from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner import batch as learner_batch
-from gspo.learner.routing_replay import NoRouting, RecordedRouting
+from gspo.learner.forward import NoRouting
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.step import collect, learn
 
 CASES = {

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, Positions, make_plan
-from gspo.learner.routing_replay import RecordedRouting, routing_replay
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.kernels import packed_attention as attention
 from gspo.model.micro_batch import MicroBatch, Span, TokenSequence
 from gspo.model.packed_forward import obstacle_to_packing, reads_packed
@@ -347,11 +347,10 @@ def test_attention_in_two_parts_equals_attention_over_sequences(seed: int, monke
 
 
 def routing_of(model: Any, plan: Plan, *, replay: str = "off", balance: float = 0.0) -> RecordedRouting:
-    routing = routing_replay(
-        find_routers(model), plan, [None] * len(plan.sequences), replay=replay, balance=balance, device=CPU
-    )
-    assert isinstance(routing, RecordedRouting)
-    return routing
+    routers = find_routers(model)
+    assert routers is not None
+    unknown = [None] * len(plan.sequences)
+    return RecordedRouting(routers, plan, unknown, replay=replay, balance=balance, device=CPU)
 
 
 def perturb_routers(model: Any) -> Any:
