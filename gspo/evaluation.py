@@ -52,8 +52,8 @@ class Evaluation:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens per completion."""
-        lengths = [len(c.token_ids) for completions in self.completions for c in completions]
+        """Mean sampled tokens per completion."""
+        lengths = [c.sampled_count for completions in self.completions for c in completions]
         return sum(lengths) / len(lengths) if lengths else math.nan
 
     def avg_at(self, k: int) -> Estimate:

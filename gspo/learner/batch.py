@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gspo.config import RoutingConfig
     from gspo.context import LearnContext
     from gspo.model.load import Policy
-    from gspo.types import Routes
+    from gspo.types import Completion, Prompt, Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrainBatch:
     samples: tuple[TrainSample, ...]
     """Sequence i of the plan and of `tokens`."""
     tokens: Tokens
-    """All completion tokens, packed. `logp_N` is the old policy's."""
+    """All sampled tokens, packed. `logp_N` is the old policy's."""
     reward_B: Tensor
     """The rewards that the advantages are computed from: shaped, and minus the KL penalty with `kl_in = "reward"`."""
     old: OldLogprobs
@@ -120,12 +120,17 @@ def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int,
     )
 
 
+def token_sequence(prompt: Prompt, completion: Completion) -> TokenSequence:
+    """A completion as the learner reads it."""
+    return TokenSequence(prompt_ids=prompt.token_ids, completion_ids=completion.token_ids, sampled=completion.sampled)
+
+
 def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int) -> Plan:
     """Split the samples into optimizer steps and micro-batches."""
     config = context.config
     models = [model for model in (context.policy.model, context.reference) if model is not None]
     return make_plan(
-        [TokenSequence(prompt_ids=s.prompt.token_ids, completion_ids=s.completion.token_ids) for s in samples],
+        [token_sequence(s.prompt, s.completion) for s in samples],
         [s.group for s in samples],
         mini_batches=config.learner.mini_batches,
         token_budget=config.learner.micro_batch_tokens,

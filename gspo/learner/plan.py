@@ -39,13 +39,14 @@ class Plan:
 
     sequences: tuple[TokenSequence, ...]
     sequence_N: Tensor
-    """Sequence of each packed completion token."""
+    """Sequence of each packed sampled token."""
     updates: tuple[tuple[MicroBatch, ...], ...]
     pad_id: int
     packed: bool = False
 
     @property
     def tokens(self) -> int:
+        """Sampled tokens."""
         return len(self.sequence_N)
 
     @property
@@ -84,8 +85,8 @@ class Plan:
         return replace(self, updates=(*self.updates[:update], smaller, *self.updates[update + 1 :]))
 
     def lengths(self, sequence_ids: Sequence[int]) -> Tensor:
-        """Completion lengths of some sequences, in float64."""
-        return torch.tensor([len(self.sequences[s].completion_ids) for s in sequence_ids], dtype=torch.float64)
+        """Sampled tokens of some sequences, in float64."""
+        return torch.tensor([self.sequences[s].sampled_count for s in sequence_ids], dtype=torch.float64)
 
 
 def make_plan(
@@ -101,7 +102,7 @@ def make_plan(
     """Split the sequences, with groups in seeded order, into `mini_batches` optimizer steps of equal size, up to one
     completion. A group stays together unless it crosses a boundary. With `packed`, sequences of a micro-batch that have
     the same prompt share it."""
-    lengths = torch.tensor([len(s.completion_ids) for s in sequences], dtype=torch.long)
+    lengths = torch.tensor([s.sampled_count for s in sequences], dtype=torch.long)
     sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(sequences))

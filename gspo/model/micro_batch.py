@@ -1,7 +1,8 @@
 """Sequences that go through a model together: padded rows, or one packed row.
 
 In: sequences of prompt and completion token ids. Out: a `MicroBatch`. Invariant: what a token attends to, and so its
-log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions.
+log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions. The
+model reads every token of a completion; log-probs exist only for the tokens that it sampled.
 """
 
 from __future__ import annotations
@@ -26,10 +27,23 @@ class TokenSequence:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+    sampled: tuple[bool, ...] = ()
+    """Which completion tokens the model sampled; empty if all (see `types.Completion`)."""
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and completion: what a forward reads."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that have a log-prob."""
+        return sum(self.sampled) if self.sampled else len(self.completion_ids)
+
+    @property
+    def sampled_at(self) -> Places:
+        """Indices of the sampled tokens in the completion."""
+        return np.flatnonzero(self.sampled) if self.sampled else np.arange(len(self.completion_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +92,12 @@ class MicroBatch:
     """For each of them, the sequence whose copy of the prompt it uses: itself, unless prompts are shared."""
     input_ids: Tensor
     sequence_N: Tensor
-    """Sequence of each completion token, numbered within this micro-batch."""
+    """Sequence of each sampled token, numbered within this micro-batch."""
     output_N: Tensor
     """Index of the output that predicts the token, over flattened `input_ids`."""
     target_N: Tensor
     at_N: Tensor
-    """Index of each completion token among the batch's packed tokens."""
+    """Index of each sampled token among the batch's packed tokens."""
     input_at: Tensor
     """Index of each of `input_ids` among the batch's input tokens (see `Plan.input_starts`); -1 for padding."""
     times: Tensor
@@ -131,7 +145,7 @@ def _padded_micro_batch(sequences: Sequence[TokenSequence], chosen: Sequence[int
         input_ids=input_ids,
         input_at=input_at,
         times=(input_at >= 0).long(),
-        **_completion_tokens(sequences, chosen, where),
+        **_sampled_tokens(sequences, chosen, where),
     )
 
 
@@ -171,7 +185,7 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
         packing=_packing(where, parts, prompts, completions),
-        **_completion_tokens(sequences, order, where),
+        **_sampled_tokens(sequences, order, where),
     )
 
 
@@ -198,18 +212,22 @@ def _span(spans: list[Places]) -> Span:
     return Span(at=_concatenate(spans), starts=starts, longest=max(lengths))
 
 
-def _completion_tokens(
+def _sampled_tokens(
     sequences: Sequence[TokenSequence], chosen: Sequence[int], where: Sequence[Places]
 ) -> dict[str, Any]:
-    """The completion tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
-    starts = [0, *accumulate(len(sequence.completion_ids) for sequence in sequences)]
-    lengths = [len(sequences[s].completion_ids) for s in chosen]
-    # The output at a position predicts the next token: the first completion token comes from the last prompt token.
-    outputs = [at[len(sequences[s].prompt_ids) - 1 : -1] for s, at in zip(chosen, where, strict=True)]
+    """The sampled tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
+    starts = [0, *accumulate(sequence.sampled_count for sequence in sequences)]
+    targets, outputs = [], []
+    for s, at in zip(chosen, where, strict=True):
+        sequence = sequences[s]
+        sampled_at = sequence.sampled_at
+        targets.append(np.asarray(sequence.completion_ids, dtype=np.int64)[sampled_at])
+        # The output at a position predicts the next token: the first completion token comes from the last prompt token.
+        outputs.append(at[len(sequence.prompt_ids) - 1 + sampled_at])
     return {
-        "sequence_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)),
+        "sequence_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(ids) for ids in targets])),
         "output_N": _concatenate(outputs),
-        "target_N": torch.tensor([x for s in chosen for x in sequences[s].completion_ids], dtype=torch.long),
+        "target_N": _concatenate(targets),
         "at_N": _concatenate([np.arange(starts[s], starts[s + 1]) for s in chosen]),
     }
 

@@ -70,7 +70,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
         return "unscored"
     if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
         return "overlong"
-    return None if completion.token_ids else "empty"
+    return None if completion.sampled_count else "empty"
 
 
 def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
@@ -78,7 +78,7 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
     assert score.reward is not None
     if objective.shape != "soft_overlong":
         return score.reward
-    return score.reward + soft_overlong(len(completion.token_ids), *overlong_range(objective, max_tokens=max_tokens))
+    return score.reward + soft_overlong(completion.sampled_count, *overlong_range(objective, max_tokens=max_tokens))
 
 
 def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:

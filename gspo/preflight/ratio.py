@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.batch import batch_routing
+from gspo.learner.batch import batch_routing, token_sequence
 from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.lm_head import lm_head
-from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import reads_packed
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
@@ -105,7 +105,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
     policy = case.policy
     samples = _samples(case)
     plan = make_plan(
-        [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for _, p, c in samples],
+        [token_sequence(p, c) for _, p, c in samples],
         [group for group, _, _ in samples],
         mini_batches=config.learner.mini_batches,
         token_budget=budget,
@@ -145,12 +145,12 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
 
 
 def _samples(case: Case) -> list[tuple[int, Prompt, Completion]]:
-    """(group, prompt, completion) of every completion with tokens."""
+    """(group, prompt, completion) of every completion with sampled tokens."""
     return [
         (number, group.prompt, c)
         for number, group in enumerate(case.groups or ())
         for c in group.completions
-        if c.token_ids
+        if c.sampled_count
     ]
 
 

@@ -66,7 +66,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Any]:
     groups = collected.gathered.sampled
     pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
     rewards = [s.reward for _, s in pairs if s.reward is not None]
-    lengths = [len(c.token_ids) for c, _ in pairs]
+    lengths = [c.sampled_count for c, _ in pairs]
     correct = [s.correct for _, s in pairs if s.correct is not None]
     return {
         "reward/mean": _mean(rewards),
@@ -108,8 +108,8 @@ def _decoding(collected: CollectResult) -> dict[str, Any]:
 
 def _repetitive(completion: Completion) -> bool:
     """Whether one token makes up most of a completion."""
-    most = max(Counter(completion.token_ids).values(), default=0)
-    return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
+    most = max(Counter(completion.sampled_ids).values(), default=0)
+    return completion.sampled_count >= LONG and most > 0.8 * completion.sampled_count
 
 
 def _parts(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, float]:
@@ -249,6 +249,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         "prompt": group.prompt.text,
         "text": completion.text,
         "token_ids": completion.token_ids,
+        **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
         "version": completion.version,
         **({"spans": completion.spans} if completion.spans else {}),

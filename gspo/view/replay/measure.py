@@ -309,6 +309,6 @@ def _completion(view: View, row: int, log_ratio: float) -> CompletionNumbers:
         prompt_id=sample.completion.prompt_id,
         sample=sample.completion.sample,
         reward=sample.score.reward,
-        tokens=len(sample.completion.token_ids),
+        tokens=sample.completion.sampled_count,
         log_ratio=log_ratio,
     )
