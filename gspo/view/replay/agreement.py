@@ -63,6 +63,7 @@ def agreement(
 ) -> Agreement:
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
+    # The cursor is not recorded and enters no metric.
     recomputed = step_metrics(objective, CollectResult(gathered=recorded.gathered, cursor=0), learned)
     routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
     skipped = (
