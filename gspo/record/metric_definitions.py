@@ -667,9 +667,8 @@ METRICS = (
     ),
     Metric(
         "padding/saved",
-        "Share of the positions that a pass over the batch saves compared with one row per completion, "
-        "with its prompt, padded to the longest of its update: by packing, and by storing a prompt once "
-        "per group.",
+        "Share of the positions that packing, and storing a prompt once per group, save in a pass over the batch, "
+        "compared with one row per completion, with its prompt, padded to the longest row of its update.",
         present="trained",
         unit="share",
         reduction=Reduction.GATHER,
@@ -695,7 +694,7 @@ METRICS = (
     Metric(
         "kl/ref",
         "Mean over trained tokens of `r - 1 - log r`, `r = pi_ref/pi`: distance from the reference in "
-        "nats per token (KL(pi ‖ pi_ref), estimator k3, whatever `kl_estimator` is).",
+        "nats per token (KL(pi ‖ pi_ref), estimator k3, for every `kl_estimator`).",
         present="trained, and the objective has a KL penalty",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
@@ -713,7 +712,7 @@ METRICS = (
     ),
     Metric(
         "routing/flip_fraction",
-        "Share of the experts used in a learning forward pass that the old policy's forward pass did not "
+        "Share of the experts used in a forward pass for the loss that the old policy's forward pass did not "
         "use for the same token, over trained tokens of the updates after the first. 0 with replay, which"
         " proves that it took effect. With one update it is measured by one more forward pass over its "
         "first micro-batch, after the update.",
