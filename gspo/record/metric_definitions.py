@@ -156,7 +156,7 @@ PANELS = (
         log=True,
         what=(
             "Absolute log-prob difference between engine and learner; 0.7 is a factor of two. Below 0.001 is float32 "
-            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in a MoE "
+            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in an MoE "
             'model (routing.replay = "sampler" fixes it). If all curves are high, the engine and the learner have '
             "different weights."
         ),
