@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
-# Number of parallel test processes. All tests of a file run in the same process, in the order of tests/conftest.py.
+# Number of parallel test processes. All tests of a file run in one process; tests/conftest.py orders the files.
 JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
