@@ -101,6 +101,7 @@ class Loop:
     # ---- one step
 
     def _step(self, state: TrainerState, buffer: RolloutBuffer) -> TrainerState:
+        """Collect a batch, train on it, evaluate if it is time, and record all of it."""
         step = state.step + 1
         clock = Clock()
         context = self._with_clip_range(state.clip_scale)

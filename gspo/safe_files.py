@@ -34,6 +34,7 @@ def read_regular(path: Path, largest: int = LARGEST_TEXT) -> str:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise OSError(errno.EFBIG, "too large", str(path))
+    # A damaged character must not hide the rest of the file.
     return data.decode("utf-8", "replace")
 
 
@@ -58,6 +59,7 @@ class ReadPosition:
             return True
         if before != self._identity or status.st_size < self.position:
             return False
+        # The same inode and a larger size do not prove it: a resume truncates the file and then writes other lines.
         file.seek(self.position - len(self._mark))
         return file.read(len(self._mark)) == self._mark
 

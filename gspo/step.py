@@ -7,7 +7,7 @@ r"""One training step: `collect()` samples and scores groups, `learn()` trains o
     scores       reward/reward.py             verifiers in worker processes        >  collect()
        |                                                                          |
     groups       rollout/gather.py            until enough can be trained on     /
-       |
+       |         rollout/buffer.py            batches in flight, between the two halves
     samples      objectives/samples.py        which completions count            \
        |                                                                          |
     batch        learner/batch.py             plan, old and reference log-probs,  |

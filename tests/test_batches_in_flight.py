@@ -46,7 +46,7 @@ def run_with(context: RunContext, *, capacity: int, batches: int) -> list[tuple[
     return done
 
 
-REFILL = ("objective.keep=mixed", "rollout.replies=2", "rollout.refill_budget=2")
+REFILL = ("objective.keep=mixed", "rollout.group_size=2", "rollout.refill_budget=2")
 
 
 @pytest.mark.parametrize("overrides", [(), REFILL], ids=["all groups", "refilled groups"])

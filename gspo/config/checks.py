@@ -91,6 +91,7 @@ def _check_rewards(config: Config) -> None:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
 
 
+# Not SLURM_NTASKS: `sbatch` sets that for the whole job, also if the script starts a single process.
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """The world size, as set by torchrun and accelerate, Open MPI, MPICH and Slurm's `srun`."""
 
@@ -126,6 +127,7 @@ def _check_effects(config: Config) -> None:
             condition = f"with {marker.key}" + (f' = "{marker.value}"' if marker.value else "")
         else:
             continue
+        # A default that has no effect is not the user's mistake.
         if get(config, key) != get(Config(), key):
             raise ConfigError(f"{key}: has no effect {condition}; leave it out")
 
@@ -137,8 +139,10 @@ def _applies(config: Config, marker: NotWith) -> bool:
 
 def _check_ranges(config: Config) -> None:
     for key, kind, _, _ in help_texts():
+        # Before the ranges: comparisons with NaN are all false.
         if kind == "float" and not math.isfinite(get(config, key)):
             raise ConfigError(f"{key}: must be a finite number, not {get(config, key)}")
+    # The name becomes part of a path.
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.name):
         raise ConfigError(f"name: use 1 to 64 letters, digits, '.', '_' and '-', not {config.name!r}")
     for key, marker in markers():

@@ -84,7 +84,9 @@ def find_recipe(path: str | Path) -> Path:
     shipped = recipe_dir() / f"{aliases.RECIPES.get(name, name)}.toml"
     if given.is_file():
         return given
+    # After the user's own file, so that a shipped recipe never shadows it.
     if given.parent in (Path("."), Path("recipes")) and shipped.is_file():
+        _report_old_names({name: shipped.stem} if name in aliases.RECIPES else {}, "recipe")
         return shipped
     names = ", ".join(sorted(p.stem for p in recipe_dir().glob("*.toml")))
     raise ConfigError(
@@ -134,6 +136,7 @@ def _anchored_function(spec: str) -> str:
 
 
 def _anchored_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    # Only with a separator: an option such as `python = "python3"` names a program, even if such a file exists here.
     paths = {k: v for k, v in options.items() if isinstance(v, str) and os.sep in v}
     return {**options, **{k: _absolute_if_exists(v) for k, v in paths.items()}}
 
@@ -186,6 +189,7 @@ def _example(cls: type, key: str) -> str:
 
 def _did_you_mean(key: str, prefix: str, names: Sequence[str]) -> str:
     everywhere = [k for k, *_ in help_texts()]
+    # A right key in the wrong section is the most helpful suggestion.
     elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
     close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
     close = close or difflib.get_close_matches(prefix + key, everywhere, n=1, cutoff=0.8)
@@ -203,6 +207,7 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
         return tuple(_convert(v, args[0], where=where, key=key) for v in items)
     if origin in (types.UnionType, typing.Union):
         raise AssertionError(f"unsupported setting type {hint}")
+    # In Python a bool is an int, but `steps = true` is a mistake.
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
@@ -224,6 +229,7 @@ def _split_override(text: str) -> tuple[str, str]:
 
 def _parse(raw: str, key: str) -> Any:
     hint = _hint_of(key)
+    # Text is taken as it is: `--model.path=1e3` names a directory, not a number.
     if hint is str or typing.get_origin(hint) is Literal:
         return raw
     is_list = typing.get_origin(hint) is tuple

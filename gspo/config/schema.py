@@ -51,6 +51,7 @@ Positive = Annotated[float, Range(low=0, exclusive=True)]
 Fraction = Annotated[float, Range(low=0, high=1)]
 # AdamW's bias correction divides by 1 - beta**step, so a decay must stay below 1, also in float32.
 Decay = Annotated[float, Range(low=0, high=0.9999999)]
+# The largest integer of TOML.
 Seed = Annotated[int, Range(low=0, high=2**63 - 1)]
 AlarmName = Literal[
     "no trainable samples",

@@ -33,6 +33,7 @@ def get(config: Config, key: str) -> Any:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by dotted key, with the value that TOML reads back."""
+    # Through TOML, so that a tuple of the config compares equal to the list of a file.
     return flatten(tomllib.loads(to_toml(config)))
 
 
@@ -67,6 +68,7 @@ def _toml_key(key: str) -> str:
 
 
 def _toml(value: Any) -> str:
+    # Before int, because a bool is an int.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -77,5 +79,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, int | float):
+        # The shortest text that reads back as the same number.
         return repr(value)
     raise ConfigError(f"cannot write {value!r} to a config file")

@@ -128,10 +128,12 @@ def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
     if not chats:
         return []
     read, write = os.pipe()
+    # A fork, not a new interpreter, so that the tokenizer need not be loaded again.
     child = os.fork()
     if not child:
         os.close(read)
         _render_as_child(chats, tokenizer, write)
+    # Otherwise reading the lines would never end: this process would hold a writing end itself.
     os.close(write)
     try:
         with open(read, encoding="ascii") as lines:
@@ -149,9 +151,11 @@ def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
 def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
     """Write a line for each chat as soon as it is rendered; never returns."""
     try:
+        # The trainer's handlers only set a flag; the child must end at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
+        # On top of what the process has mapped: torch and CUDA reserve far more than the limit.
         _limit(resource.RLIMIT_AS, _address_space() + MOST_MEMORY)
         with open(write, "w", encoding="ascii") as out:
             for chat in chats:
@@ -218,6 +222,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _appends_eos(tokenizer: Any) -> bool:
+    # Tried, because no attribute of a tokenizer says it reliably.
     eos = tokenizer.eos_token_id
     marked = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]

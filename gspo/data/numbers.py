@@ -62,6 +62,7 @@ class Number:
 
 # ------------------------------------------------------------------------------------------------- plain text
 
+# Zero-width characters, variation selectors and marks of text direction.
 _INVISIBLE = dict.fromkeys(
     [0x200B, 0x200C, 0x200D, 0x2060, 0xFE0F, 0xFEFF, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 )
@@ -77,9 +78,12 @@ _SIGNS = {
 _FULL_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)}
 _VULGAR = {c: unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# Narrow spaces and LaTeX's \, between groups of three digits: 1 234 is one number.
 _THIN = re.compile(r"(?<=[0-9])(?:[\u00a0\u2007\u2009\u200a\u202f]|,?\\[,;:!] ?|~|\{,\})(?=[0-9]{3}(?![0-9]))")
 _SPACE = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|[^\S\n]+")
+# Sizes of brackets and the like, which do not change a value.
 _STYLE = re.compile(r"\\(?:left|right|bigg?[lr]?|Bigg?[lr]?|displaystyle|limits|mathstrut)(?![A-Za-z])")
+# \dfrac, \tfrac and \cfrac differ from \frac in their size only.
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 
 
@@ -106,15 +110,19 @@ def _ascii(character: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- finding numbers
 
+# With commas only in groups of three: "1,2" is two numbers.
 _INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INT}(?:\.[0-9]+)?|\.[0-9]+)"
+# 1.2 \times 10^4, 1.2 x 10^{-4}, 1.2*10**4.
 _POWER = (
     r"\s?(?:\\times|\\cdot|\*|x)\s?10\s?(?:\^|\*\*)\s?"
     r"(?:\{\s?(?P<p1>[+-]?[0-9]{1,3})\s?\}|(?P<p2>[+-]?[0-9]{1,3})(?![0-9]))"
 )
 _CURRENCY = r"(?:(?<![A-Za-z])(?:US|[ACR]))?\$|[€£¥₹¢₩₽₺₫]|(?:USD|EUR|GBP)\b"
 _MONEY = rf"{_CURRENCY}|(?:dollars?|euros?|cents?)\b"
+# Canadian, Australian and other dollars stay different from "$".
 _SAME_MONEY = {**{"US$": "$", "USD": "$", "dollar": "$"}, **{"EUR": "€", "euro": "€", "GBP": "£", "cent": "¢"}}
+# \frac12 without braces takes one digit each.
 _TWO_DIGITS = r"[0-9]\s?[0-9](?![0-9])"
 _LARGE = (
     r"(?:(?:ten|hundred|thousand|million|billion)th"
@@ -211,6 +219,7 @@ def _quotient(text: str) -> Fraction:
 def _decimal(text: str) -> Number:
     text = text.replace(",", "")
     places = len(text.partition(".")[2])
+    # Fraction, not float: 0.1 + 0.2 must equal 0.3, and 2**60 + 1 must not equal 2**60.
     return Number(value=Fraction(text), places=places, digits=len(text.replace(".", "").strip("+-").lstrip("0")))
 
 

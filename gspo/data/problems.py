@@ -73,6 +73,7 @@ class PromptOrder:
     def _order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:  # a cache of one epoch; the result does not depend on it
             self._permutation = list(range(self.count))
+            # Seeded by text: Python hashes it with SHA-512, so that neighboring seeds and epochs are unrelated.
             random.Random(f"{self.seed}/{epoch}").shuffle(self._permutation)
             self._epoch = epoch
         return self._permutation
@@ -90,6 +91,7 @@ def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
         rows = read_file(config.held_out_path)
         candidates = _parse_all(rows, config)
         held_out, more = _prompts(candidates, config, tokenizer, name=config.held_out_path, prefix="held_out")
+        # Shuffled, because a file may be sorted by topic or difficulty.
         held_out = _shuffled(held_out, seed)[: config.held_out]
         return _split(train, held_out, skipped + more, name=name)
     if config.held_out >= len(train):
@@ -337,6 +339,7 @@ def _prompt(
             f"{field}: {len(token_ids)} tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}; "
             "raise that or shorten the prompt"
         )
+    # The row's number in its file, so ids do not change if other rows are skipped.
     id_ = f"{prefix}/{c.index}"
     return Prompt(id=id_, content=c.content, text=text, token_ids=token_ids, key=c.key, columns=c.columns)
 
@@ -409,6 +412,7 @@ def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]
     excluded = misses = 0
     while len(problems) < size:
         problem = task.generate(rng)
+        # Problems with different prompts may share a key, and may all be trained on.
         new = problem.prompt not in seen
         seen.add(problem.prompt)
         if new and problem.key not in exclude:

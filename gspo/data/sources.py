@@ -23,6 +23,7 @@ from typing import Any
 from gspo.errors import DataError
 from gspo.hub import unreachable_host
 
+# The default of 131,072 characters is too small for some prompts. The limit must fit into a C long.
 _LARGEST_CELL = 2**31 - 1
 _DEEPEST = 100
 """Limit on the levels of lists and objects in a field."""
@@ -136,6 +137,7 @@ def _reader(file: Path) -> Callable[[Path], Iterator[Row]]:
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     name = file.name.lower()
     for suffix, reader in readers.items():
+        # Parquet compresses its own pages.
         if name.endswith(suffix) or (suffix != ".parquet" and name.endswith(f"{suffix}.gz")):
             return reader
     raise DataError(f"{file}: unknown file type; known: {', '.join(readers)} and .gz of the first three")
@@ -174,6 +176,7 @@ def _read_json(file: Path) -> Iterator[Row]:
     except ValueError as error:
         raise DataError(f"{file}: invalid JSON: {error}") from None
     if isinstance(value, dict):
+        # For example {"data": [...]} or {"version": 1, "examples": [...]}.
         lists = [v for v in value.values() if isinstance(v, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
@@ -230,6 +233,8 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         size = 0
         for batch in source.iter_batches(batch_size=_BATCH):
             values = batch.to_pylist()
+            # Measured as it is read: the metadata can lie, and a dictionary page stores a value once that every row
+            # repeats.
             size += _extent(values)
             _check_expanded(file, size)
             for value in values:
@@ -276,6 +281,7 @@ def _bytes(file: Path) -> bytes:
         data = _decompressed(file) if file.name.lower().endswith(".gz") else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file}: not a whole gzip file: {error}") from None
+    # Windows programs write a byte order mark, which would become part of the first field name.
     return data.removeprefix(b"\xef\xbb\xbf")
 
 

@@ -77,6 +77,7 @@ def task_names() -> list[str]:
 
 def same_text(text: str) -> str:
     """Text as a key: without differences in case, white space and compatibility characters."""
+    # Such copies are the same problem: a model that was trained on one knows the other.
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

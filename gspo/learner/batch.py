@@ -144,7 +144,7 @@ def micro_tokens(batch: TrainBatch, micro: MicroBatch, out: TrainForward, select
         logp_N=out.logp_N,
         entropy_N=out.entropy_N,
         selected_N=None if selected_N is None else selected_N[micro.at_N],
-        sequences=Sequences(micro.row_N, len(micro.rows)),
+        sequences=replace(batch.tokens.sequences, index_N=micro.row_N, count=len(micro.rows)),
     )
 
 

@@ -20,6 +20,7 @@ from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.packed_forward import read
+from gspo.model.sharding import full
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext
@@ -67,12 +68,14 @@ def completion_logprobs(
         return _from_logits(model, batch, temperature, entropy_gradient)
     with bypass_head(head):
         hidden = read(model, batch)
+    # Read after the forward pass, while the layers that FSDP gathers for it are whole.
+    weight = full(head.weight)
     logp_N, entropy_N = fused_linear_logprobs(
         hidden.flatten(0, 1)[batch.output_N],
-        head.weight,
+        weight,
         batch.target_N,
         temperature,
-        weight_gradient=gradient_buffer(head.weight),
+        weight_gradient=gradient_buffer(weight),
     )
     return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
 

@@ -3,7 +3,8 @@
 In: gradients accumulated on the model, in float32 for weights of any precision. Out: an update, or a skip that leaves
 weights and moments unchanged.
 Invariant: the learning rate is a pure function of the update count, and the whole state is plain tensors by parameter
-name, so that it is saved and restored without pickle.
+name, so that it is saved and restored without pickle. If weights are sharded over ranks, so are masters and moments;
+the norm and the decision to skip are the same on all ranks, and the state is the one that a single rank would have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
+from gspo.model.sharding import full, is_sharded, on_all_ranks, sharded_like
 
 WINDOW = 128
 """How many earlier gradient norms a spike is compared with. Detection starts once an eighth of them is known."""
@@ -54,7 +56,10 @@ class Optimizer:
         }
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
-                weight.grad_dtype = torch.float32  # micro-batches accumulate without rounding in between
+                # Micro-batches accumulate without rounding in between. FSDP assigns gradients of sharded weights, and
+                # `None` lets it assign any.
+                weight.grad_dtype = None if is_sharded(weight) else torch.float32
+        self._reset_gradients()
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=config.learning_rate,
@@ -68,19 +73,25 @@ class Optimizer:
     def step(self, *, loss_finite: bool) -> Update:
         """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes."""
         self._gradients_to_masters()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self.config.max_grad_norm))
+        norm = self._clip()
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        skipped = self._skip_reason(loss_finite, norm)
+        skipped = self._skip_reason(on_all_ranks(loss_finite, self._masters.values()), norm)
         if not skipped:
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
             self._masters_to_weights()
             self.updates += 1
-        for weight in self._weights.values():
-            weight.grad = None
         self._adamw.zero_grad(set_to_none=True)
+        self._reset_gradients()
         return Update(applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to the largest norm that is allowed, and return their norm before."""
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = full(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self.config.max_grad_norm, norm)
+        return float(norm)
 
     def _skip_reason(self, loss_finite: bool, norm: float) -> str:
         """Why to skip the update; empty to apply it."""
@@ -111,9 +122,9 @@ class Optimizer:
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().contiguous()
+                tensors[f"{key}/{name}"] = full(value.detach()).contiguous()
             if master is not self._weights[name]:
-                tensors[f"master/{name}"] = master.detach()
+                tensors[f"master/{name}"] = full(master.detach())
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
@@ -122,18 +133,26 @@ class Optimizer:
         self._norms.extend(tensors.get("norms", torch.zeros(0)).tolist())
         for name, master in self._masters.items():
             if f"master/{name}" in tensors:
-                master.data.copy_(tensors[f"master/{name}"])
+                master.data.copy_(sharded_like(tensors[f"master/{name}"], master))
             keys = ("step", "exp_avg", "exp_avg_sq")
             found = {key: tensors[f"{key}/{name}"] for key in keys if f"{key}/{name}" in tensors}
             if found:
                 self._adamw.state[master] = {
-                    key: value.clone() if key == "step" else value.to(master.device).clone()
+                    key: value.clone() if key == "step" else sharded_like(value, master).clone()
                     for key, value in found.items()
                 }
 
     def _gradients_to_masters(self) -> None:
         for name, master in self._masters.items():
-            master.grad = self._weights[name].grad
+            gradient = self._weights[name].grad
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+
+    def _reset_gradients(self) -> None:
+        for name, weight in self._weights.items():
+            weight.grad = None
+            if self._masters[name] is not weight and is_sharded(weight):
+                # FSDP adds to a gradient that is there, and otherwise makes one in the precision of the weight.
+                weight.grad = torch.zeros_like(self._masters[name])
 
     @torch.no_grad()
     def _masters_to_weights(self) -> None:

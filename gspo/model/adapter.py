@@ -76,13 +76,16 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     settings = Settings(
         r=config.rank,
         lora_alpha=config.alpha or 2 * config.rank,
+        # Dropout would make the learner's probabilities differ from the sampler's.
         lora_dropout=0.0,
         target_modules=targets(model, config),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+    # The run's own random state must not depend on how many adapters are made.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        # Not `get_peft_model`: that would wrap the model in another class.
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=model.device.type == "meta")
     _match_dtype(model)
 
@@ -94,6 +97,7 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
     from peft import inject_adapter_in_model
 
     settings = Settings.from_pretrained(str(folder))
+    # peft saves adapters for inference, which would freeze them.
     settings.inference_mode = False
     special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
     special = special or getattr(settings, "lora_bias", False) or settings.fan_in_fan_out
@@ -150,6 +154,7 @@ def merge(model: Any) -> None:
         setattr(model.get_submodule(parent), name, base)
     quantized.restore(model)
     del model.peft_config
+    # Otherwise transformers would save an adapter instead of the model.
     model._hf_peft_config_loaded = False
     model.requires_grad_(True)
 

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gspo.model.sharding import module_class
+
 _heads: WeakKeyDictionary[Any, torch.nn.Linear | None] = WeakKeyDictionary()
 _keeps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -54,7 +56,7 @@ def obstacle_to_head(model: Any) -> str | None:
     """Why logits are not hidden states times a matrix; None if they are. Checks the layer first, then runs a trial."""
     name = type(model).__name__
     head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear or "forward" in vars(head):
+    if module_class(head) is not torch.nn.Linear or "forward" in vars(head):
         return f"the LM head of {name} is not a plain torch.nn.Linear"
     if head.bias is not None:
         return f"the LM head of {name} has a bias"
@@ -82,9 +84,11 @@ def bypass_head(head: torch.nn.Linear) -> Iterator[None]:
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """A float32 buffer for the gradient of a weight that is stored in lower precision; None if none is needed."""
-    needed = torch.is_grad_enabled() and weight.requires_grad and weight.grad_dtype == torch.float32
-    if not needed or weight.dtype == torch.float32:
+    """A float32 buffer for the gradient of a weight that is stored in lower precision; None if none is needed, or if
+    the weight was gathered from ranks: then its gradient must flow back through autograd, which scatters it."""
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return None
+    if weight.grad_dtype != torch.float32 or weight.dtype == torch.float32:
         return None
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=torch.float32)

@@ -89,6 +89,7 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     from transformers import AutoTokenizer
 
     path, options = location(config)
+    # An adapter may come with a tokenizer of its own.
     if adapter.base_of(config.path) and (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
         path, options = os.path.expanduser(config.path), {}
     with load_errors(config), _tokenizer_errors(Path(path)):
@@ -129,6 +130,7 @@ def _broken_json(file: Path) -> bool:
 def _check_vocabulary(model: Any, tokenizer: Any, config: ModelConfig) -> None:
     """Refuse a tokenizer with more tokens than embeddings: the run would fail at the first prompt with such a token."""
     known = model.get_input_embeddings().weight.shape[0]
+    # Not `!=`: embeddings are often padded to a multiple of 64 or 128.
     if tokenizer.vocab_size > known:
         raise ConfigError(
             f"model.path: {config.path}: its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds "
@@ -143,12 +145,16 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
         torch.cuda.set_device(device)  # kernels, events and CUDA graphs use the current device
     model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
     _check_vocabulary(model, tokenizer, config)
+    # The rounding of a one-row product on a CPU depends on the alignment of the weight: docs/log.md, "one bit per
+    # resume".
     align(model)
     _prepare(model, config)
+    # After `_prepare`: dropout would make two forward passes differ.
     check_causal(model)
     _choose_threads(model, config, device)
     if device.type == "cpu":
         replace_norms(model)
+    # Both run a trial once per model and remember its result: now, so that their warnings come before the first step.
     lm_head(model)
     reads_packed(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
@@ -216,6 +222,7 @@ def _load_plain(config: ModelConfig) -> Any:
     if options:
         from transformers import GgufConfig
 
+        # The learner needs weights that it can train.
         options["quantization_config"] = GgufConfig(dequantize=True)
     with load_errors(config):
         return AutoModelForCausalLM.from_pretrained(
@@ -267,6 +274,7 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
         "max_position_embeddings": 4096,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        # The character tokenizer adds no token before a prompt.
         "bos_token_id": None,
     }
     kind = "qwen3"
@@ -286,6 +294,7 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
                 f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}"
             )
     shape |= config.build_options
+    # The run's own random state must not depend on the size of the model.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype))
@@ -299,6 +308,7 @@ def char_tokenizer(alphabet: str) -> Any:
     special = ["<pad>", "<end>", "<user>", "<assistant>", "<unknown>"]
     vocabulary = {symbol: i for i, symbol in enumerate(special + sorted(set(alphabet)))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    # Not ".", which does not match a line break.
     core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     core.decoder = decoders.Fuse()
     template = (
@@ -313,6 +323,8 @@ def char_tokenizer(alphabet: str) -> Any:
         unk_token="<unknown>",
         additional_special_tokens=["<user>", "<assistant>"],
         chat_template=template,
+        # The cleanup would remove spaces before punctuation, so that decoding would not return the text that was
+        # encoded.
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )

@@ -32,6 +32,7 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     of an MoE model."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
+        # A router's choice is discrete: an error of 4-bit weights would send tokens to other experts.
         routes = any(part in ("gate", "router") or part.endswith("_gate") for part in path.split("."))
         if isinstance(module, nn.Linear) and module is not head and not routes:
             yield path, module
@@ -54,6 +55,7 @@ def quantize(model: Any, device: torch.device) -> None:
             compute_dtype=layer.weight.dtype,
             compress_statistics=True,
             quant_type="nf4",
+            # The weights follow below; allocating them twice would double the peak memory.
             device="meta",
         )
         quantized.weight = Params4bit(

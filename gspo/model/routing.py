@@ -28,6 +28,7 @@ from gspo.errors import ConfigError
 from gspo.model.patching import patched_forward
 from gspo.types import Routes
 
+# A wide net: a class too many costs one more module to watch, a class too few would hide a router.
 MAY_ROUTE = re.compile(r"(Router|Gate|Gating|MoE|Moe|MoeBlock|MoEBlock|MoeMLP|FeedForward)$")
 """Names of classes that may contain a router. Which of them do is found by running the model."""
 
@@ -97,6 +98,7 @@ class Routers:
 
         With gradient checkpointing the backward pass must be inside too, because it runs the routers again. `logits`
         keeps the router logits with their graph, `gates` the gate weights of the experts."""
+        # A nested watch would record into two traces and force experts twice.
         assert not self._watched, "the routers are already being watched"
         trace = RouterTrace(compact=self.compact)
         with ExitStack() as stack:
@@ -124,6 +126,8 @@ class Routers:
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
                 return native
             used = native if forced is None else _force(score_IE, native, forced, layer)
+            # setdefault: with gradient checkpointing the backward pass calls the router again, and the first call
+            # counts.
             trace.native.setdefault(layer, native.indices.detach())
             trace.used.setdefault(layer, used.indices.detach())
             return used
@@ -151,6 +155,7 @@ class Routers:
 
     def unpack(self, routes: Routes) -> Tensor:
         """The routes that an engine reported, as [tokens, L, K]."""
+        # A bytearray, because torch warns about memory that it may not write to.
         flat = torch.frombuffer(bytearray(routes.experts), dtype=torch.uint8 if routes.width == 1 else torch.int16)
         return flat.view(-1, routes.layers, routes.top_k).to(self.compact)
 
@@ -181,7 +186,9 @@ def changed(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
 
 def _force(score_IE: Tensor, native: Any, forced: ForcedExperts, layer: int) -> Any:
     assert len(score_IE) == len(forced.known_I), f"{len(score_IE)} tokens, but experts for {len(forced.known_I)}"
+    # Padding has no recorded experts. It keeps the model's own choice, whose result nobody reads.
     chosen_IK = torch.where(forced.known_I.unsqueeze(-1), forced.chosen_ILK[:, layer].long(), native.indices)
+    # The same type as torch.topk returns: models read it as a tuple or by its fields.
     return torch.return_types.topk((score_IE.gather(-1, chosen_IK), chosen_IK))
 
 
@@ -249,6 +256,7 @@ def _with_mode(mode: TorchFunctionMode, forward: Callable[..., Any]) -> Callable
 
 
 def _candidates(model: Any) -> list[Any]:
+    # transformers declares here which class returns router logits.
     recorded = getattr(model, "_can_record_outputs", None) or {}
     named = getattr(recorded.get("router_logits"), "target_class", None)
     return [
@@ -273,8 +281,10 @@ def check_replay(model: Any, routers: Routers) -> None:
     with routers.watch() as trace:
         _run(model)
     own_ILK = trace.used_ILK
+    # Relative to the spread of the logits: replay may only change their rounding.
     if not torch.allclose(_replay(model, routers, own_ILK)[0], plain, atol=1e-2 * float(plain.std()), rtol=0):
         raise ConfigError(_replay_error(model, "replaying a forward's own experts changes it"))
+    # Near and far experts, because some routers select within groups of experts.
     for shift in {1, routers.experts // 2} if routers.experts > routers.top_k else ():
         other_ILK = ((own_ILK.long() + shift) % routers.experts).to(own_ILK.dtype)
         logits, forced = _replay(model, routers, other_ILK)

@@ -83,6 +83,7 @@ def _check_local(path: str) -> None:
 
 
 def _looks_local(path: str) -> bool:
+    # A hub name is NAME or OWNER/NAME.
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".gguf")
 
 
@@ -119,8 +120,10 @@ def weights_fingerprint(config: ModelConfig) -> str:
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
+        # Name and size are included, so that blocks cannot move between files unnoticed.
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
+            # A training step changes every weight, so a sample of blocks is enough to notice another file.
             for start in range(0, size, max(_BLOCK, size // _BLOCKS)):
                 file.seek(start)
                 digest.update(file.read(_BLOCK))

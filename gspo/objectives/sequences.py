@@ -71,7 +71,7 @@ class Tokens:
     def take(self, at_N: Tensor) -> Tokens:
         """Some of the tokens; the sequences keep their numbers."""
         values: dict[str, Any] = {k: v[at_N] for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **values, sequences=Sequences(self.sequences.index_N[at_N], self.sequences.count))
+        return replace(self, **values, sequences=replace(self.sequences, index_N=self.sequences.index_N[at_N]))
 
     @property
     def logp_behavior_N(self) -> Tensor:

@@ -68,6 +68,7 @@ def rollout_bytes(case: Case) -> float:
     """Bytes that a step writes to `rollouts/`."""
     if not case.config.log.rollouts:
         return 0.0
+    # Discarded groups are written, too.
     refill = case.config.rollout.refill_budget if case.objective and case.objective.keep == "mixed" else 1
     text = TEXT_BYTES * (case.longest_prompt + case.completion_length)
     return case.completions * refill * (COMPLETION_BYTES + TOKEN_BYTES * case.completion_length + text)
@@ -88,6 +89,7 @@ def _low_precision(case: Case) -> bool:
 def check_directory(case: Case) -> Iterator[Finding]:
     given = case.config.run_dir
     place = existing(case)
+    # The same conditions as in `RunDir.create`, which would create the directory.
     if given and (Path(given) / "config.toml").exists():
         remedy = f"Continue it with 'gspo train --resume {given}', or choose another --run-dir."
         yield fail(f"{given} already holds a run.", remedy)

@@ -47,6 +47,8 @@ class Check:
     """Whether it needs the model's weights; `--quick` skips it."""
 
 
+# Cheap checks first, and each after those that build what it needs. `memory` comes after `ratio`, which measures
+# activations.
 CHECKS = (
     Check(name="settings", run=setup.check_settings),
     Check(name="objective", run=setup.check_objective),
@@ -121,6 +123,7 @@ def run_check(check: Check, case: Case) -> Iterator[Finding]:
             yield _refused(check.name, error)
         except Exception as error:  # any failure of one check must not stop the others
             yield replace(_broken(error), check=check.name)
+    # Each text once: a warning of a step recurs in every chunk.
     for text in dict.fromkeys(str(w.message) for w in caught if _ours(w.category)):
         yield replace(warning(text), check=check.name)
 

@@ -36,6 +36,7 @@ class RowTokenizer:
         return [json.dumps(chat) for chat in chats]
 
     def __call__(self, texts: str | Sequence[str], **options: Any) -> dict[str, Any]:
+        # One token, so that no prompt is empty and none is too long.
         return {"input_ids": [0] if isinstance(texts, str) else [[0] for _ in texts]}
 
 
@@ -81,6 +82,7 @@ def _dropped(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding
 
 
 def _first_errors(case: Case, tokenizer: Any) -> list[str]:
+    # Loading again, strictly, is the simplest way to get the messages.
     strict = dataclasses.replace(case.config.data, on_bad_row="error")
     try:
         load_problems(strict, tokenizer, case.config.seed)

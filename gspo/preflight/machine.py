@@ -24,10 +24,12 @@ def free_memory(device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # MemAvailable, not MemFree: the page cache counts as available.
     free = _meminfo("MemAvailable") or total
     for limit, used in CGROUP_FILES:
         most = _number(CGROUP / limit)
         now = _number(CGROUP / used)
+        # cgroup v1 reports a huge number instead of "no limit".
         if most is not None and now is not None and most < total:
             total = most
             free = min(free, most - now + _page_cache((CGROUP / used).with_name("memory.stat")))

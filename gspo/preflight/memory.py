@@ -134,6 +134,7 @@ def layer_bytes(shape: Shape, size: int, width: int) -> float:
 def activation_bytes(shape: Shape, size: int, width: int, *, checkpointing: bool) -> float:
     """What autograd keeps of all layers, per token; with gradient checkpointing their inputs and all of one layer."""
     layer = layer_bytes(shape, size, width)
+    # One layer at a time is recomputed, with some of its temporary tensors.
     return shape.layers * shape.hidden * size + 1.2 * layer if checkpointing else shape.layers * layer
 
 
@@ -161,6 +162,7 @@ def estimate(case: Case, *, gpu: bool) -> Estimate:
     weights = weight_bytes(case.skeleton, config.quantize)
     each = "per trained weight" if t < n else "per weight"
     held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
+    # Always float32, whatever the precision of the weights.
     held += [MemoryUse(name="optimizer moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
     if any(p.element_size() < 4 for p in parameters):
         held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
@@ -205,6 +207,7 @@ def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
     if case.policy is not None and lm_head(case.policy.model) is None:
         return tokens * vocabulary
     held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
+    # A chunk is never narrower than 256 entries.
     return min(tokens * vocabulary, max(held, 256 * tokens))
 
 
@@ -247,6 +250,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
     if need.peak <= TIGHT * free:
         yield ok(sentence, detail=detail, **numbers)
         return
+    # On a CPU there is no error to recover from: the kernel kills the process.
     level = fail if need.peak > free and not (gpu and _one_row_fits(case, need, free)) else warning
     yield level(sentence, _remedy(case, need, TIGHT * free), detail=detail, **numbers)
 

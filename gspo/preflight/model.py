@@ -30,6 +30,7 @@ def check_files(case: Case) -> Iterator[Finding]:
     config = case.config.model
     case.device = device = device_of(config.device)
     case.skeleton = skeleton = _skeleton(config, case.tokenizer)
+    # Before the model is loaded: the estimate counts its weights.
     case.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())
     trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
@@ -71,6 +72,7 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
 def check_model(case: Case) -> Iterator[Finding]:
     assert case.free is not None
     size = weight_bytes(case.skeleton, case.config.model.quantize)
+    # On a CPU the kernel would kill the doctor without a message.
     if size > case.free[0]:
         yield fail(
             f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model "

@@ -78,6 +78,7 @@ def _evaluation(case: Case, pace: Timings) -> float:
 
 
 def _range(low: float, high: float) -> str:
+    # An estimate from a few seconds is no more precise than that.
     return duration(high) if high < 1.3 * low else f"{duration(low)} to {duration(high)}"
 
 

@@ -60,6 +60,7 @@ def check_ratio(case: Case) -> Iterator[Finding]:
     new_N = logprobs.new_N[logprobs.known_N]
     count = logprobs.micro_batches
     where = f"{len(old_N)} fresh completion tokens in {count} micro-batch{'es' * (count > 1)}"
+    # Bitwise, because a run relies on it: the first update's ratios must be exactly 1.
     if torch.equal(old_N, new_N):
         yield ok(
             f"On {where} the training forward pass reproduces the old log-probs bitwise: every ratio is exactly 1.",
@@ -70,6 +71,7 @@ def check_ratio(case: Case) -> Iterator[Finding]:
     token = float((new_N - old_N).abs().max())
     sequences = Sequences(logprobs.plan.sequence_N.to(old_N.device), len(logprobs.plan.rows))
     whole = float(sequences.mean(logprobs.new_N - logprobs.old_N).abs().max())
+    # Far below the clip range of GSPO.
     level = warning if whole <= 1e-5 else fail
     yield level(
         f"On {where} two forward passes of the same weights disagree: log-ratios are up to {token:.2g} for a token and "
@@ -94,6 +96,7 @@ def _fitting(case: Case) -> tuple[int, int]:
     logits = logits_held(case, budget, shape.vocabulary) * LOGIT_BYTES / budget
     per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
     gradients = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+    # A margin for fragmentation and for what the formula does not count.
     room = 0.8 * free_memory(case.policy.device)[0] - gradients
     return int(max(0.0, room) / per_token), width
 
@@ -136,6 +139,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         known_N[micro.at_N] = True
         done += 1
         rows += len(micro.rows)
+    # None frees the memory of the gradients for the checks that follow.
     policy.model.zero_grad(set_to_none=True)
     if case.pace:
         case.pace = replace(case.pace, trained=rows, train_s=time.monotonic() - started)
@@ -179,11 +183,13 @@ def _train(case: Case, micro: MicroBatch, routing: NoRouting) -> Tensor:
     with routing.learning(micro):
         with torch.autograd.graph.saved_tensors_hooks(keep, _same):
             logp_N, _ = completion_logprobs(model, micro, case.config.rollout.temperature)
+        # Any loss will do: the check measures time and memory of a backward pass.
         (-logp_N.mean()).backward()
     if counting:
         # The LM head is a line of its own in the memory estimate.
         head = logp_N.numel() * shape_of(model).vocabulary * 4 if lm_head(model) is None else 0
         case.activation_bytes = max(0, sum(kept.values()) - head) / micro.input_ids.numel()
+    # Kernels run asynchronously: without this the measured time would be that of their launches.
     if case.policy.device.type == "cuda":
         torch.cuda.synchronize(case.policy.device)
     return logp_N.detach()
@@ -222,7 +228,9 @@ def check_temperature(case: Case) -> Iterator[Finding]:
 
 def _agreement(case: Case, what: str, difference: float, ignored: float, numbers: dict[str, Any]) -> Finding:
     rollout = case.config.rollout
+    # Measured: 1e-6 in float32, 0.007 in bfloat16 (docs/log.md).
     tolerance = 1e-3 if case.config.model.dtype == "float32" else 0.05
+    # Clearly closer to the log-probs without temperature than to those with it.
     if difference > 1e-3 and ignored < difference / 2:
         return fail(
             f"{what}. So the engine samples, or reports, at another temperature than the learner.",

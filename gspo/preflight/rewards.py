@@ -73,6 +73,7 @@ def _known_answers(case: Case, name: str, traits: RewardTraits, known: Sequence[
     scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, k.texts)) for k in known])
     each = (time.monotonic() - started) / sum(len(k.texts) for k in known)
     best = [max((v for s in group if (v := s.parts.get(name)) is not None), default=None) for group in scores]
+    # Abstaining is a reward's right; `_missed` reports it separately.
     failed = [s.failure for group in scores for s in group if s.failure and not s.failure.startswith("abstained")]
     right = sum(v is not None and v > case.config.reward.correct_above for v in best)
     numbers: dict[str, Any] = {"function": name, "tried": len(known), "right": right, "seconds": each}
@@ -168,6 +169,7 @@ def _wrong_at_last(known: KnownAnswer, others: Sequence[KnownAnswer]) -> list[st
     right = _first_answer(known)
     wrong = _off_by_one(right)
     if wrong is not None and all(right in text for text in known.texts):
+        # Only the last occurrence is replaced: the form may contain the same digits.
         pairs = [(text, wrong.join(text.rsplit(right, 1))) for text in known.texts]
     else:
         other = next((o for o in others if _first_answer(o) != right and len(o.texts) == len(known.texts)), None)
@@ -309,6 +311,7 @@ def _distribution(case: Case, scores: Sequence[Score], rewards: Sequence[float])
         f"deviation {std:.3g}{right}."
     )
     numbers: dict[str, Any] = {"mean": mean, "low": low, "high": high, "std": std}
+    # The same tolerance as in training, relative for large rewards.
     if high - low > UNIFORM_TOLERANCE * max(1.0, abs(low), abs(high)):
         return ok(what, **numbers)
     if case.cold:

@@ -77,9 +77,11 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
         samples=rollout.group_size,
         sampling=rollout.sampling,
         seed=case.config.seed,
+        # The stream of the first batch of step 1.
         stream="train/1/0",
         version=0,
         clock=clock,
+        # Routing replay in the next check needs the experts.
         routes=True,
     )
     case.pace = Timings(
@@ -99,7 +101,7 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
         f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
     )
     detail = [f"completion: {shown(completions[0].text) or '(empty)'}"]
-    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "cut": truncated}
+    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "truncated": truncated}
     if case.cold:
         sentence = f"{what} The model has not had its cold start yet, so its completions say little."
         return note(sentence, detail=detail, **numbers)

@@ -138,6 +138,7 @@ def _end_of_turn(tokenizer: Any, stops: tuple[int, ...]) -> Finding:
         return note("The rendering of the chat template does not show how it ends the assistant's turn.")
     tail = whole.rpartition(CONTENT)[2]
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    # Some tokenizers add their end of turn as an ordinary token.
     special = [i for i in ids if i in tokenizer.all_special_ids or i in tokenizer.added_tokens_decoder]
     if not special:
         return note(

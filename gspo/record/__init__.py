@@ -1,1 +1,1 @@
-"""What a run writes: the run directory, metrics, alarms, sinks, progress. Nothing here changes what is trained."""
+"""What a run writes: the run directory, metrics, incidents, sinks, progress. Nothing here changes what is trained."""

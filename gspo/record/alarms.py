@@ -84,6 +84,7 @@ def parted(rows: Sequence[Row], steps: int) -> bool:
         return False
     best = max(evaluated[:-2], key=lambda i: float(rows[i]["eval/accuracy_low"]))
     best_low = float(rows[best]["eval/accuracy_low"])
+    # Disjoint intervals, twice in a row: of many comparisons, one is exceeded by chance.
     fallen = all(float(rows[i]["eval/accuracy_high"]) < best_low for i in evaluated[-2:])
     before = _correct_fraction(rows[max(0, best - steps) : best + 1])
     after = _correct_fraction(rows[evaluated[-2] :][-steps:])
@@ -122,6 +123,7 @@ ALARMS = (
     Alarm(
         name="entropy collapse",
         holds=lasting(
+            # A policy that solves nearly everything may be certain.
             lambda row: _metric(row, "entropy/mean", 1.0) < 1e-3 and _metric(row, "reward/correct_fraction", 1.0) < 0.9
         ),
         what=(
@@ -133,8 +135,9 @@ ALARMS = (
         name="truncation",
         holds=lasting(lambda row: _metric(row, "length/truncated_fraction") >= 0.9),
         what=(
-            "nearly all completions are cut at rollout.max_tokens, so their answers are missing; raise it, check that "
-            "the chat template's end token is among the stop tokens, or ask for shorter completions (data.instruction)"
+            "nearly all completions are truncated at rollout.max_tokens, so their answers are missing; raise it, check "
+            "that the chat template's end token is among the stop tokens, or ask for shorter completions "
+            "(data.instruction)"
         ),
     ),
     Alarm(

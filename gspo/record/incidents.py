@@ -28,7 +28,7 @@ from gspo.types import Status
 
 DROP_REASONS = {
     "unscored": "could not be scored",
-    "overlong": "were cut at rollout.max_tokens (objective.shape = overlong_filter drops them)",
+    "overlong": "were truncated at rollout.max_tokens (objective.shape = overlong_filter drops them)",
     "empty": "were empty",
     "alone": "had no other usable completion in their group to compare with",
     "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",

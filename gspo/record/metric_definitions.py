@@ -199,6 +199,7 @@ PHASES = Panel(
 """The one panel of bars, over `TIMINGS`."""
 
 METRICS = (
+    # What a row belongs to. Runs are compared by tokens, because completion lengths differ between arms.
     Metric(
         "step",
         "Number of the training step (rollout batch). 0 is before training.",
@@ -213,6 +214,7 @@ METRICS = (
         unit="count",
         reduction=Reduction.SAME,
     ),
+    # Rewards and groups, over all sampled completions: discarded groups show what the policy can do, too.
     Metric(
         "reward/mean",
         "Mean reward of the scored sampled completions: the weighted sum of the reward functions, before "
@@ -305,6 +307,7 @@ METRICS = (
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
     ),
+    # Lengths. Percentiles, because a few very long completions decide how long sampling takes.
     Metric(
         "length/mean",
         "Mean tokens per sampled completion, including EOS.",
@@ -371,6 +374,7 @@ METRICS = (
         unit="count",
         reduction=Reduction.SUM,
     ),
+    # Work of the engine.
     Metric(
         "sampler/decode_steps",
         "Decoding steps: forward passes of one token for each running sequence.",
@@ -397,6 +401,7 @@ METRICS = (
         panels=("padding",),
         label="idle slots, sampling",
     ),
+    # The loss and the optimizer. A run whose gradient is not finite stops only after several skipped updates.
     Metric(
         "loss/policy",
         "The policy term of the loss, mean over the step's updates. Its value does not measure progress: "
@@ -447,6 +452,7 @@ METRICS = (
         unit="number",
         reduction=Reduction.SAME,
     ),
+    # The trust region: how far the updates of one batch move the policy, and where that is limited.
     Metric(
         "clip/fraction_tokens",
         "Share of trained tokens on which the trust region acted: the ratio is out of range in the "
@@ -534,6 +540,7 @@ METRICS = (
         panels=("mismatch",),
         label="old to new policy",
     ),
+    # Engine against learner. Several estimates, because a mean hides the few tokens that matter in an MoE model.
     Metric(
         "mismatch/abs_mean",
         "Mean over trained tokens of `|log rho|`, `rho = pi_old/mu`: how far the engine's log-probs are "
@@ -614,6 +621,7 @@ METRICS = (
         unit="share",
         reduction=Reduction.MEAN,
     ),
+    # What was trained on.
     Metric(
         "entropy/mean",
         "Mean entropy of `pi_old` at the trained tokens (of the first mini-batch with `learner.old_logp ="
@@ -710,6 +718,7 @@ METRICS = (
         unit="number",
         reduction=Reduction.SUM,
     ),
+    # Routers of an MoE model.
     Metric(
         "routing/flip_fraction",
         "Share of the experts used in a forward pass for the loss that the old policy's forward pass did not "
@@ -787,6 +796,7 @@ METRICS = (
         unit="number",
         reduction=Reduction.GATHER,
     ),
+    # Evaluation: measured once for all ranks.
     Metric(
         "eval/unscored",
         "Sampled held-out completions without a verdict; accuracy excludes them.",

@@ -45,7 +45,7 @@ def step_metrics(objective: Objective, collected: CollectResult, learned: LearnR
     reasons = drop_reasons(objective, collected, learned)
     return {
         **_sampling_metrics(collected),
-        "samples/dropped/KIND": _counts({kind.replace(" ", "_"): count for kind, count in reasons.items()}),
+        "samples/dropped/KIND": _counts(reasons),
         **(_training_metrics(objective, learned) if learned else none),
     }
 
@@ -120,6 +120,7 @@ def _rest(pairs: Sequence[tuple[int, int]]) -> float:
 
 def _repetitive(completion: Completion) -> bool:
     """Whether one token makes up most of a completion."""
+    # By count, not by runs: a loop over two tokens is not what this finds.
     most = max(Counter(completion.token_ids).values(), default=0)
     return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
 
@@ -151,6 +152,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "loss/policy": Sum(_mean([float(x.policy) for x in learned.losses])),
         "loss/kl": Sum(_mean([float(x.kl) for x in learned.losses])),
         "loss/entropy": Sum(_mean([float(x.entropy) for x in learned.losses])),
+        # Over skipped updates, too: a spike must be visible.
         "grad/norm": Same(_mean([u.grad_norm for u in learned.updates])),
         "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
         "learning_rate": Same(learned.updates[-1].learning_rate),
@@ -294,6 +296,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         "correct": score.correct,
         "parts": dict(score.parts),
         "notes": dict(score.notes),
+        # The message of an exception may quote an API key.
         "failure": score.failure and redacted(score.failure, known_secrets()),
         "logp_sampler": _exact(completion.logp_sampler),
     }

@@ -45,6 +45,7 @@ class Display(Protocol):
 
 def make_display() -> Display:
     """A live panel on a terminal, plain lines elsewhere."""
+    # In a log file, a live display would leave escape sequences.
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 

@@ -48,6 +48,7 @@ RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
 LONGEST_ROW = 1 << 20
 """Upper bound on the bytes of one line of metrics."""
+# At most 18 digits, so that a file with an absurd name is not parsed as a number.
 _STEP = re.compile("[0-9]{6,18}")
 
 
@@ -139,6 +140,7 @@ class RunDir:
         except DiskError:
             partial.unlink(missing_ok=True)
             raise
+        # A viewer that reads while the run writes sees the whole file or none.
         partial.rename(file)
 
     def reward_error(self, text: str) -> Path:
@@ -154,6 +156,7 @@ class RunDir:
         for name in STEP_FILES:
             if (self.path / name).exists():
                 with self.writing(name), (self.path / name).open("rb") as file:
+                    # A checkpoint that survives a power failure must find the lines that it refers to.
                     os.fsync(file.fileno())
         return {name: (self.path / name).stat().st_size for name in STEP_FILES if (self.path / name).exists()}
 
@@ -170,6 +173,7 @@ class RunDir:
         if not length:
             return None
         with (self.path / "metrics.jsonl").open("rb") as file:
+            # Only the end: the metrics of a long run are large.
             file.seek(max(0, length - LONGEST_ROW))
             *_, last, end = (b"", *file.read(min(length, LONGEST_ROW)).split(b"\n"))
         with suppress(ValueError, RecursionError):
@@ -216,6 +220,7 @@ class RunDir:
             yield
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        # Before each line: a run directory that was moved away must not be written to under its old path.
         self.check_held()
         with self.writing(name):
             _append_whole(self.path / name, _line(values).encode("ascii"))
@@ -280,6 +285,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 def _append_whole(path: Path, data: bytes) -> None:
     """Append all bytes or, on failure, none: the next line would be lost in a partial one."""
+    # Opened for each line, so that nothing stays in a buffer.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         before = os.fstat(file).st_size
@@ -341,6 +347,7 @@ class DirectoryLock:
         while self._handles:
             os.close(self._handles.pop())
 
+    # Also released when the object is dropped: a test or a notebook may not close it.
     __del__ = close
 
     def __enter__(self) -> DirectoryLock:
@@ -359,6 +366,7 @@ def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
+            # No symlink is followed, a pipe of that name does not block, and child processes do not inherit the lock.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(path / ".lock", flags, 0o644)
             undo.callback(os.close, file)

@@ -37,6 +37,7 @@ class TensorBoardSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
+        # A killed run would otherwise lose the last minutes.
         self._writer.flush()
 
     def close(self) -> None:
@@ -50,6 +51,7 @@ class ModuleSink:
 
     def __init__(self, name: str, run: Path, settings: Mapping[str, Any]) -> None:
         self._module = _import(self.module, self.module)
+        # trackio has no such option.
         options = {"dir": str(run)} if self.module == "wandb" else {}
         self._module.init(project="gspo", name=f"{name}-{run.name}", config=dict(settings), **options)
 
@@ -90,6 +92,7 @@ class Sinks:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the numeric values to every sink."""
+        # A metric that could not be measured is None, which no sink accepts.
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and k != "step"}
         for name in list(self._open):
             self._try(name, lambda sink: sink.log(step, numbers))

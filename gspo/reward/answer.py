@@ -37,14 +37,18 @@ class Answer:
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
+# **72**, but not the power 2**72.
 _EMPHASIS = re.compile(r"(?<![0-9A-Za-z)*])\*\*([^*\n]+)\*\*(?![0-9A-Za-z(*])")
+# 45^\circ is the number 45: the unit of an angle does not change which number it is.
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|°|\\degree(?![A-Za-z])")
 _NAMES = re.compile(rf"(?<![A-Za-z\\])({FUNCTION})(?![A-Za-z])")
 _ROOT = re.compile(r"\\sqrt ?(?:\(([^()]*)\)|([0-9]+))")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end) ?\{[a-z]+\*?\}")
+# A word shows that a text is a sentence. Two letters may be a product of variables (xy), so only these count.
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|(?i:so|it|is|we|he|of|to|at|by|as|an|be|if|my|no|on|us)(?![A-Za-z]))"
 )
+# Units that may touch their number: 5cm, 3rd. Longer words are recognized by their length.
 _SHORT = "cm|mm|km|kg|mg|ml|mL|ft|in|lb|oz|hr|st|nd|rd|th|am|pm|cc|hp|yd|mi"
 _SQUARED = r"(?: ?\^ ?\{?-?[123]\}?)?[.,;:]?"
 _LONG = r"[A-Za-z]+(?:['-][A-Za-z]+)*"
@@ -56,27 +60,32 @@ _UNIT = re.compile(
 _BEFORE = re.compile(r"(?:[A-Za-z]{2,}(?:['-][A-Za-z]+)*[,:]? ?)*")
 _MEMBER = re.compile(r"[A-Za-z] ?\\in ?(?=[\[(\\])")
 """The variable of a set of solutions: x \\in [1, 2]."""
+# 72_8, 72_{8}, 72_{eight}.
 _BASED = re.compile(r"\(?([0-9][0-9A-Fa-f]*)\)? ?_ ?(?:\{ ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}|([0-9]{1,2}))")
 _CHOICE = re.compile(r"(?:(?i:option|choice) )?\(?([A-J])\)?[.:]?")
 _LABEL = re.compile(r"[\s$*{]*\([A-J]\)[\s}*]*(?=\S)")
 """The letter of a choice before its value: (D) 4."""
 _ROUNDED = re.compile(r"(?<=[0-9})])\s*(?:≈|\\approx|\\simeq)\s*[0-9]*\.[0-9]+")
 """The decimal after an exact value: 7/12 ≈ 0.583."""
+# A choice inside a sentence: "the answer is (B)". Not the A of "A's" or "A(".
 _CHOSEN = re.compile(r"(?<![A-Za-z0-9\\])(?:\(([A-J])\)|([A-J])(?![A-Za-z0-9'(]))")
 _UNSURE = re.compile(r"(?i)\b(?:or|maybe|perhaps|possibly|alternatively)\b")
 _RANGE = re.compile(r"(?i)\b(?:between|from)\s*(?:about\s+)?[$€£(]?\s*$")
 _EXCLAIMED = re.compile(r"(?<=[0-9])!+(?=[\s*_\"')]*$)")
 """An exclamation mark that ends a sentence and is not a factorial."""
+# The signs between the sides of an equation; <=, != and := are not.
 _RELATION = re.compile(r"(?<![<>!:\\])=(?!=)|\\(?:approx|simeq|equiv)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|pm|mp|in|not)(?![A-Za-z])")
 _IDENTIFIER = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z0-9]\))?")
 _SPAN = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# A calculation in a sentence: "it costs 3 * 4 + 5".
 _RUN = re.compile(r"[-+*/^(). 0-9,$€£]*[0-9)]%?")
 _JOINED = re.compile(r"(?:and|or)(?![A-Za-z])")
 
 
 def read_expected(text: str) -> Answer | None:
     """Parse the expected answer as a whole. From words with a single number, take that number."""
+    # Data sets such as MATH and GSM8K give the whole solution, with the answer in a box or after ####.
     stated = final_answer(text) if "\\boxed" in text or "####" in text else None
     text = stated.texts[-1] if stated else text
     said = _plain(text)
@@ -94,7 +103,9 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
     if len(text) > LONGEST:
         if stated.formula:
             return None
+        # A marked answer stands at its start, an unmarked one in the last words.
         text = text[:LONGEST] if stated.marked else text[-LONGEST:]
+    # "It is 72!" is no factorial, unless the expected answer has one.
     if not stated.formula and "!" not in expected.text:
         text = _EXCLAIMED.sub("", text)
     said = _plain(text)
@@ -102,12 +113,14 @@ def read_stated(text: str, stated: FinalAnswer, expected: Answer) -> Answer | No
         return _chosen(said, stated)
     if not expected.number or (expected.number.value.denominator > 1 and not expected.number.places):
         text = _ROUNDED.sub("", text)
+    # Multiple-choice answers repeat the letter before the value.
     if _LABEL.match(said) and not _LABEL.match(expected.text):
         text = _LABEL.sub("", without_style(text), count=1)
     said = _plain(text)
     if _doubtful(said, several=bool(expected.items)) or _contradictory(_sides(_trimmed(said))):
         return None
     found = read_formula(text)
+    # An unmarked sentence with commas is no list, unless a list is expected.
     sentence = not stated.marked and found and found.items and not expected.items
     if found is not None and not sentence and not _worded(found):
         return found
@@ -121,6 +134,7 @@ def read_formula(text: str) -> Answer | None:
     if not text or len(text) > LONGEST:
         return None
     equations = _split(text)
+    # x = 1, y = 2
     if len(equations) > 1 and all(len(_sides(part)) == 2 for part in equations):
         return _listed(text, "{}", equations)
     sides = _sides(text)
@@ -136,6 +150,7 @@ def read_formula(text: str) -> Answer | None:
     if brackets:
         return _listed(value, brackets, parts, name)
     if len(sides) > 1 and not name:
+        # Of "3 + 4 = 7" the value counts; "2x + y = 5" is the answer as a whole.
         numeric = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[-1]))
         value = value if numeric and not re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", sides[0]) else text
     return Answer(text=_latex(_without_unit(value)), name=name)
@@ -166,6 +181,7 @@ def _in_prose(text: str, said: str, stated: FinalAnswer) -> Answer | None:
         return read_formula(span)
     numbers = numbers_in(said)
     based = last_match(_BASED, said)
+    # Otherwise the number after it is the answer.
     if based and numbers and numbers[-1].start < based.end():
         return _in_base(based)
     if not numbers:
@@ -189,6 +205,7 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
     last = numbers[-1]
     if altered(said[: last.start], said[last.end :]) or spelled_otherwise(said[last.end :], last.value):
         return True
+    # The same number twice is no hedge.
     if len(numbers) < 2 or numbers[-1].value == numbers[-2].value:
         return False
     before, between = said[: numbers[-2].start], said[numbers[-2].end : numbers[-1].start]
@@ -204,6 +221,7 @@ def _doubtful(said: str, *, several: bool = True) -> bool:
 
 def _last_span(text: str) -> str | None:
     """The formula between the last pair of dollar signs or brackets, if no number follows it. Prices do not count."""
+    # An escaped dollar sign is money and must not open a formula.
     text = text.replace("\\$", "USD ")
     last = last_match(_SPAN, text)
     if last is None:
@@ -235,6 +253,7 @@ def _trimmed(text: str) -> str:
     before = None
     while text != before:
         before, text = text, text.strip(" *_`\"'«»•∎").lstrip(":").rstrip(".,;:?")
+        # Repeated until nothing changes, because **$72$.** has several layers.
         for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}")):
             inside = text[len(left) : len(text) - len(right)]
             whole = left != "{" or _closed_at(text) == len(text) - 1
@@ -247,6 +266,7 @@ def _closed_at(text: str) -> int:
     """Index where the bracket at the start of a text is closed; `-1` if it is not."""
     depth = 0
     for at, character in enumerate(text):
+        # \{ is a set's brace, not a group of LaTeX.
         if at and text[at - 1] == "\\" and character in "{}":
             continue
         depth += (character in "([{") - (character in ")]}")
@@ -298,6 +318,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
     if text.startswith("\\{") and text.endswith("\\}"):
         return "{}", _split(text[2:-2])
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _closed_at(text) == len(text) - 1:
+        # (1,234) has two items, but 1,234 is one number.
         parts = _split(text[1:-1], thousands=False)
         return (text[0] + text[-1], parts) if len(parts) > 1 else ("", [text])
     parts = _split(text)
@@ -311,6 +332,7 @@ def _split(text: str, *, thousands: bool = True) -> list[str]:
     while at < len(text):
         depth += (text[at] in "([{") - (text[at] in ")]}")
         joined = _JOINED.match(text, at) if depth == 0 and (at == 0 or not text[at - 1].isalpha()) else None
+        # The comma of 1,234 separates no items.
         grouped = thousands and re.match(r",[0-9]{3}(?![0-9])", text[at : at + 5]) and text[at - 1 : at].isdigit()
         if depth == 0 and (joined or (text[at] in ",;" and not grouped)):
             parts.append(text[start:at])

@@ -134,6 +134,7 @@ class Batch:
         """Whether the empty completion of a prompt could be scored; `None` while the probe is running."""
         self._slow = False
         """Whether the machine was too slow for a second try."""
+        # By (group, function, completion).
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._provisional: dict[tuple[int, int, int], Part] = {}
         """Results of completions scored alone while their group's call is still running."""
@@ -169,6 +170,7 @@ class Batch:
         """Record that a call starts."""
         with self._lock:
             self._running[job] = time.monotonic()
+            # From the first call: the time that a batch waits for a worker does not count.
             self._began = self._began or self._running[job]
             if not job.again:
                 self._whole.add(job.call)
@@ -343,6 +345,7 @@ class Batch:
     def close_if_late(self, name: Callable[[int], str]) -> None:
         """Once the batch deadline has passed, mark every completion without a result as unscored, with the reason."""
         with self._lock:
+            # A function with its own limits will answer; ending the batch would lose scores.
             if any(job.function in self._bounded_s for job in self._running):
                 return
             late = self._late_functions()

@@ -25,10 +25,14 @@ from gspo.data.numbers import last_match
 from gspo.reward.markup import without_markup
 from gspo.reward.qualifiers import ASIDE, SENTENCE, taken_back
 
+# Models use different tags for their thinking.
 _CLOSED = re.compile(r"(?i)</(?:think|thinking|thought|reasoning)>")
 _OPENED = re.compile(r"(?i)<(?:think|thinking|thought|reasoning)>")
 _TAG = re.compile(r"(?i)<(/?)answer>")
+# Escaped braces and backslashes are matched so that they are skipped: \} closes no box.
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
+# "The final answer is", "Answer:", "ans =", "Answer ->", "Total - ", "The correct option is B". At most 80 characters
+# between noun and verb, so that the search stays linear.
 _SAID = re.compile(
     r"(?i)\b(?:answers?\b(?:[^.\n:=]{0,80}?\b(?:is|are|equals)\b|[*_\s]*(?:[:=]>?|->|[→⇒]))|ans\b[*_\s]*[:=]"
     r"|(?:answers?|ans|results?|solution|total)\b[*_]*\s[-\u2013\u2014]{1,2}(?=\s))"
@@ -37,6 +41,7 @@ _SAID = re.compile(
     r"|\b(?:correct|right) (?:option|choice) is\s+(?=[*_($]*(?-i:[A-J])\b)"
 )
 _AFTER_A = re.compile(r"(?:^|(?<=[\n.?!]))\s{0,3}[*_]{0,3}A[*_]{0,3}:[*_]{0,3}\s")
+# "B:" or "C)": then "A:" is a choice and not "Answer:".
 _OPTION = re.compile(r"(?<![A-Za-z0-9])[B-E][*_]{0,3}[:.)]")
 _REASON = re.compile(
     r"(?i),\s+(?!(?:and|or)\b)(?=[a-z]{2})|,?\s\(?(?:because|since)\b"
@@ -44,6 +49,7 @@ _REASON = re.compile(
     r"(?!(?:or|maybe|perhaps|possibly|alternatively)\b)(?=[^()$\\]*[a-z]{2}[^()$\\]*\))"
 )
 """Where an explanation that follows the answer in the same sentence starts."""
+# A digit, also of another script, or the start of a formula.
 _FORMULA = re.compile(r"[^\W_a-zA-Z]|\$[^$]|\\[(\[a-zA-Z]")
 _WHOLE = 200_000
 """Number of characters at the end of a completion that are searched."""
@@ -95,8 +101,10 @@ def final_answer(text: str, marker: str = "") -> FinalAnswer | None:
     said = after_marker(text, marker)
     if said is None or not said.strip():
         return None
+    # The end, because that is where the final answer is; it bounds the time for a completion of any length.
     said = without_markup(said[-_WHOLE:])
     found = _boxes_in_tags(said) or _boxed(said)
+    # After a marker only the first line counts: what follows is an afterthought, which can still retract it.
     if found is None and marker:
         found = _first_line(said)
     found = found or _hashed(said) or _phrase(said) or _after_a(said) or _last_sentence(said)
@@ -140,6 +148,7 @@ def _boxed(text: str) -> FinalAnswer | None:
             depth += 1
             if open_at is None and token[0] != "{":
                 open_at = token.end()
+                # Braces that were opened before the box do not belong to it.
                 depth = 1
         elif token[0] == "}":
             depth -= 1

@@ -50,6 +50,7 @@ TASK_REWARD = "task_answer"
 
 TRACE = 20_000
 """Maximum length of a traceback in characters."""
+# A word becomes part of a metric's key.
 _WORD = re.compile(r"[a-z0-9_]{1,32}")
 
 
@@ -236,6 +237,7 @@ class RewardFunction:
     def _result(self, value: Any) -> Result:
         if isinstance(value, BaseException):
             return self._failure(value)
+        # By attributes, so that neither numpy nor torch is imported for it.
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()  # numpy and torch scalars
         if value is None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 
+# End tokens of common tokenizers, which appear as text if they are not special tokens of this one.
 _END = re.compile(r"(?:</s>|<eos>|\[EOS\]|<end_of_turn>|<[|｜][\w▁]{1,40}[|｜]>)$")
 _INLINE = ("b", "strong", "i", "em", "u", "span", "code", "mark", "font")
 _BLOCK = ("p", "div", "center", "pre", "li", "h1", "h2", "h3", "h4", "h5", "h6")
 _BREAK = re.compile(r"(?i)<br\s?/?>")
+# ~~72~~ is struck out, but ~72 means about 72.
 _STRUCK = re.compile(r"(?i)<(del|s|strike)>[^<]*</\1>|(?<![^\s(*_\"])~~(?=\S)[^~\n]+(?<=\S)~~(?!\w)")
 _RAISED = re.compile(r"(?i)<(su[bp])>([^<>]{1,40})</\1>")
 _SUBSCRIPT = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -21,6 +23,7 @@ _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|textrm|texttt|textsf|textnormal|emph|underline|mathrm|mathbf|mathit|mathsf|mathtt|bm|bold"
     r"|boldsymbol|pmb|mbox|hbox|(?:textcolor|colorbox|color)\s*\{[^{}]*\})\s*\{([^{}]*)\}"
 )
+# Fonts, sizes and colors do not change an answer.
 _FONT = re.compile(
     r"\\(?:bf|bfseries|it|itshape|rm|sf|tt|mathbf|mathrm|mathit|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
     r"(?![A-Za-z{])|\\color\s*\{[^{}]*\}|\\\\\s*$"
@@ -29,9 +32,11 @@ _SO = r"\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|(?<![<>=-]
 _LEADING_ARROW = re.compile(rf"^((?:[\s$({{]|\\[(\[])*)(?:{_SO}|\\(?:to|(?:long)?rightarrow)(?![A-Za-z]))")
 _ARROW_AFTER_WORD = re.compile(rf"([A-Za-z]{{2}}[*_]*)\s*(?:{_SO})(?=\s*[-+$€£0-9(])")
 _ARROW_AFTER_NUMBER = re.compile(rf"([0-9)}}%])\s*(?:{_SO})(?=\s*[-+$€£0-9(])")
+# "1011 in base 2", "72 (base 8)", "34 base five".
 _IN_BASE = re.compile(
     r"(?i)(?<![0-9A-Za-z])([0-9][0-9a-f]*)\s?[(,]?\s?(?:in |written in )?base[ -]([0-9]{1,2}|[a-z]+)(?![0-9A-Za-z])\)?"
 )
+# A unit in parentheses at the end: 72 (clips).
 _ASIDE = re.compile(
     r"(?:(?<=[0-9}%]) ?|(?<=[A-Za-z]) )(?:(?<= )[(\[]|[(\[](?= ))\s?([A-Za-z]{2,}(?:[ -][A-Za-z]{2,})*) ?[)\]]\s*$"
 )

@@ -31,6 +31,7 @@ def leave_overseer() -> None:
     if sys.platform != "linux":
         return
     system = ctypes.CDLL(None)
+    # SIGTERM, not SIGKILL: the overseer must still kill what the functions started.
     system.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     system.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     overseer = os.getpid()
@@ -46,6 +47,7 @@ def _oversee(child: int) -> None:
     os.closerange(0, 3)  # the pipes belong to the worker and must close when it ends
     status = _wait(child)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A process in an uninterruptible system call cannot be reaped.
     signal.alarm(_LAST_S)
     while True:
         for pid in _children():
@@ -82,6 +84,7 @@ def _children() -> list[int]:
 def _end_as(status: int) -> None:
     """Exit the way the worker did, so the trainer sees its exit code or signal."""
     if os.WIFSIGNALED(status):
+        # The signal would otherwise write a core dump of the overseer in place of the worker's.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)
         with suppress(OSError, ValueError):

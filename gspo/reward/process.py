@@ -40,6 +40,7 @@ END_LIMIT_S = 2.0
 _TAIL = 2000
 """Bytes of a function's output that are kept."""
 _OUTPUT_BUFFER = 2**20
+# Between two looks at memory, cancellation and the process itself.
 _SLICE_S = 0.1
 
 
@@ -203,6 +204,7 @@ class WorkerProcess:
         """Write a request and read the answer with its token, while draining the functions' output."""
         process = self._process
         assert process
+        # Random, so that nothing a function prints into the pipe can pass for an answer.
         token = secrets.token_hex(16)
         pending = memoryview(json.dumps({"token": token, **request}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
@@ -396,6 +398,7 @@ def _terminate_overseer(process: subprocess.Popen[bytes]) -> None:
             os.kill(process.pid, signal.SIGTERM)
     until = time.monotonic() + END_LIMIT_S
     while sys.platform == "linux" and _exit_code(process) is None and time.monotonic() < until:
+        # Polled, because waiting would reap the process and free its id before its group is killed.
         time.sleep(0.002)
 
 

@@ -20,7 +20,9 @@ FUNCTION = (
     "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|exp|ln|pi|infty|sqrt|cup|cap|mod|gcd|lcm|max|min"
 )
 """Names that are functions or symbols in formulas even without a backslash."""
+# Signs that may stand between a word and its number: "not $72", "at least **72**".
 _OPEN = r"[$€£(*\\]*\s*$"
+# "adds up to 72" and "left over 72" state the number; "up to 72" and "over 72" do not.
 _DENIED = re.compile(
     r"(?i)(?:\b(?:not|cannot|can't|never|neither|nor|isn't|no longer|anything but|at least|at most|under|above|below"
     r"|(?<!add )(?<!adds )(?<!sum )(?<!sums )(?<!adding )(?<!comes )up to"
@@ -47,6 +49,7 @@ _APPLIED = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTION})\s*$")
 _AFTER = r"[\s(\[*_-]*"
 _BY = "plus|minus|less|times|point|divided by|multiplied by|remainder|to the power of|mod|modulo|choose"
 _SOME = f"a (?:bit|little|few)|an?[\\s-](?:{_FRACTION})|some|{_ONES}"
+# Words after a number that change its value: "72 or more", "72 squared", "72 times two", "72 and a half".
 _CHANGED = re.compile(
     r"(?i)(?:\s+or (?:more|less|fewer|higher|lower)\b"
     rf"|{_AFTER}(?:in )?(?:squared|cubed|factorial|per mille|basis points?|at (?:least|most)|base [a-z]+|dozens|halves"
@@ -58,6 +61,7 @@ _CHANGED = re.compile(
     rf"|(?:\s+[a-z]+){{0,2}}\s+(?:and|plus|minus|less)\s+(?:an?|{_ONES})[\s-](?:{_FRACTION})s?\b"
     r"|\s+to the \w+ power\b|\s+with a remainder\b)"
 )
+# Words after a number that reject it: "72 (no)", "72 was my first guess", "72 is too high".
 _REFUTED = re.compile(
     r"(?i)(?:[\s(\[,;:.*_-]*(?:no|nope|not|wrong|incorrect|false|invalid|rejected|extraneous"
     r"|(?:maybe|probably|perhaps) not)\s*[.!)\]*_]*$"
@@ -66,6 +70,7 @@ _REFUTED = re.compile(
     r"|extraneous|too (?:high|low|large|small|big|many|much|few))\b"
     r"|\s+(?:(?:is|was|does|did|can|could|would) ?(?:not|n't)|can't|cannot|won't|fails)\b)"
 )
+# Units of the first of two numbers that form one quantity: 1 hour 12 minutes, 5 feet 3 inches.
 _LARGER = re.compile(
     r"(?i)\s*(?:years?|months?|weeks?|days?|hours?|hrs?|h|minutes?|mins?|feet|foot|ft|yards?|pounds?|lbs?|km|meters?"
     r"|m)?\s*(?:,\s*)?(?:and)?\s*"
@@ -80,9 +85,11 @@ ASIDE = (
     r"|binary|base [a-z]+|no|nope|not|wrong|incorrect|false|invalid|rejected|extraneous|at least|at most|minus \w+)"
 )
 """Words that change a number even in parentheses after it."""
+# What people and models write before they correct themselves.
 _FILLER = r"(?:(?:oh|hm+|well|but|wait|um+|actually|sorry|ok|okay|oops)\b[\W_]*)*"
 _IT = "it|that|this|the (?:right |correct |final )?answer"
 _DIGIT = r"\s+[$€£(*\\-]*[0-9]"
+# A sentence that retracts the answer before it: "No.", "Wait, it is 73", "Scratch that".
 _TAKEN_BACK = re.compile(
     rf"(?i)[\W_]*{_FILLER}(?:"
     r"no(?=\s*(?:[.,!;:)—-]|$)|\s+wait)|nope\b|(?:wrong|incorrect|false|never)(?=\s*(?:[.,!;:)]|$))"
@@ -105,6 +112,7 @@ _LATER = 500
 
 def altered(before: str, after: str) -> bool:
     """Whether the words around a number negate it or change its value."""
+    # Bounded, because the patterns search the whole text.
     before, after = before[-100:], after[:100]
     if any(pattern.search(before) for pattern in (_DENIED, _OF, _COUNTED)):
         return True
@@ -144,6 +152,7 @@ def taken_back(after: str) -> bool:
     for sentence in SENTENCE.split(remark):
         if _TAKEN_BACK.match(sentence):
             return True
+        # The "No" after a question answers the question.
         if sentence.rstrip(" *_\"')").endswith("?") and re.search("[A-Za-z]", sentence):
             return False
     return False

@@ -39,6 +39,7 @@ MOST_SPARES = 32
 """Maximum number of worker processes beyond `reward.workers` while calls hang."""
 MOST_FAULTS = 20
 """Maximum number of distinct reward function faults that are kept."""
+# How often a waiting batch looks for calls that hang.
 _TICK_S = 0.05
 _PLACE = re.compile(r"\(([^()]+:[0-9]+)\)$")
 
@@ -86,6 +87,7 @@ class RewardPool:
             for number, worker in enumerate(self._workers)
         ]
         try:
+            # One worker loads the functions first, so that a file that cannot be imported is reported once.
             self._threads[0].start()
             self._load_once()
             for thread in self._threads[1:]:
@@ -376,6 +378,7 @@ class RewardPool:
         if not part.failure or (part.cause and not self._sources[job.function].file):
             return
         place = _PLACE.search(part.failure)
+        # Kind, function and place: the message may differ for each completion, and one report is enough.
         key = " ".join([*part.failure.split(": ")[: 3 if place or part.cause else 2], place[1] if place else ""])
         prompt, completions = job.batch.groups[job.group]
         fault = Fault(
@@ -405,8 +408,10 @@ class RewardPool:
             failure = "abstained: every reward returned None"
         if failure is None and not math.isfinite(sum(terms)):
             failure = "nonsense: the weighted sum is not finite"
+        # One function that failed makes the whole reward unknown: a sum without its term would be another reward.
         if failure is not None:
             return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)
+        # The first function decides about correctness; the others may measure anything, for example the format.
         first = parts[0].value
         correct = None if first is None else first > self._config.correct_above
         return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)

@@ -33,6 +33,7 @@ def main() -> None:
         if os.getpid() != worker:
             os._exit(0)  # a function forked and returned in the child: only the worker itself may answer
         _flush()
+        # allow_nan=False: NaN is not JSON, and the results were checked to be finite.
         _write(answers, f"{request['token']}{json.dumps(answer, allow_nan=False)}\n".encode())
     os._exit(0)  # do not wait for threads that functions left behind
 
@@ -69,6 +70,7 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    # What functions print goes to stderr, which the trainer drains and shows with a failure.
     os.dup2(2, 1)
     return requests, answers
 

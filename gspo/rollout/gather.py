@@ -18,7 +18,7 @@ from gspo.types import Completion, Group, Prompt, Sampling, Score
 
 
 class Scorer(Protocol):
-    """Scores completions. In a run it is the `RewardPool`."""
+    """Scores completions. In a run it is the `RewardPool`, which this stage does not import because it comes later."""
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
         """One score per completion, in the order of the prompts and completions."""

@@ -53,6 +53,7 @@ class Completions:
             names = [] if self.folder.is_symlink() else os.listdir(self.folder)
         except OSError:
             return []
+        # Exactly the names that a run writes: a half-written file ends in .tmp.
         return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{6,9}\.jsonl", n))
 
     def of(self, step: int) -> list[Record]:
@@ -96,6 +97,7 @@ class Completions:
             and (not wanted or wanted in f"{item[2].get('prompt', '')}\n{item[2].get('text', '')}".casefold())
         ]
         if order:
+            # Stable, so completions of equal value stay in the order of the file.
             found.sort(key=lambda item: ORDERS[order](item[2]), reverse=True)
         return {
             "total": len(records),
@@ -130,7 +132,7 @@ class Completions:
             "shaped_reward": record.get("shaped_reward"),
             "tokens": ids,
             "pieces": self._pieces.of(ids),
-            "cut": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
+            "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
             **{name: list(record[name])[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
 
@@ -205,6 +207,7 @@ def _clipped(record: Record) -> bool:
 
 def _ratio(record: Record) -> float:
     ratio = record.get("sequence_ratio")
+    # The file is untrusted, and a logarithm follows.
     return float(ratio) if ratio and math.isfinite(ratio) and ratio > 0 else 1.0
 
 
@@ -219,6 +222,7 @@ def _records(data: bytes) -> list[Record]:
     import orjson
 
     found: list[Record] = []
+    # The last part is either empty or not read: the rest beyond the limit, or an incomplete line.
     for line in data.split(b"\n", MOST_RECORDS)[:-1]:
         try:
             record = orjson.loads(line)
@@ -314,6 +318,7 @@ class TokenTexts:
             return None
         from tokenizers.decoders import DecodeStream
 
+        # A character may consist of several tokens; a stream holds it back until it is complete.
         stream = DecodeStream(skip_special_tokens=False)
         pieces = []
         for token in ids:
@@ -324,6 +329,7 @@ class TokenTexts:
                 # Invalid UTF-8 breaks the stream, so the next token starts a new one.
                 stream = DecodeStream(skip_special_tokens=False)
                 pieces.append("\N{REPLACEMENT CHARACTER}")
+        # Over the whole text: a secret may be split between tokens.
         return redacted_pieces(pieces, known_secrets())
 
     def _load(self) -> Any:

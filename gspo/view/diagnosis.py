@@ -151,6 +151,7 @@ def _held_out(facts: RunFacts) -> Finding | None:
     last = points[-1]
     best = max(points, key=lambda e: float(e["eval/accuracy"]))
     now = f"{_percent(last['eval/accuracy'])} at step {_step(last)}"
+    # Disjoint intervals: a drop within them may be chance.
     if float(last["eval/accuracy_high"]) < float(best["eval/accuracy_low"]):
         return _accuracy_drop(now, best, last)
     if float(last["eval/accuracy_low"]) > float(first["eval/accuracy_high"]):
@@ -273,6 +274,7 @@ def _uniform(facts: RunFacts) -> Finding | None:
     """Groups in which all rewards are equal. A penalty that is added to the reward can still give them a gradient."""
     share = facts.mean("groups/uniform_fraction")
     penalty = _penalty(facts)
+    # `not share >= 0.5` instead of `share < 0.5`: an unknown share (NaN) is no finding.
     if len(facts.recent) < FEWEST_STEPS or not share >= 0.5:
         return None
     # An objective that compares completions across groups gets a gradient from uniform groups, too.
@@ -477,6 +479,7 @@ def _large_updates(facts: RunFacts) -> Finding | None:
 
 def _mismatch(facts: RunFacts) -> Finding | None:
     k3 = facts.mean("mismatch/k3")
+    # Ten times what rounding alone gives.
     if len(facts.recent) < FEWEST_STEPS or not k3 >= 1e-3:
         return None
     truncated = facts.setting("rollout", "top_p", 1.0) < 1 or facts.setting("rollout", "top_k", 0)
@@ -636,6 +639,7 @@ RULES: tuple[Rule, ...] = (
 
 def _ends(facts: RunFacts, key: str) -> tuple[float, float] | None:
     """Mean of a metric over the first and the last three of the recent steps."""
+    # Six, so that the first and the last three do not overlap.
     if len(facts.recent) < max(6, WINDOW // 2):
         return None
     first = facts.mean(key, facts.recent[:3])

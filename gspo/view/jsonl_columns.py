@@ -39,6 +39,7 @@ class Column:
     """The numbers of one key and their line indices, in order."""
 
     def __init__(self) -> None:
+        # Arrays, not lists: a Python number takes four times the memory of its value.
         self.lines = array("i")
         self.numbers = array("d")
 
@@ -110,8 +111,10 @@ class Columns:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 tail = max(0, size - TAIL)
+                # Evenly spaced bytes, not lines: finding a line's number means reading everything before it.
                 for position in range(0, tail, max(1, size // count)):
                     sample._take_at(file, position, LONGEST_SAMPLED_LINE)
+                # The end in full, because the diagnosis looks at the last steps.
                 sample._take_at(file, tail, None)
         except OSError:
             pass
@@ -132,6 +135,7 @@ class Columns:
 
         try:
             with open_regular(self.path) as file:
+                # The position of each line is kept, not the line: a page opens few of the steps.
                 file.seek(self._starts[index])
                 found = orjson.loads(file.readline(LONGEST_LINE))
         except (OSError, ValueError):
@@ -159,9 +163,11 @@ class Columns:
         budget = math.inf if most is None else most
         progress = most == 0
         while (budget > 0 or not progress) and (chunk := file.read(CHUNK)):
+            # The last part may be a line that is still being written.
             *lines, rest = (rest + chunk).split(b"\n")
             self._take(lines)
             progress = progress or bool(lines)
+            # A line without an end must not be collected in memory.
             if len(rest) > LONGEST_LINE:
                 self._read.position += len(rest)
                 rest = b""
@@ -240,6 +246,7 @@ def downsample(x: NDArray[np.float64], y: NDArray[np.float64], points: int) -> d
     x, y = x[present], y[present]
     if len(x) <= points:
         return {"x": x.tolist(), "y": _finite(y)}
+    # Buckets of points, not of steps, so that a sparse metric fills each of them.
     edges = np.linspace(0, len(x), points + 1).astype(np.int64)[:-1]
     sizes = np.diff(np.append(edges, len(x)))
     return {
@@ -251,4 +258,5 @@ def downsample(x: NDArray[np.float64], y: NDArray[np.float64], points: int) -> d
 
 
 def _finite(values: NDArray[np.float64]) -> list[float | None]:
+    # JSON has no infinity.
     return [v if math.isfinite(v) else None for v in values.tolist()]

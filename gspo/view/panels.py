@@ -38,6 +38,7 @@ class PanelCurves:
 
 def panels() -> list[PanelCurves]:
     """All panels of curves, in order."""
+    # Computed at each call, so that a definition that is added later is shown, too.
     return [PanelCurves(panel=p, metrics=tuple(definitions.metrics_of(p))) for p in definitions.PANELS]
 
 

@@ -23,6 +23,7 @@ from gspo.view.dashboard.server import PAGE
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import Finding
 
+# Enough for the width of a screen; the file stays small.
 POINTS = 800
 SCRIPTS = ("chart.js", "tokens.js", "report.js")
 PER_RUN_SETTINGS = ("name", "run_dir")

@@ -172,6 +172,7 @@ class RunReader:
         inside = (steps >= first) & (steps <= last) & ~np.isnan(total)
         timed = [m.key for m in phases().metrics if m.key in self.timings.columns]
         parts = {key: np.nan_to_num(self.timings.values(key)) for key in timed}
+        # Rounding can make the phases add up to more than the step.
         other = np.maximum(0.0, total - sum(parts.values(), np.zeros_like(total)))
         seconds = {**parts, "other": other}
         bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in seconds.items()}
@@ -285,6 +286,7 @@ class JsonlTail:
             skipped = data.find(b"\n") + 1
             start += skipped
             data = data[skipped:]
+        # A partial line is read again, once it is complete.
         complete = data.rfind(b"\n") + 1
         if complete:
             self._take(data[:complete])

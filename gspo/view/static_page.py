@@ -23,10 +23,12 @@ def fill(template: Path, **values: Any) -> str:
     import jinja2
     from markupsafe import Markup
 
+    # Labels and error messages may contain markup. With a plain `undefined`, a misspelled name would be an empty cell.
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page = environment.from_string(template.read_text(encoding="utf-8"))
+    # The style sheet is our own file; escaping would break it.
     text = page.render(style=Markup(STYLE.read_text(encoding="utf-8")), **values)
     return redacted(text, known_secrets())
 

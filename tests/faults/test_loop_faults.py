@@ -29,6 +29,7 @@ from gspo.learner.optimizer import Optimizer
 from gspo.record.alarms import ALARMS, holding
 from gspo.record.run_dir import read_jsonl
 from gspo.reward.reward import RewardPool
+from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.engines.local import LocalEngine
 from gspo.trainer import resume, train
 
@@ -87,6 +88,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     # owner, function, which call, the step whose state must be saved
     "generate": (LocalEngine, "_decode", 4, 1),
     "reward": (RewardPool, "score", 4, 1),
+    "between collect and learn": (RolloutBuffer, "take", 2, 2),
     "learn": (gspo.loop, "learn", 2, 2),
     "save": (checkpoint, "save", 2, 1),
     "evaluate": (gspo.loop, "evaluate", 3, 2),

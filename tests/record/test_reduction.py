@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gspo.record.registry import METRICS, Metric, Reduction
 from torch import Tensor
 
 from gspo.clock import Clock
@@ -24,11 +23,12 @@ from gspo.learner.routing_replay import RoutingStats
 from gspo.objectives.loss import Loss
 from gspo.objectives.objective import Objective
 from gspo.objectives.sequences import Sequences
+from gspo.record.metric_definitions import METRICS, Metric, Reduction
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_jsonl
 from gspo.reduction import Family, Gather, Max, Mean, Metrics, Reduced, Same, Sum, combined
 from gspo.rollout.engine import DecodeStats
-from gspo.rollout.gather import CollectResult, RolloutBatch
+from gspo.rollout.gather import CollectResult, RolloutBatch, RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import train
 
@@ -40,7 +40,7 @@ def some(prompts, completions, **columns):
     return [None if n % 4 == 0 else float(n % 3) for n in numbers]
 
 def easy_or_hard(prompts, completions, **columns):
-    easy = [zlib.crc32(p.encode()) % 2 == 0 for p in prompts]
+    easy = [zlib.crc32(p.encode()) % 3 == 0 for p in prompts]
     return [1.0 if e else value for e, value in zip(easy, some(prompts, completions))]
 """
 
@@ -64,7 +64,7 @@ Step = tuple[Objective, CollectResult, LearnResult]
 def step(request: Any, tiny: Callable[..., Config], parts_of: Any, tmp_path: Path) -> Step:
     (tmp_path / "some.py").write_text(SOME)
     parts: RunContext = parts_of(tiny(*(_with_files(override, tmp_path) for override in request.param)))
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, collected.gathered.groups, step=1)
     assert learned is not None
     return parts.objective, noted(collected), learned
@@ -118,7 +118,7 @@ def split(
         part = None
         if rank in learners:
             part = part_of(learned, rows[rank], ranks, learners.index(rank), len(learners))
-        yield CollectResult(gathered=batch, cursor=collected.cursor, decoded=decoded), part
+        yield replace(collected, gathered=batch, decoded=decoded), part
 
 
 def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int, learners: int) -> LearnResult:
@@ -206,7 +206,7 @@ def test_what_a_run_writes_besides_is_the_same_on_all_ranks(
     tiny: Callable[..., Config], parts_of: Any, display: Any
 ) -> None:
     parts = parts_of(tiny(run_dir="parts"))
-    collected = collect(parts, step=1, cursor=0, clock=Clock())
+    collected = collect(parts, RolloutState(), clock=Clock())
     learned = learn(parts, collected.gathered.groups, step=1)
     carried = combined([step_metrics(parts.objective, collected, learned)])
     written = read_jsonl(train(tiny("steps=1"), display).run / "metrics.jsonl")[1]

@@ -58,6 +58,7 @@ class Countdown:
     def score(self, completion: str, columns: Mapping[str, Any]) -> float:
         tokens = _tokens(completion.strip())
         used = sorted(t for t in tokens or () if isinstance(t, int))
+        # Sorted lists, not sets: a number that is given twice must be used twice.
         if tokens is None or used != sorted(columns["numbers"]):
             return 0.0
         return float(_value(tokens) == columns["target"])
@@ -84,6 +85,7 @@ def _random_expression(numbers: list[int], rng: random.Random) -> tuple[int, str
 def _combine(left: tuple[int, str, int], right: tuple[int, str, int], rng: random.Random) -> tuple[int, str, int]:
     (a, a_text, a_level), (b, b_text, b_level) = left, right
     results = {"+": a + b, "*": a * b}
+    # Keeps every value positive, so that a later division is possible.
     if a > b:
         results["-"] = a - b
     if a % b == 0:
@@ -92,6 +94,7 @@ def _combine(left: tuple[int, str, int], right: tuple[int, str, int], rng: rando
     level = _PRECEDENCE[sign]
     if a_level < level:
         a_text = f"({a_text})"
+    # 8-(5-2) and 8/(4/2) need their parentheses; 8+(5-2) does not.
     if b_level < level or (b_level == level and sign in "-/"):
         b_text = f"({b_text})"
     return results[sign], f"{a_text}{sign}{b_text}", level

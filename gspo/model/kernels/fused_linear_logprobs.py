@@ -45,6 +45,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, weight_gradient: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        # Without an entropy bonus the entropy has no gradient; `None` then saves a tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         ctx.weight_gradient = weight_gradient
@@ -59,6 +60,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         hidden_N, weight, target_N, log_sum_N, entropy_N = ctx.saved_tensors
         gain_N, slope_N = (torch.zeros_like(log_sum_N) if g is None else g / ctx.temperature for g in gradients)
         per_row = torch.stack([log_sum_N, gain_N, gain_N + slope_N * entropy_N, slope_N])
+        # Clipped completions and uniform groups have exact zeros.
         active_N = torch.nonzero((gain_N != 0) | (slope_N != 0)).squeeze(-1)
         if len(active_N) == len(hidden_N):
             rows = hidden_N, target_N, per_row
@@ -67,6 +69,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         buffer = ctx.weight_gradient if wants_weight else None
         if wants_weight and buffer is None:
+            # float32, because chunks and micro-batches are added to it; it is rounded once, below.
             buffer = torch.zeros_like(weight, dtype=log_sum_N.dtype)
         hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, buffer, wants_hidden)
         if hidden_gradient is not None and len(active_N) < len(hidden_N):
@@ -105,6 +108,7 @@ def _accumulate(
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, accumulated in the precision of `total`."""
     if total.is_cuda and a.dtype != total.dtype:
+        # Inputs in 16 bits, sum in float32: converting the inputs first would double their memory.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -112,6 +116,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def parts_of(rows: int, vocabulary: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Ranges of the vocabulary such that the logits of a chunk fit into the limit."""
+    # Multiples of 256, the widest tile of the Triton kernel.
     most = max(256, (HELD_CPU if device.type == "cpu" else HELD) // rows // 256 * 256)
     # Equal chunks: a small last one would leave most of a GPU idle.
     width = -(-vocabulary // -(-vocabulary // most)) + 255 & ~255

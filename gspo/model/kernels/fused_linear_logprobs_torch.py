@@ -26,6 +26,7 @@ def statistics(hidden: Tensor, weight: Tensor, target: Tensor, scale: float) -> 
         here = (at >= 0) & (at < b - a)
         picked = torch.where(here, logits.gather(-1, at.clamp(0, b - a - 1).unsqueeze(-1)).squeeze(-1), picked)
         new = torch.maximum(most, logits.amax(-1))
+        # In place: the logits of a chunk are the largest tensor here.
         centered = logits.sub_(new.unsqueeze(-1))
         exp_centered = centered.exp()
         # Before the first chunk the maximum is minus infinity, and 0 * inf would be NaN.
@@ -43,6 +44,7 @@ def logit_gradient(
     """Fill `out` with the gradient of the logits of a chunk of the vocabulary; `target` is relative to its first
     entry."""
     log_sum, gain, level, slope = (t.unsqueeze(-1) for t in per_row)
+    # `out` serves as scratch memory until its final values are computed.
     logp = torch.mm(_wide(hidden), _wide(weight).T, out=out).mul_(scale).sub_(log_sum)
     exp_centered = logp.exp()
     torch.addcmul(level, slope, logp, out=out).mul_(exp_centered).neg_()

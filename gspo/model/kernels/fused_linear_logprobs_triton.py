@@ -44,10 +44,13 @@ class Tiling:
 @cache
 def _tiling(device: torch.device, *, stored: bool) -> Tiling:
     """The tiling for a device; with `stored`, a tile of the result also goes through shared memory."""
+    # Triton's interpreter, in tests: small tiles are quick, and several programs share the work as on a GPU.
     if device.type != "cuda":
         return Tiling(rows=32, columns=64, stages=1, programs=3)
     card: Any = torch.cuda.get_device_properties(device)
+    # Hopper has 227 KiB of shared memory per block, other cards less.
     rows, columns = (128, 256) if card.shared_memory_per_block_optin > 200 * 1024 else (128, 128)
+    # The result passes through shared memory in halves of 2 bytes per entry: rows * columns / 2 * 2 bytes.
     room = card.shared_memory_per_block_optin - 1024 - (rows * columns if stored else 0)
     stages = max(1, min(3, room // (2 * DEPTH * (rows + columns))))
     return Tiling(rows=rows, columns=columns, stages=stages, programs=card.multi_processor_count)
@@ -59,6 +62,8 @@ def statistics(hidden: Tensor, weight: Tensor, target: Tensor, scale: float) -> 
     rows = len(hidden)
     columns, size = weight.shape
     tiling = _tiling(hidden.device, stored=False)
+    # Statistics per tile, merged by a second kernel in a fixed order. Atomic additions would make the sum depend on
+    # timing.
     parts = torch.empty(3, triton.cdiv(columns, tiling.columns), rows, dtype=torch.float32, device=hidden.device)
     picked = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     _statistics[(tiling.programs,)](
@@ -166,12 +171,14 @@ def _statistics(
         logit = tl.where((column < columns)[None, :], total * scale, NEGATIVE)
         real = row < rows
         wanted = tl.load(target + row, mask=real, other=-1)
+        # A sum over one nonzero entry: a register tile cannot be indexed.
         picked = tl.sum(tl.where(column[None, :] == wanted[:, None], logit, 0.0), 1)
         here = (wanted >= c * COLUMNS) & (wanted < c * COLUMNS + COLUMNS)
         tl.store(picked_out + row, picked, mask=real & here)
         most = tl.max(logit, 1)
         centered = logit - most[:, None]
         exp_centered = tl.exp(centered)
+        # int64: tiles times rows exceeds 32 bits for long batches.
         at = c.to(tl.int64) * rows + row
         tl.store(most_out + at, most, mask=real)
         tl.store(sum_out + at, tl.sum(exp_centered, 1), mask=real)

@@ -48,10 +48,12 @@ def attention(
         return _grouped(query, key, value, attention_mask, scaling), None
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
+    # Refused, because ignoring them would silently compute another model.
     unknown = [name for name in UNKNOWN if options.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # What the flash attention kernels of torch support.
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and key.shape[-1] == value.shape[-1] <= 256:
         query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
         return _Shared.apply(query, key, value, scale, packing).unsqueeze(0), None
@@ -104,12 +106,15 @@ class _Shared(torch.autograd.Function):
             query[completions.at], key[prompts.at], value[prompts.at], completions, prompts, scale, causal=False
         )
         log_own = log_sum[:, completions.at]
+        # In the log domain: the exponentials themselves overflow.
         log_both = torch.logaddexp(log_own, log_prompt)
         share = (log_prompt - log_both).exp().T.unsqueeze(-1)
+        # float32, so that combining the two parts rounds only once.
         exact = log_sum.dtype
         output[completions.at] = torch.lerp(output[completions.at].to(exact), prompt_output.to(exact), share).to(
             output.dtype
         )
+        # With the combined log-sum, each part's backward pass weights its own softmax correctly.
         log_sum[:, completions.at] = log_both
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.scale = scale
@@ -136,6 +141,7 @@ class _Shared(torch.autograd.Function):
             ctx.scale,
             causal=False,
         )
+        # Plain indexing: the entries are distinct, so that the order of the sums is fixed.
         dq[completions.at] += more_q
         dk[prompts.at] += more_k
         dv[prompts.at] += more_v

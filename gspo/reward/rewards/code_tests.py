@@ -56,6 +56,7 @@ def _foreign_code(options: Mapping[str, Any]) -> list[ForeignCode]:
 
 
 TRAITS = RewardTraits(known_answers=_known_answers, sandbox=_sandbox, foreign_code=_foreign_code)
+# A block in another language is not the program.
 _FENCES = ("python", "python3", "py")
 _TRICKS = re.compile(
     r"\b(?:exit|quit|_exit|abort)\(|__eq__|\bsys\s*\.\s*modules|\bset(?:trace|profile)\b|\b_getframe\b"
@@ -83,6 +84,7 @@ def score(
     level = sandbox_level(python, packages, allow_unsafe)
     limits = Limits(limit_s=limit_s, memory_mb=memory_mb)
     with ExitStack() as stack:
+        # One judge per set of tests, so that it is started, and the tests are run without a program, only once.
         graders = {suite: stack.enter_context(Grader(suite, level, limits)) for suite in set(suites)}
         programs = [program_of(completion_text(c)) for c in completions]
         grades = [graders[s].grade(program) for s, program in zip(suites, programs, strict=True)]

@@ -45,6 +45,8 @@ TRAITS = RewardTraits(known_answers=in_form("\\boxed{ANSWER}"))
 PRECISE = 6
 """Minimum number of significant digits for a decimal to equal values that round to it."""
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=-1),)
+# 400 digits, exponents of 6 digits, factorials of 5 digits, repeated factorials, towers of three powers. A single
+# operation on such integers runs in C code, which the time limit cannot interrupt.
 _HUGE = re.compile(r"[0-9]{400}|\^\s*\{?\s*[0-9]{6}|[0-9]{5}\s*[)}]*\s*!|!\s*!|\^[^+=,]{0,40}\^[^+=,]{0,40}\^")
 _TOWER = re.compile(r"\^\s*\{?\s*([0-9]{1,3})\s*\^\s*\{?\s*([0-9]+)")
 """Powers and factorials that are too large to evaluate. No real answer needs them."""
@@ -61,6 +63,7 @@ def score(
     limit_s: float = 2,
     **columns: Any,
 ) -> list[float | None]:
+    # Once per different answer: all completions of a prompt share it.
     expected = {text: _expected(text, limit_s) for text in set(map(str, answer))}
     stated = [final_answer(completion_text(c), marker) for c in completions]
     return [_score(expected[str(a)], s, limit_s) for a, s in zip(answer, stated, strict=True)]
@@ -91,6 +94,7 @@ def _score(expected: Answer | None, stated: FinalAnswer | None, limit_s: float) 
         with _processor_limit(limit_s):
             return float(stated is not None and _right(expected, stated))
     except TimeoutException:
+        # A zero, not a failure: otherwise a model could avoid a wrong score with an answer that is slow to compare.
         return NotedScore(0.0, "timeout")
 
 
@@ -129,10 +133,12 @@ def _equal_lists(expected: Answer, given: Answer) -> bool:
     bare = "{}" in (expected.brackets or "{}", given.brackets or "{}")
     if len(left) != len(right) or not (bare or expected.brackets == given.brackets):
         return False
+    # In order first, which is the common case. Only sets may be in another order.
     if all(map(_equal, left, right)):
         return not bare or "[" not in expected.brackets + given.brackets
     if {expected.brackets or "{}", given.brackets or "{}"} != {"{}"}:
         return False
+    # A multiset comparison: {1, 1, 2} does not equal {1, 2, 2}.
     rest = list(right)
     for item in left:
         at = next((i for i, other in enumerate(rest) if _equal(item, other)), None)
@@ -172,7 +178,9 @@ def _equal_formulas(expected: Answer, given: Answer) -> bool:
     if left is None or right is None:
         return False
     if not (_is_number(left) and _is_number(right)):
+        # Without math-verify's own timeout, which counts wall time and so depends on how busy the machine is.
         return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
+    # 40 digits, so that the tolerance of 1e-30 for exact values is above the error of the evaluation.
     a, b = left.evalf(40), right.evalf(40)
     # A relative tolerance: math-verify's own is absolute (5e-7), which would accept any two tiny numbers.
     precision = "1e-13" if left.has(Float) or right.has(Float) else "1e-30"

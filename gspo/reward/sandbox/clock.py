@@ -45,6 +45,7 @@ class Clock:
         self._used = 0.0
         self._allowed = limit_s
         self._since = 0.0
+        # Waiting and CPU time before the first request, such as the start of Python, do not count.
         self._waited = box.waited()
         self._cpu_s = box.cpu_s()
         self.reference_s = self._reference_since = 0.0

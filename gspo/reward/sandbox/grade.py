@@ -281,6 +281,7 @@ class _Program:
             self._box.check_silence()
             self._box.send(line)
             answer = self._receive()
+            # The kinds that candidate.py sends. Checked here, because the judge must not see anything else.
             if answer[:1] not in (b"v", b"e", b"c", b"o") or not answer.isascii():
                 raise ProcessExited("protocol: an answer of unknown form")
             return answer
@@ -430,6 +431,7 @@ def _difference(answer: bytes, expected: str) -> str:
 
 def _plain(text: str) -> list[str]:
     """Lines without trailing whitespace, and without trailing empty lines."""
+    # Judges of programming contests ignore trailing whitespace, too.
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

@@ -256,8 +256,10 @@ class _Batch:
         lengths = [len(queue.prompt_U[u]) - 1 for u in queue.prompt_of_B]
         last = [queue.prompt_U[u][-1] for u in queue.prompt_of_B]
         fresh = [list(range(requests)), last, lengths, [0] * requests, queue.key_B]
+        # All requests at once: one copy to the device instead of one per admission.
         self.fresh_B = torch.tensor(fresh, dtype=torch.int64, device=device)
         width = min(sampling.max_tokens, BLOCK)
+        # int32 holds every token id, at half the memory.
         self.token_BT = torch.zeros(requests, width, dtype=torch.int32, device=device)
         self.logp_BT = torch.zeros(requests, width, dtype=torch.float32, device=device)
         self.length_B = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -289,10 +291,12 @@ class _Batch:
         while waiting and self.live < self.slots:
             if self.queue.prompt_of_B[self.admitted] >= self.prefilled:
                 self._prefill()
+            # `prompt_of_B` never decreases, so the requests of the prefilled prompts are a prefix of the queue.
             ready = bisect_left(self.queue.prompt_of_B, self.prefilled) - self.admitted
             count = min(self.slots - self.live, ready)
             fresh_A = self.fresh_B[:, self.admitted : self.admitted + count]
             prompts = self.queue.prompt_of_B[self.admitted : self.admitted + count]
+            # Prompts are sorted by length, so the first is the longest.
             self.columns = max(self.columns, len(self.queue.prompt_U[prompts[0]]))
             prompt_A = torch.tensor([u - self.first_prompt for u in prompts], device=self.state.device)
             self.decode_state.admit(self.live, prompt_A, self.columns)
@@ -322,6 +326,7 @@ class _Batch:
         self.logp_BT[request_R, sampled_R] = logp_R
         if self.routes and routes_RLK is not None:
             self.routes.add_step(routes_RLK, request_R, sampled_R, self.token_BT.shape[1])
+        # In place: `input_R` is a view of the state.
         input_R.copy_(token_R)
         self.state[2:4, : self.live] += 1  # position and number of sampled tokens; `sampled_R` is a view of the latter
         self.columns += 1
@@ -330,6 +335,7 @@ class _Batch:
         self.rows_computed += self.live
         stopped_R = (token_R[:, None] == self.stop_ids).any(1)
         finished_R = stopped_R | (sampled_R >= self.sampling.max_tokens)
+        # The one point of a step at which the host waits for the device.
         if finished_R.any():
             self._retire(finished_R, stopped_R)
 
@@ -354,6 +360,7 @@ class _Batch:
         if len(hole):
             source = (~finished_R[remaining:]).nonzero().squeeze(1) + remaining
             self.state[:, hole] = self.state[:, source]
+            # Only the columns that have been written.
             self.decode_state.move(source, hole, self.columns - 1)
         self.live = remaining
         if remaining:
@@ -364,6 +371,7 @@ class _Batch:
             self.most_sampled = 0
 
     def _result(self) -> DecodeResult:
+        # Once for all steps; a check in each would cost more.
         if self.logp_BT.isnan().any():
             raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
         length_B = self.length_B.tolist()

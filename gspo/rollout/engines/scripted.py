@@ -100,6 +100,7 @@ class ScriptedEngine:
             return [(0.0,) * len(ids) for ids in ids_G]
         ids_GT = padded([prompt.token_ids + ids for ids in ids_G], model.device)
         with eval_mode(model):
+            # Real log-probs, so that a run with scripted completions computes real ratios.
             logp_GTV = (model(input_ids=ids_GT).logits[:, :-1].float() / temperature).log_softmax(-1)
         logp_GT = logp_GTV.gather(2, ids_GT[:, 1:, None]).squeeze(2)
         first = len(prompt.token_ids) - 1

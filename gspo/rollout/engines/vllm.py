@@ -193,6 +193,7 @@ class VllmEngine:
                     sample=sample,
                     token_ids=output.token_ids,
                     text=text,
+                    # At temperature 0 the distribution has a single token, whatever vLLM reports.
                     logp_sampler=output.logp if request.sampling.temperature else (0.0,) * len(output.token_ids),
                     stop=StopReason.EOS if output.stopped else StopReason.LENGTH,
                     version=spans[0][0],
@@ -238,6 +239,7 @@ class VllmEngine:
         self._labels[label] = version
         stop_ids = self.context.stop_ids
         limit = sampling.max_tokens
+        # Greedy decoding has no temperature to test.
         temperature = sampling.temperature or 1.0
 
         def check(generate: Generate) -> None:
@@ -259,6 +261,7 @@ class VllmEngine:
 def _routes(routers: Routers | None, request: Request, output: RequestOutput) -> Routes:
     assert routers is not None
     tokens = len(request.prompt_ids) + len(output.token_ids) - 1  # no forward reads the last token
+    # Two bytes each. Replaying experts of the wrong tokens would raise no error later.
     if output.experts is None or len(output.experts) != 2 * tokens * routers.layers * routers.top_k:
         raise EngineError(
             "engine 'vllm': the experts of a completion are not known for all of its tokens; "

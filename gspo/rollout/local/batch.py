@@ -132,6 +132,7 @@ class PagedBatch:
         wanted = 2 + slots * self.width + 2 * (blocks_for(self.prefill_tokens) + self.width)
         if model.device.type != "cuda":
             return wanted
+        # Memory that torch has cached but does not use counts as taken in `mem_get_info`.
         torch.cuda.empty_cache()
         filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
         # Bytes per logit: top-k and top-p sort the logits and sum them in float64.
@@ -147,10 +148,12 @@ class PagedBatch:
             while self.waiting or any(self.rows):
                 self._admit()
                 self._extend()
+                # The whole bucket, idle rows included: a CUDA graph has a fixed number of rows.
                 self.launch(self.bucket)
                 self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
                 self.steps += 1
                 self.rows_computed += self.bucket
+                # One step behind: the flags of the current step are still on their way to the host.
                 self._poll_finished(behind=1)
                 self._compact()
             return self._result()
@@ -191,6 +194,7 @@ class PagedBatch:
         u = self.queue.prompt_of_B[request]
         if u not in self.prompt_blocks and not self._prefill():
             return False
+        # The last prompt token is the first input of decoding, so prefill leaves it out.
         position = len(self.queue.prompt_U[u]) - 1
         full = position // BLOCK_SIZE
         shared, partial = self.prompt_blocks[u][:full], self.prompt_blocks[u][full:]
@@ -263,6 +267,7 @@ class PagedBatch:
         if admission.copies:
             source, target = self._to_device(admission.copies).unbind(1)
             self.decoder.copy(source, target)
+        # After the copies were queued: the device runs them before anything that could reuse the blocks.
         self.blocks.free(admission.unused)
 
     # --- Growth and preemption ---
@@ -370,6 +375,7 @@ class PagedBatch:
         logp: list[list[float]] = [[] for _ in range(count)]
         routes: list[Routes | None] = [None] * count
         for rows in self.finished:
+            # Checked at the end, because a check in each step would make the device wait for the host.
             if rows.logp.isnan().any():
                 raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
             token_AT = rows.token.numpy()
@@ -386,6 +392,7 @@ class PagedBatch:
     def _to_device(self, numbers: Sequence[Any]) -> Tensor:
         """Copy integers to the device without waiting for it."""
         host = torch.tensor(numbers, dtype=torch.int64)
+        # From pageable memory, a copy would wait for the device.
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
 

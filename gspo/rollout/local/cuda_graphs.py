@@ -30,6 +30,7 @@ class CudaGraphs:
         if self.captures and rows in self.warmed_up and rows not in self.graph:
             self._capture(rows)
         self.warmed_up.add(rows)
+        # Capturing does not run the step, so a graph that was just captured is replayed at once.
         if rows in self.graph:
             self.graph[rows].replay()
         else:

@@ -165,7 +165,9 @@ class _PrefillCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         for store, new in zip(self.cache[layer_idx], (key_states, value_states), strict=True):
+            # Indices around a slice move to the front: [U, T, heads, head_dim].
             store[self.block_UT, :, self.column_T] = new.transpose(1, 2)
+        # Prefill attends to the prompt itself, which the model has just computed.
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -182,6 +184,7 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight.T with float32 results instead of the weight's precision, as the learner computes them."""
     if hidden.dtype == torch.float32 or not hidden.is_cuda:
         return hidden.float() @ weight.float().T
+    # The learner's kernel keeps its logits in float32, too. Rounding them to 16 bits here would make the two disagree.
     return torch.mm(hidden, weight.T, out_dtype=torch.float32)
 
 

@@ -46,6 +46,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def group_by_expert(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Group the choices of experts by expert: the row at each place, the place of each choice, and where each expert's
     places end."""
+    # Stable, so that the rows of an expert stay in order.
     order = expert_RK.flatten().argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)

@@ -125,10 +125,12 @@ def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor
     heads, width = cache[0].shape[1], slots.table_SW.shape[1]
     split_blocks = SPLIT_BLOCKS if rows * heads >= PROGRAMS else 1
     wanted = max(triton.cdiv(width, split_blocks) if split_blocks > 1 else triton.cdiv(PROGRAMS, rows * heads), 1)
+    # A power of two, as tl.arange needs. Each number compiles a kernel of its own, so there are few.
     splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(width), 16)
     sums = torch.float64 if query_RHD.dtype == torch.float64 else torch.float32
     out = torch.empty_like(query_RHD)
     parts = out if splits == 1 else out.new_empty(splits, rows, queries, size, dtype=sums)
+    # With one split nothing is written to it; any pointer will do.
     logs = parts if splits == 1 else parts.new_empty(splits, rows, queries)
     group = queries // heads
     common: dict[str, Any] = {
@@ -150,6 +152,7 @@ def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor
         HEADS=heads,
         SPLIT_BLOCKS=split_blocks,
         GROUP=group,
+        # tl.dot needs at least 16 rows; the rest is masked.
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         KV_BLOCK=BLOCK_SIZE,
         **common,
@@ -225,6 +228,7 @@ def _warps(size: int) -> int:
 
 @triton.jit
 def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    # int64: rows times size exceeds 32 bits for large batches.
     start = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     given = tl.load(x + start + at, mask=at < SIZE, other=0.0)
@@ -251,6 +255,7 @@ def _group_by_expert_kernel(expert, row, place, ends, count, K: tl.constexpr, BL
     own = tl.zeros([], tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
+        # A number above every expert, so that padding is counted for none.
         which = tl.load(expert + at, mask=at < count, other=2**31 - 1)
         before += tl.sum((which < mine).to(tl.int32), 0)
     for start in range(0, count, BLOCK):
@@ -393,6 +398,7 @@ def _paged_attention_kernel(
         seen = index * KV_BLOCK + token < length
         there = seen[:, None] & (at[None, :] < SIZE)
         read = tl.load(keys + held, mask=there, other=0.0)
+        # ieee: the default rounds float32 inputs to TF32, with 10 bits of mantissa.
         score = tl.dot(own_query, tl.trans(read), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -1.0e30)
         peak = tl.maximum(most, tl.max(score, 1))
@@ -450,6 +456,7 @@ def _uniform(key, index):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
+    # 2**-52, as in sampling.py.
     return ((z >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 

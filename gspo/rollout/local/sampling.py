@@ -21,6 +21,7 @@ def uniform(key_R: Tensor, index_R: Tensor) -> Tensor:
 
     The generator is counter-based, so the numbers of a completion do not depend on the rest of the batch. It uses
     integer arithmetic, so they are the same on every device."""
+    # Signed integers wrap around in torch, with the same bits as the unsigned ones of the reference implementation.
     z = key_R + (index_R + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -73,6 +74,7 @@ def _greedy(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def _filter(logits_RV: Tensor, sampling: Sampling) -> Tensor:
     """Apply top-k, then top-p to the remaining tokens. Top-p keeps the token that crosses the threshold."""
     if 0 < sampling.top_k < logits_RV.shape[1]:
+        # By value, so that ties with the last token are kept and the result does not depend on their order.
         least_R1 = logits_RV.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
     if sampling.top_p < 1:

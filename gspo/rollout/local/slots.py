@@ -59,6 +59,7 @@ def make_slots(
     dtype."""
     routes = None if routed is None else torch.zeros(count, tokens + 1, *routed[:2], dtype=routed[2], device=device)
     return Slots(
+        # int64 for all five, because the random stream needs 63 bits and one tensor is written in one launch.
         state=torch.zeros(5, count, dtype=torch.int64, device=device),
         table_SW=torch.zeros(count, width, dtype=torch.int32, device=device),
         token_ST=torch.zeros(count, tokens + 1, dtype=torch.int32, device=device),

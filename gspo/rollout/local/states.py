@@ -35,6 +35,7 @@ def eval_mode(model: Any) -> Iterator[None]:
     In train mode, models apply dropout, and with gradient checkpointing they also ignore the KV cache."""
     training = [module for module in model.modules() if module.training]
     for module in training:
+        # Not model.eval(): that would lose which modules were in training mode.
         module.training = False
     try:
         yield
@@ -140,6 +141,7 @@ class KVCacheState:
         if window is not None:
             hidden_RC |= back_RC >= window
         mask_RC = torch.zeros(hidden_RC.shape, dtype=self.model.dtype, device=hidden_RC.device)
+        # The smallest finite number, not -inf: a row in which everything is masked would become NaN.
         return mask_RC.masked_fill_(hidden_RC, torch.finfo(self.model.dtype).min)[:, None, None]
 
 
@@ -322,6 +324,7 @@ def _trial(model: Any, open_trial: TrialDecoder) -> float:
     an MoE model a near-tie in a router may send a single token to another expert."""
     vocabulary = model.get_input_embeddings().num_embeddings
     steps = 3
+    # Different lengths, so that an error in positions, padding or the mask shows.
     lengths = (9, 7, 4, 2)
     sequences = [tuple((7 * i + 3 * j + 1) % vocabulary for j in range(n + steps)) for i, n in enumerate(lengths)]
     with eval_mode(model):

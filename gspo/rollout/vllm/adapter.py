@@ -34,6 +34,7 @@ def lora_settings(model: Any) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_lora_rank": next(room for room in RANKS if room >= lora_rank(model)),
+        # Only the current adapter; each more would reserve as much memory again.
         "max_loras": 1,
         "max_cpu_loras": 1,
         "lora_target_modules": sorted(model.peft_config[adapter.NAME].target_modules),

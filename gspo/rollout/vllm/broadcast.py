@@ -18,6 +18,7 @@ def process_group(kind: str, host: str, port: int, rank: int, size: int, timeout
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=timeout_s)
+    # wait_for_workers would block the learner before the servers have been told to join.
     store = TCPStore(host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     shared = PrefixStore("gspo", store)
     if kind == "nccl":

@@ -41,6 +41,7 @@ def check_canary(
 
     The tokens are sampled at the run's temperature, which also proves that the engine reports log-probs after
     temperature."""
+    # Without top-p and top-k: the learner's log-probs are over the whole vocabulary.
     sampling = Sampling(max_tokens=min(TOKENS, limit), temperature=temperature)
     requests = [
         Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids)

@@ -85,6 +85,7 @@ def connect(model: Any, options: Options) -> ServedHost:
     dtype = str(model.dtype).removeprefix("torch.")
     servers = _running_servers(options) if options.servers else _start_servers(model, options, limits)
     try:
+        # A broadcast sends whole weights; only a file can hold an adapter in the format that vLLM loads.
         adapters = (
             options.adapters and options.transfer in ("auto", "file") and _support_adapters(model, servers, limits)
         )
@@ -119,6 +120,7 @@ def _support_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> 
     with adapter.temporary_folder(model) as folder:
         for server in servers:
             rooms = server.client.workers("gspo_adapted", rank, timeout_s=limits.sync_s)
+            # One worker: with several, each holds a part of the adapter, which the digest cannot verify.
             fits = len(rooms) == 1 and isinstance(rooms[0], list) and wanted <= set(rooms[0])
             if not fits or not can_read(server.client, str(Path(folder) / SETTINGS), limits.sync_s):
                 return False
@@ -162,5 +164,6 @@ def _start_servers(model: Any, options: Options, limits: Limits) -> list[Server]
             process.stop()
         raise
     for process in processes:
+        # If the engine is never closed, for example after an error while the run is being built.
         atexit.register(process.stop)
     return [Server(client=Client(p.address, p.token), process=p) for p in processes]

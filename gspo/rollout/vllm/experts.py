@@ -36,4 +36,5 @@ def pack_experts(array: Any, layers: Sequence[int]) -> bytes:
 
 def pack_served_experts(text: str, layers: Sequence[int]) -> bytes:
     """The same for the response of a server: base64 of a .npy file."""
+    # No pickle: a server may be any machine, and a pickle executes code.
     return pack_experts(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False), layers)

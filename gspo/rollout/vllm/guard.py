@@ -43,6 +43,7 @@ class Guard:
 
     def _authorized(self, scope: Mapping[str, Any]) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
+        # Takes the same time for every wrong token, so that a token cannot be guessed byte by byte.
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
 
@@ -50,4 +51,5 @@ def _exit_with(parent: int) -> None:
     """Exit when the parent process is gone: a learner that was killed cannot stop its servers."""
     while os.getppid() == parent:
         time.sleep(1)
+    # The group, because vLLM's engine and workers are processes of their own.
     os.killpg(os.getpgrp(), signal.SIGTERM)

@@ -36,7 +36,9 @@ class Request:
             "max_tokens": s.max_tokens,
             "stop_token_ids": list(self.stop_ids),
             "ignore_eos": True,
+            # The log-prob of the sampled token alone.
             "logprobs": 0,
+            # Text is decoded here, with the run's own tokenizer.
             "detokenize": False,
         }
 

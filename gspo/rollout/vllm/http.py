@@ -18,6 +18,7 @@ from typing import Any
 
 from gspo.errors import EngineError
 
+# A response is one completion with its experts. The limit bounds what a faulty server can send.
 MOST_BYTES = 1 << 28
 CONNECT_S = 10.0
 
@@ -62,6 +63,7 @@ class Client:
         try:
             payload = None if body is None else json.dumps(body)
             headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+            # Connecting has a short limit of its own: a host that is gone answers nothing at all.
             connection.connect()
             connection.sock.settimeout(timeout_s)
             with self._deadline(connection.sock, until):
@@ -109,6 +111,7 @@ class Client:
             raise EngineError(f"{self.address}: wrong token; set GSPO_SERVE_TOKEN to that of the server")
         if status == 404:
             raise EngineError(f"{self.address}{path}: no such path; start the server with: gspo serve MODEL")
+        # 408 (timeout) and 429 (too many requests) are worth a retry.
         if 400 <= status < 500 and status not in (408, 429):
             raise EngineError(f"{self.address}{path}: refused ({status}): {excerpt}")
         if status != 200:

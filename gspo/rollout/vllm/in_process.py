@@ -37,10 +37,13 @@ def settings_for(model: Any, *, experts: bool, adapters: bool) -> dict[str, Any]
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "load_format": "dummy",
+        # After temperature, top-p and top-k: the distribution that the token was sampled from.
         "logprobs_mode": "processed_logprobs",
+        # Otherwise vLLM would apply the sampling defaults of the model's generation_config.json.
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": "gspo"},
+        # Prompts are token ids, and the folder with the model's shape has no tokenizer.
         "skip_tokenizer_init": True,
         **_expert_settings(model, experts),
         **(adapter.lora_settings(model) if adapters else {}),
@@ -67,6 +70,7 @@ def check_cpu(model: Any) -> None:
 def write_shape(model: Any, folder: Path) -> None:
     """Write the model's config, which is all that vLLM needs to build the model with dummy weights."""
     config = copy.deepcopy(model.config)
+    # A model that was built from a config does not name its class.
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
 

@@ -66,6 +66,7 @@ def environment(token: str) -> dict[str, str]:
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
+    # vLLM offers the paths that change weights and adapters only with these.
     return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
@@ -114,6 +115,7 @@ class Process:
                 env=environment(self.token) | {PARENT: str(os.getpid())},
                 stdout=log,
                 stderr=log,
+                # A group of its own: Ctrl-C must stop the learner first, which saves and then stops its servers.
                 start_new_session=True,
             )
 
@@ -138,6 +140,7 @@ class Process:
         """Stop it and its children."""
         if self.process is None:
             return
+        # SIGTERM first, so that vLLM can clean up.
         for number, wait_s in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -183,6 +186,7 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
         path = Path(token_file or f"gspo-serve-{port}.token")
         with suppress(FileNotFoundError):
             path.unlink()
+        # O_EXCL and the mode at creation: nobody else can have opened the file before the token is in it.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token + "\n")
         where = f"the token is in {path}"

@@ -326,6 +326,7 @@ class _Batch:
     def __init__(self, host: ServedHost, requests: Sequence[Request], routes: bool) -> None:
         self.host = host
         self.routes = routes
+        # Reversed, so that `pop` takes the first.
         self.waiting = [_Job(index=i, request=r) for i, r in enumerate(requests)][::-1]
         self.outputs: list[RequestOutput | None] = [None] * len(requests)
         self.running: dict[Future[RequestOutput], tuple[Server, _Job]] = {}
@@ -359,6 +360,7 @@ class _Batch:
         if not self.running:
             time.sleep(0.05)
             return
+        # With a timeout, so that health checks and revivals continue while requests run.
         done, _ = wait(self.running, timeout=min(1.0, self.host.limits.check_s), return_when=FIRST_COMPLETED)
         for future in done:
             self._handle(*self.running.pop(future), future)
@@ -370,11 +372,13 @@ class _Batch:
         except Fault as fault:
             self.host.last_fault = str(fault)
             server.faults += 1
+            # A health check may pass on a server whose engine is stuck.
             if server.faults >= PATIENCE:
                 self.host._down(server, f"{server.faults} faults in a row, the last: {fault}")
             if job.tries >= TRIES:
                 raise EngineError(f"engine 'vllm': a request failed {TRIES} times; the last time: {fault}") from fault
             job.avoid = server
+            # At the end, which is taken next: a retry must not wait for the whole batch.
             self.waiting.append(job)
 
     def _check_health(self) -> None:

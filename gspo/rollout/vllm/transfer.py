@@ -71,6 +71,7 @@ class Offer:
 
 def send(offer: Offer, client: Client, *, transfer: str, workers: int, timeout_s: float) -> None:
     """Update a server to the offered weights. Running requests pause meanwhile and continue with the new weights."""
+    # keep: running requests stay in memory. The other modes abort them or wait for them.
     client.post("/pause?mode=keep", timeout_s=timeout_s)
     try:
         if offer.adapters:
@@ -79,6 +80,7 @@ def send(offer: Offer, client: Client, *, transfer: str, workers: int, timeout_s
             _send_weights(offer, client, offer.label, transfer, workers, timeout_s)
         client.post("/reset_prefix_cache", timeout_s=timeout_s)  # cached keys and values belong to the old weights
     finally:
+        # Also after a failure: a paused server would hold its requests until their deadline.
         client.post("/resume", timeout_s=timeout_s)
 
 
@@ -157,6 +159,7 @@ def _update(
 
 def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int, timeout_s: float) -> None:
     host = _own_address(client)
+    # Another machine connects to it, so it must be free on all interfaces.
     port = free_port("0.0.0.0")
     size = 1 + workers
     rendezvous = {"kind": kind, "host": host, "port": port, "size": size, "timeout_s": timeout_s}
@@ -170,6 +173,7 @@ def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int
         except RuntimeError as error:
             raise Fault(f"{client.address}: cannot form a {kind} process group with it: {error}") from error
         finally:
+            # In `finally`, so that the server's own error is raised, which says more than ours.
             joined.result()
 
     def send_all() -> None:

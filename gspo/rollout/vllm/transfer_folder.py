@@ -27,6 +27,7 @@ def transfer_folder(size: int) -> str:
     shared = SHARED.is_dir() and os.access(SHARED, os.W_OK)
     for place in (SHARED, disk):
         _sweep(place)
+    # A margin, because other programs use shared memory, too.
     fits = shared and shutil.disk_usage(SHARED).free > 1.2 * size
     return tempfile.mkdtemp(dir=_locked_folder(SHARED if fits else disk))
 

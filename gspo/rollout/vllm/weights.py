@@ -49,6 +49,7 @@ def fingerprint(model: Any, *, adapters: bool = True) -> str:
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for name, t in named if adapters or not adapter.is_adapter_parameter(name)]
     probes = [t.detach().flatten()[:: max(1, t.numel() // PROBED)][: 2 * PROBED].float().nan_to_num() for t in tensors]
+    # Addresses: weights that were replaced as a whole may agree in every probed value.
     identity = f"{sum(t._version for t in tensors)} {[t.data_ptr() for t in tensors]}"
     values = torch.cat(probes).cpu().numpy().tobytes() if probes else b""
     return hashlib.blake2b(values + identity.encode(), digest_size=16).hexdigest()
@@ -81,6 +82,7 @@ def digest(pairs: Iterable[tuple[str, Tensor]]) -> str:
 def _sum(tensor: Tensor) -> int:
     """Every 2-byte word times its index, summed modulo 2^64: cheap on any device, and it detects swaps and shifts."""
     flat = tensor.contiguous().flatten()
+    # Bits, not values: -0.0 and NaN must be told apart, too.
     words = flat.view(torch.int16) if flat.element_size() % 2 == 0 else flat.view(torch.uint8)
     total = 0
     for start in range(0, len(words), CHUNK):

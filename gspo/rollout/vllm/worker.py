@@ -84,6 +84,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.received = ""
+        # Before the reload, which sets the kernels up again.
         repack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -101,6 +102,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             pairs = self._from_broadcast(update_info.broadcast)
         digest = Digest()
+        # The digest is computed from what the loader takes, so a tensor that it skips is missing.
         self.model.load_weights(digest.track(pairs))
         self.received = digest.text()
 

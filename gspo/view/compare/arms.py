@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gspo.errors import ConfigError
 
+# An arm with another start or other problems would not be compared but be another experiment.
 _SHARED = ("objective.name", "model.path", "model.build", "cold_start.", "data.")
 """Prefixes of settings that all arms share: the initial model and the problems used for training and evaluation."""
 
@@ -82,6 +83,7 @@ def parse_seeds(text: str) -> list[int]:
     """Parse seeds from `0,1,2`, `0-4` or a mixture of both."""
     seeds: list[int] = []
     for part in text.split(","):
+        # At most 19 digits, those of the largest seed.
         match = re.fullmatch(r"\s*(\d{1,19})\s*(?:-\s*(\d{1,19})\s*)?", part, re.ASCII)
         if not match:
             raise ConfigError(f"--seeds: {part.strip()!r} is not a seed; write for example 0,1,2 or 0-4")

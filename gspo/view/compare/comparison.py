@@ -79,6 +79,7 @@ def compare(request: Request) -> int:
             trust_run=request.trust_run,
         )
         comparison.check(tokens)
+        # Before any run, so that a comparison that is killed can be repeated with the same arms.
         record.write(out, replace(saved, tokens=tokens))
         replace_text(out / "recipe.toml", settings.to_toml(shared))
         stop = stack.enter_context(StopRequest(_say))
@@ -89,6 +90,7 @@ def compare(request: Request) -> int:
             failures += comparison.run(saved.tokens or 0, stop)
         if stop.signal is not None:
             print(f"\nStopped. Repeat the command to resume; 'gspo compare --report {out}' reports the runs so far.")
+            # The exit code that shells give to a process that a signal ended.
             return 128 + stop.signal
         return _print_summary(write_report(out), failures)
 

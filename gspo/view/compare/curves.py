@@ -140,12 +140,14 @@ def curve(run: Run, key: str, window: int = 1) -> Curve:
     """A metric of a run, smoothed over `window` values."""
     rows = zip(run.rows, sampled_tokens(run.rows), strict=True)
     points = [(x, row[key]) for row, x in rows if row.get(key) is not None]
+    # reshape: an empty list has no second dimension.
     x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return Curve(x=x, y=smooth(y, window))
 
 
 def smooth(y: Floats, window: int) -> Floats:
     """Centered moving average. The window shrinks symmetrically near the ends."""
+    # A window that is cut on one side would pull the ends of a rising curve inward.
     reach = [min(window // 2, i, len(y) - 1 - i) for i in range(len(y))]
     return np.array([y[i - r : i + r + 1].mean() for i, r in enumerate(reach)], dtype=np.float64)
 

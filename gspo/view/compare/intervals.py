@@ -48,5 +48,6 @@ def over_seeds(
     spread = statistics.stdev(known) if len(known) > 1 else 0.0
     if not spread:
         return Number(value=mean, seeds=len(known))
+    # Student's t, because the variance is estimated from a few seeds: with three, 1.96 is less than half of it.
     half = t_point(len(known) - 1) * spread / math.sqrt(len(known))
     return Number(value=mean, low=max(lowest, mean - half), high=min(highest, mean + half), seeds=len(known))

@@ -49,6 +49,7 @@ class Failure:
 
 def default_jobs(config: Config) -> int:
     """Number of concurrent runs: one on a GPU; on a CPU, the cores divided by the threads of a run."""
+    # Two runs on one GPU would compete for memory and make each other's times meaningless.
     if _on_gpu(config.model.device):
         return 1
     threads = config.model.threads or (1 if config.model.build else cores())

@@ -136,6 +136,7 @@ def needs_start(config: Config) -> bool:
 def start_job(out: Path, shared: Config, seed: int) -> Job:
     """The cold start of a seed: a run without training steps."""
     path = start_path(out, seed)
+    # A cold start has no training steps to log.
     log = dataclasses.replace(shared.log, sinks=())
     config = dataclasses.replace(shared, run_dir=str(path), seed=seed, steps=0, tokens=0, log=log)
     return _job(out, f"start, seed {seed}", path, config)
@@ -168,6 +169,7 @@ def measured_budget(shared: Config, starts: Sequence[Run]) -> int:
     lengths = [length for run in starts for length in run.values("eval/length_mean")[:1]]
     if not lengths:
         return 0
+    # Measured once for all arms, because an arm that learns to write longer must not get more tokens.
     return round(shared.steps * shared.rollout.prompts * shared.rollout.group_size * statistics.fmean(lengths))
 
 
@@ -199,6 +201,7 @@ def remove_empty_run(path: Path) -> None:
     if not path.is_dir() or (path / "config.toml").exists():
         return
     leftovers = {p.relative_to(path).as_posix() for p in path.rglob("*")}
+    # Only what a run creates before its settings: anything else may be somebody's data.
     files = ("environment.json", "run.json", "config.toml")
     if leftovers <= {".lock", "rollouts", "checkpoints", *files, *(f".tmp-{name}" for name in files)}:
         shutil.rmtree(path)

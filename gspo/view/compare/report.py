@@ -132,6 +132,7 @@ def _token_limit(record: Record, runs: Sequence[Run]) -> tuple[int | None, list[
         f"The runs had no common token budget; each took its steps. All curves and numbers end at {min(reached):,} "
         f"sampled tokens, which every {'finished ' if done else ''}run has reached (maximum: {max(reached):,})."
     )
+    # At equal tokens: an arm that sampled more would otherwise look better for that alone.
     return min(reached), [note]
 
 
@@ -183,6 +184,7 @@ def write_figures(
 def _page_figure(folder: Path, name: str, title: str, figure: Any, reading: Sequence[str]) -> PageFigure:
     file = folder / f"{name}.png"
     if figure is None:
+        # The figure of an earlier report would contradict this one.
         file.unlink(missing_ok=True)
         return PageFigure(name=name, title=title, reading=[f"No figure. {_WITHOUT_DATA[name]}"], png="")
     return PageFigure(name=name, title=title, reading=[line for line in reading if line], png=save_png(figure, file))
@@ -233,6 +235,7 @@ def page(
 
 def _differences(series: Sequence[Series]) -> list[tuple[str, list[str]]]:
     """Settings in which arms differ."""
+    # These differ between runs of one arm, too.
     per_run = ("name", "run_dir", "seed", "model.path")
     per_arm = [flatten(s.runs[0].settings) if s.runs else {} for s in series]
     keys = [k for k in differing([s for s in per_arm if s]) if k not in per_run] if any(per_arm) else []

@@ -45,6 +45,7 @@ def length_bins(runs: Sequence[Run]) -> list[LengthBin]:
         return []
     count = min(BINS, len(sums_R3) // FEWEST_COMPLETIONS)
     length_R = sums_R3[:, 0]
+    # unique: if many completions have the same length, several quantiles coincide.
     edges = np.unique(np.quantile(length_R, np.linspace(0, 1, count + 1)[1:-1]))
     bin_R = np.searchsorted(edges, length_R, side="right")
     groups = (sums_R3[bin_R == number] for number in range(len(edges) + 1))
@@ -57,6 +58,7 @@ def _bin(sums_R3: Floats) -> LengthBin:
     return LengthBin(
         length=float(length_R.mean()),
         completions=len(length_R),
+        # From sums, so that no token needs to be kept in memory.
         token_variance=float(square_R.sum() / length_R.sum() - mean**2),
         completion_variance=float((sum_R / length_R).var()),
     )
@@ -75,15 +77,18 @@ def _files(run: Run) -> list[Path]:
         return []
     size = sum(f.stat().st_size for f in files) / len(files)
     count = max(1, min(len(files), MOST_FILES, int(MOST_BYTES // max(size, 1))))
+    # The middle of each interval, so that neither the first nor the last steps dominate.
     return [files[int((i + 0.5) * len(files) / count)] for i in range(count)]
 
 
 def _completions(file: Path) -> Iterator[tuple[float, float, float]]:
     with file.open("rb") as lines:
         for line in lines:
+            # Before parsing, which is slow.
             if b'"trained": true' not in line:
                 continue
             log_ratio = _numbers(line, b"logp_new") - _numbers(line, b"logp_old")
+            # Exact zeros mark the first update, whose policy is the old one.
             if log_ratio.any() and np.isfinite(log_ratio).all():
                 yield len(log_ratio), float(log_ratio.sum()), float(log_ratio @ log_ratio)
 

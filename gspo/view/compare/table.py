@@ -135,6 +135,7 @@ def seed_numbers(run: Run) -> SeedNumbers:
 
 def _late_reward(run: Run) -> float | None:
     rows = zip(run.rows, sampled_tokens(run.rows), strict=True)
+    # A mean over the end: the reward of a single step is noisy.
     rewards = [row.get("reward/mean") for row, at in rows if at > 0.9 * run.tokens]
     return _mean([reward for reward in rewards if reward is not None])
 

@@ -23,6 +23,7 @@ def share(value: float) -> str:
 
 def points(value: float) -> str:
     """A difference of shares, in percentage points."""
+    # A minus sign, not a hyphen, next to the plus of other rows.
     return f"{100 * value:+.1f}".replace("-", "−")
 
 

@@ -24,6 +24,7 @@ HEADERS = {
     "x-frame-options": "DENY",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
+    # Completions must not stay in the browser's cache on disk.
     "cache-control": "no-store",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -55,6 +56,7 @@ class SessionKeys:
         if not _same(key, self._once):
             return False
         self._once = secrets.token_urlsafe(32)
+        # A used link is worthless in a browser's history or a shell's scrollback.
         self._announce(self._once)
         return True
 
@@ -87,10 +89,12 @@ class Guard:
 
     def _refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
         host = headers.get("host", "")
+        # DNS rebinding: a foreign name that resolves to 127.0.0.1 makes a browser treat this server as that site.
         if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
             return 421, "unknown host\n"
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return 403, "cross-origin requests are not allowed\n"
+        # Browsers set it and scripts cannot; it also covers requests without an Origin, such as images.
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "cross-origin requests are not allowed\n"
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:

@@ -136,6 +136,7 @@ def step(watched: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str
         steps = watched.completions.steps()
         if not row and number not in steps:
             raise NotFoundError(f"step {number}")
+        # Every character costs time for each completion that is searched.
         text = query.get("text", "")[:1000]
         found = watched.completions.find(number, text=text, only=only, order=order) if only or order or text else None
         return {
@@ -176,6 +177,7 @@ def _clipped_ratio(objective: ObjectiveFacts) -> str:
 
 def _positive_integer(query: Mapping[str, str], key: str, default: int) -> int:
     text = query.get(key, str(default))
+    # `int` alone accepts digits of other scripts, underscores and a million digits.
     if not (text.isascii() and text.isdecimal() and len(text) <= 6 and int(text)):
         raise BadQueryError(f"{key}: not a positive integer")
     return int(text)

@@ -55,8 +55,10 @@ def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], 
         lifespan="off",
         http=_protocol(),
         ws="none",
+        # Below the usual limit of 1,024 open files of a process.
         limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=5,
+        # Headers that never end would otherwise fill the memory.
         h11_max_incomplete_event_size=16384,
         server_header=False,
     )
@@ -70,6 +72,7 @@ def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], 
 
 def _listener(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Without it, a port stays taken for a minute after the server stops.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
@@ -90,6 +93,7 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
 
     def watched(request: Any) -> WatchedRun:
         name = request.path_params["run"]
+        # Looked up in the list, never used as a path.
         if not NAME.fullmatch(name) or name not in watchlist.runs:
             raise handlers.NotFoundError(f"no run {name[:64]!r}")
         return watchlist.runs[name]

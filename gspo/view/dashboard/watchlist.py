@@ -86,6 +86,7 @@ class Watchlist:
                 return
             self._scanned = time.monotonic()
             for parent in self._parents:
+                # A link in a directory of runs could lead to files that the user did not ask to show.
                 found = [p for p in _children(parent) if p not in self._known and not p.is_symlink() and _is_run(p)]
                 for path in sorted(found, key=_started)[: MOST_RUNS - len(self.runs)]:
                     self._add(path)

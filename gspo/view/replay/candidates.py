@@ -73,6 +73,7 @@ def _objective(config: Config, arm: Arm) -> Objective:
         raise ConfigError(f"--objectives: no objective {arm.objective!r}; choose from {', '.join(TABLE)} or {ALL}")
     values = dict(settings.override({}, arm.overrides, where="--objectives").objective.settings)
     if "max_length" in settings_of(TABLE[arm.objective]):
+        # As in a run, where the limit on completions sets it.
         values.setdefault("max_length", config.rollout.max_tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ObjectiveWarning)  # the table shows the effect of an unusual clip range

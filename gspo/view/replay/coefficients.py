@@ -84,6 +84,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     # The aggregate normalizes over the whole mini-batch, so it must see all of its lengths at once.
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
     tokens = _as_leaves(replace(view.tokens, advantage_N=advantage_N).take(at_N))
+    # With the run's own seed, so that the run's row selects the tokens that the run selected.
     selected_N = select(objective, tokens, view.seed)
     loss = loss_of(objective, replace(tokens, selected_N=selected_N), sequences.expand(weight_B)[at_N].float())
     logp_n, entropy_n = _gradients(loss.total, tokens)

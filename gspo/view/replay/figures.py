@@ -25,6 +25,7 @@ def cosines(numbers: ReplayNumbers) -> Figure:
     names = [r.label for r in numbers.rows]
     matrix = np.array([[math.nan if c is None else c for c in row] for row in numbers.cosines])
     known = matrix[np.isfinite(matrix)]
+    # At most 0.9, so that tiny differences do not fill the whole range of colors.
     lowest = min(0.9, math.floor(10 * float(known.min())) / 10) if len(known) else 0.0
     size = 2.2 + 0.42 * len(names)
     figure = Figure(figsize=(size + 0.9, size), layout="constrained")

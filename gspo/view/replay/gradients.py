@@ -51,6 +51,7 @@ class Gram:
     def cosine(self, i: int, j: int) -> float | None:
         """Cosine similarity; `None` if a gradient is 0."""
         norms = self.norm(i) * self.norm(j)
+        # Rounding, or a sketch, can exceed 1.
         return max(-1.0, min(1.0, float(self.inner[i, j]) / norms)) if norms else None
 
     def norm_in_run(self, i: int) -> float:
@@ -67,6 +68,7 @@ class _GradientStore:
         self.sizes = [w.numel() for w in weights]
         self.sketched = 4 * count * sum(self.sizes) > exact_bytes
         width = BUCKETS if self.sketched else sum(self.sizes)
+        # Whole gradients of many objectives do not fit next to the model on a GPU.
         self.rows = torch.zeros(count, width, device=weights[0].device if self.sketched else "cpu")
 
     def add(self, row: int, gradients: Sequence[Tensor | None]) -> None:

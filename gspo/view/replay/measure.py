@@ -271,6 +271,7 @@ def _token_weights(coefficients: Coefficients, sequences: Sequences) -> list[tup
     """Minimum and maximum of -dL/dlogp of each sequence."""
     weight_N = -coefficients.logp_N
     zeros_B = torch.zeros(sequences.count, dtype=weight_N.dtype, device=weight_N.device)
+    # include_self=False: otherwise the zeros would be part of the minimum.
     low_B = zeros_B.scatter_reduce(0, sequences.index_N, weight_N, "amin", include_self=False)
     high_B = zeros_B.scatter_reduce(0, sequences.index_N, weight_N, "amax", include_self=False)
     return list(zip(low_B.tolist(), high_B.tolist(), strict=True))

@@ -131,6 +131,7 @@ def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.Tr
     model = saved_model(config.model, path, device)
     policy = load_policy(model, load_tokenizer(model), seed=config.seed, routing=config.routing)
     optimizer = Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches)
+    # With the moments: the update of the first recomputed step depends on them.
     checkpoint.restore(path, optimizer, state.updates)
     reference = None
     if objective.kl:

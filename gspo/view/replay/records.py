@@ -49,6 +49,7 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, r
     """
     lines_by_group = grouped(_lines(file))
     try:
+        # Token ids of prompts are not recorded; the same code gives the same ids.
         ids = token_ids_of([lines[0]["prompt"] for lines in lines_by_group], tokenizer, chat=chat)
         groups = [_group(file, lines, prompt, routes) for lines, prompt in zip(lines_by_group, ids, strict=True)]
     except DataError:
@@ -58,6 +59,7 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, r
             f"{file}: invalid record ({type(error).__name__}: {error}); the file is damaged, replay another step"
         ) from None
     batch = RolloutBatch(
+        # Kept groups come first in the file, so their numbers are those of the training batch.
         groups=tuple(g for g in groups if keeps_group(objective, g)),
         discarded=tuple(g for g in groups if not keeps_group(objective, g)),
     )

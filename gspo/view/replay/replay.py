@@ -119,6 +119,7 @@ def _check(source: Source, request: Request, sweeps: Sequence[Sweep]) -> None:
             raise ConfigError(f"--sweep {sweep.setting}: {NO_REFERENCE}")
     out = Path(request.out or _default_out(source.path, 0)).resolve()
     run = source.path.resolve()
+    # Resolved paths, so that a link or `..` does not lead into the run directory.
     if out == run or run in out.parents:
         raise ConfigError(f"-o: {out} is inside the run directory, which a replay only reads; choose another folder")
     existing = next(p for p in (out, *out.parents) if p.exists())

@@ -126,6 +126,7 @@ def cosine(value: float | None) -> str:
     """Three decimals; six near 1."""
     if value is None:
         return NONE
+    # Otherwise 0.9996 would be printed as 1.000, which means the same gradient.
     return f"{value:.3f}" if abs(value) < 0.9995 or 1 - abs(value) < 1e-6 else f"{value:.6f}"
 
 

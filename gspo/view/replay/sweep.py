@@ -49,6 +49,7 @@ def parse_sweep(text: str) -> Sweep:
     ratio = math.log(high / low)
     values = [low * math.exp(ratio * i / (points - 1)) for i in range(points)]
     if setting in INTEGER_SETTINGS:
+        # A set: neighboring values may round to the same integer.
         return Sweep(setting=setting, values=tuple(float(v) for v in sorted({round(v) for v in values})))
     return Sweep(setting=setting, values=(*values[:-1], high))  # exp(log(high / low)) may round to a value next to high
 

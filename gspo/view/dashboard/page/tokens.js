@@ -190,14 +190,14 @@ function factTable(completion) {
 function completionView(completion) {
   const view = new TokenView(completion);
   const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
-  const more = `${completion.cut?.toLocaleString("en")} more tokens are not shown.`;
+  const more = `${completion.omitted_tokens?.toLocaleString("en")} more tokens are not shown.`;
   const scale = view.modes.length ? view.scaleBar : null;
   const controls = node("div", { class: "controls" }, node("h2", {}, "Completion"), view.chooser(), scale);
   const card = (...children) => node("section", { class: "card" }, ...children);
   return node("div", { class: "sides" },
     node("div", {},
       card(node("h2", {}, "Prompt"), prompt),
-      card(controls, view.text, completion.cut ? node("p", { class: "soft" }, more) : null)),
+      card(controls, view.text, completion.omitted_tokens ? node("p", { class: "soft" }, more) : null)),
     node("aside", {},
       card(node("h2", {}, "Token"), view.inspector),
       card(node("h2", {}, "Details"),

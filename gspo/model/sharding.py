@@ -1,0 +1,55 @@
+"""Parameters that may be sharded over ranks: DTensors, as FSDP2's `fully_shard` makes them.
+
+In: tensors of a model or of an optimizer. Out: the same as whole tensors, or a whole tensor sharded like another one.
+Invariant: a plain tensor is returned as it is, so a model on one rank costs nothing and computes the same bits. What is
+whole is the same on all ranks, and every rank must ask for it, because it takes a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank holds a part of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor. Gradients that ranks compute for it add up in the sharded one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # The default would assume that every rank computes the same gradient and drop those of the other ranks.
+    return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has, sharded like another one, on its device."""
+    whole = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def on_all_ranks(flag: bool, tensors: Iterable[Tensor]) -> bool:
+    """Whether the flag is true on every rank that shares one of these tensors."""
+    # In the same order on all ranks, and all of them before the answer: each rank must take part in every collective.
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    opposed = 0.0
+    for mesh in meshes:
+        vote = torch.tensor(float(not flag), device=mesh.device_type)
+        opposed += float(DTensor.from_local(vote, mesh, [Partial()] * mesh.ndim).full_tensor())
+    return flag and not opposed
+
+
+def module_class(module: Any) -> type:
+    """The class of a module before it was sharded."""
+    # `fully_shard` gives a module a class of its own, with the bases FSDPModule and the class that it had.
+    kind = type(module)
+    return kind.__bases__[1] if issubclass(kind, FSDPModule) else kind
