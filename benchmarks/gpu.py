@@ -237,10 +237,12 @@ def operations(model: Any, plan: Plan) -> float:
     config = model.config
     body = sum(p.numel() for p in model.model.layers.parameters())
     tokens = sum(int((m.times > 0).sum()) for m in plan.updates[0])
-    shared = sum(len(row.prompt_ids) ** 2 for row in plan.rows) // 2
+    shared = sum(len(row.prompt_ids) ** 2 for row in plan.sequences) // 2
     if plan.packed:
-        shared = sum(len(plan.rows[o].prompt_ids) ** 2 for m in plan.updates[0] for o in set(m.owners)) // 2
-    pairs = shared + sum(len(r.completion_ids) * (len(r.prompt_ids) + len(r.completion_ids) // 2) for r in plan.rows)
+        shared = sum(len(plan.sequences[o].prompt_ids) ** 2 for m in plan.updates[0] for o in set(m.owners)) // 2
+    pairs = shared + sum(
+        len(r.completion_ids) * (len(r.prompt_ids) + len(r.completion_ids) // 2) for r in plan.sequences
+    )
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
 

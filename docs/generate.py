@@ -21,8 +21,9 @@ from gspo import aliases
 from gspo.config import help_texts
 from gspo.errors import ConfigError
 from gspo.objectives import describe
+from gspo.objectives.kl import KL_ESTIMATORS
+from gspo.objectives.mismatch import MISMATCH_BOUNDS, mismatch_weight
 from gspo.objectives.objective import OPTIONS
-from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS, mismatch_weight
 from gspo.objectives.table import objective as build
 from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Metric, Reduction
 

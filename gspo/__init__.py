@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gspo.objectives.api import PolicyLoss, group_advantage, policy_loss, select_tokens, token_weights
     from gspo.objectives.objective import Objective, ObjectiveWarning
-    from gspo.objectives.penalty import soft_overlong
+    from gspo.objectives.samples import soft_overlong
     from gspo.objectives.table import objective, objective_names
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ _HOME = {
     "PolicyLoss": "gspo.objectives.api",
     "Objective": "gspo.objectives.objective",
     "ObjectiveWarning": "gspo.objectives.objective",
-    "soft_overlong": "gspo.objectives.penalty",
+    "soft_overlong": "gspo.objectives.samples",
 }
 
 __all__ = [

@@ -70,15 +70,20 @@ class PanicError(RuntimeError):
     """A Rust library (tokenizers, safetensors) panicked, typically on a malformed file."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a Rust panic.
+
+    pyo3's `PanicException` derives from `BaseException`, so `except Exception` does not catch it, and its class cannot
+    be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Re-raise Rust panics as `PanicError`.
-
-    pyo3's `PanicException` derives from `BaseException`, so `except Exception` does not catch it.
-    """
+    """Re-raise Rust panics as `PanicError`."""
     try:
         yield
     except BaseException as error:
-        if type(error).__module__ == "pyo3_runtime":
+        if is_panic(error):
             raise PanicError(str(error)) from error
         raise

@@ -56,8 +56,8 @@ class Evaluation:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens per completion."""
-        lengths = [len(c.token_ids) for group in self.groups for c in group.completions]
+        """Mean sampled tokens per completion."""
+        lengths = [c.sampled_count for group in self.groups for c in group.completions]
         return sum(lengths) / len(lengths) if lengths else math.nan
 
     def avg_at(self, k: int) -> Estimate:

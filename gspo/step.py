@@ -28,9 +28,8 @@ from functools import partial
 
 from gspo.clock import Clock
 from gspo.context import LearnContext, RunContext
-from gspo.learner.batch import TrainBatch, micro_tokens, prepare, select_tokens, token_weights
-from gspo.learner.forward import training_forward
-from gspo.learner.halving import attempts
+from gspo.learner.batch import TrainBatch, loss_weights, micro_tokens, prepare, token_selection
+from gspo.learner.forward import attempts, training_forward
 from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, trainable
@@ -91,8 +90,8 @@ def learn(
 def accumulate_gradients(context: LearnContext, batch: TrainBatch, index: int) -> UpdateResult:
     """Add up the gradient of optimizer step `index` over its micro-batches."""
     objective, device = context.objective, context.policy.device
-    weight_N = token_weights(objective, batch.plan, index).to(device)  # fixed before micro-batching
-    selected_N = select_tokens(context, batch, index)  # only objectives that single out tokens
+    weight_N = loss_weights(objective, batch.plan, index).to(device)  # fixed before micro-batching
+    selected_N = token_selection(context, batch, index)  # only objectives that single out tokens
     stats = UpdateStats()
     for micro in (m.to(device) for m in batch.plan.updates[index]):
         # The backward pass stays inside: gradient checkpointing repeats the forward, with the same experts.

@@ -1,7 +1,7 @@
 """The values that travel between the stages of a training step.
 
 Shape legend, used as a suffix on every tensor and list: `P` prompts, `G` completions of one prompt, `B` sequences
-(= prompts x completions), `N` packed completion tokens, `T` padded width, `V` vocabulary: `reward_G`, `advantage_B`,
+(= prompts x completions), `N` packed sampled tokens, `T` padded width, `V` vocabulary: `reward_G`, `advantage_B`,
 `logp_N`.
 
 Four policies, four names: `logp` (current policy), `logp_old` (the learner at the start of the batch), `logp_sampler`
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import compress
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -94,17 +95,17 @@ class Routes:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled completion."""
+    """One sampled completion: the tokens after the prompt, and which of them the model sampled."""
 
     prompt_id: str
     sample: int
     """Index among the prompt's completions: 0 .. G-1."""
     token_ids: tuple[int, ...]
-    """Generated tokens, including the end token when the stop reason is EOS."""
+    """All tokens after the prompt, including the end token when the stop reason is EOS: the model reads all of them."""
     text: str
     """Decoded without special tokens."""
     logp_sampler: tuple[float, ...]
-    """Log-prob of each token under the distribution it was actually sampled from."""
+    """Log-prob of each sampled token under the distribution it was actually sampled from."""
     stop: StopReason
     version: int
     """Number of optimizer steps behind the sampling policy's weights when the completion started."""
@@ -112,6 +113,22 @@ class Completion:
     """Weight versions and the first token each one sampled, if weights changed mid-completion; otherwise empty."""
     routes: Routes | None = None
     """`None` for a dense model, if the engine does not report routing, or if it was not requested."""
+    sampled: tuple[bool, ...] = ()
+    """Which of `token_ids` the model sampled; empty if all. The others were given to it between its own tokens, as the
+    result of a tool is: they are part of the context, and are not trained on."""
+
+    def __post_init__(self) -> None:
+        assert len(self.sampled) in (0, len(self.token_ids))
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that the model sampled."""
+        return tuple(compress(self.token_ids, self.sampled)) if self.sampled else self.token_ids
+
+    @property
+    def sampled_count(self) -> int:
+        """How many tokens the model sampled: what is trained on, limited and paid for."""
+        return sum(self.sampled) if self.sampled else len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,9 @@ import gspo
 from gspo.clock import Clock
 from gspo.config import Config
 from gspo.context import RunContext
-from gspo.learner.batch import TrainBatch, plan_batch
-from gspo.learner.forward import completion_logprobs, plan_logprobs
-from gspo.learner.old_logprobs import OldLogprobs
+from gspo.learner.batch import OldLogprobs, TrainBatch, plan_batch
+from gspo.learner.forward import NoRouting, completion_logprobs, plan_logprobs
 from gspo.learner.plan import make_plan
-from gspo.learner.routing_replay import NoRouting
 from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.advantage import advantage_rule
 from gspo.objectives.samples import trainable
@@ -133,7 +131,7 @@ def test_the_ratio_is_exactly_one_at_the_first_update(tiny: Callable[..., Config
     parts = parts_of(tiny("learner.mini_batches=4", "learner.micro_batch_tokens=60"))
     result = learn(parts, groups_of(parts), step=1)
     assert result is not None
-    first = {row for micro in _plan(parts, result).updates[0] for row in micro.rows}
+    first = {row for micro in _plan(parts, result).updates[0] for row in micro.sequence_ids}
     in_first = torch.tensor([int(s) in first for s in result.tokens.sequences.index_N])
     assert (result.ratio_N[in_first] == 1.0).all()
     assert torch.equal(result.tokens.logp_N[in_first], result.tokens.logp_old_N[in_first])
@@ -201,14 +199,14 @@ def test_groups_stay_together_and_every_sequence_is_used_once() -> None:
     rows = [TokenSequence(prompt_ids=(1,) * (1 + i % 5), completion_ids=(2,) * (1 + i % 7)) for i in range(24)]
     groups = [i // 4 for i in range(24)]
     plan = make_plan(rows, groups, mini_batches=3, token_budget=30, pad_id=0, seed="x")
-    used = [[row for micro in step for row in micro.rows] for step in plan.updates]
+    used = [[row for micro in step for row in micro.sequence_ids] for step in plan.updates]
     assert sorted(r for step in used for r in step) == list(range(24))
     for step in used:
         assert len(step) == 8
         assert all(sum(groups[r] == g for r in step) in (0, 4) for g in range(6))
     for step in plan.updates:
         for micro in step:
-            assert micro.input_ids.numel() <= 30 or len(micro.rows) == 1
+            assert micro.input_ids.numel() <= 30 or len(micro.sequence_ids) == 1
             for n in range(len(micro.target_N)):
                 assert micro.input_ids.flatten()[micro.output_N[n] + 1] == micro.target_N[n]
 

@@ -189,7 +189,7 @@ class RolloutConfig:
     refill_budget: Count = 3
     """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups."""
 
-    @property
+    @functools.cached_property
     def sampling(self) -> Sampling:
         """Sampling parameters, for training and evaluation alike."""
         return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)

@@ -2,6 +2,13 @@
 
 In: the samples of a step. Out: a `TrainBatch`. Invariant: everything here is computed with the weights before the first
 optimizer step, and does not change while the batch is trained on.
+
+The old policy's log-probs are the denominator of importance ratios. `learner.old_logp` chooses their source:
+
+    recompute   a learner forward over all tokens. Exact for every engine.
+    sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
+                tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
+                noise that exceeds the clip range before any update is an error, never silently trained on.
 """
 
 from __future__ import annotations
@@ -15,22 +22,48 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import TrainForward, plan_logprobs
-from gspo.learner.old_logprobs import CachedForward, OldLogprobs, from_sampler, recomputed
+from gspo.errors import MismatchError
+from gspo.learner.forward import (
+    CachedForward,
+    NoRouting,
+    RoutingReplay,
+    TrainForward,
+    completion_logprobs,
+    plan_logprobs,
+)
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import NoRouting, route
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.adapter import switched_off
 from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import reads_packed
-from gspo.objectives.credit import token_advantages
+from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective
+from gspo.objectives.rounding import clip_limit
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.rollout.engine import engine_traits
 
 if TYPE_CHECKING:
+    from gspo.config import RoutingConfig
     from gspo.context import LearnContext
+    from gspo.model.load import Policy
+    from gspo.types import Completion, Prompt, Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldLogprobs:
+    """The old policy's log-probs of a batch."""
+
+    logp_N: Tensor
+    logp_sampler_N: Tensor
+    entropy_M: Tensor
+    """Entropy of the old policy at the tokens that the learner has computed."""
+    log_rho_M: Tensor
+    """log pi_old - log mu at these tokens, with pi_old from the learner's forward and mu from the engine."""
+    cached: CachedForward | None = None
+    """The forward of the first micro-batch, for the first update; None if computing the log-probs has not run it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +74,13 @@ class TrainBatch:
     samples: tuple[TrainSample, ...]
     """Sequence i of the plan and of `tokens`."""
     tokens: Tokens
-    """All completion tokens, packed. `logp_N` is the old policy's."""
+    """All sampled tokens, packed. `logp_N` is the old policy's."""
     reward_B: Tensor
     """The rewards that the advantages are computed from: shaped, and minus the KL penalty with `kl_in = "reward"`."""
     old: OldLogprobs
     temperature: float
     """The sampling temperature. Log-probs use it too."""
-    routing: NoRouting
+    routing: RoutingReplay
     """How an MoE model routes in training forwards."""
     rounding_N: Tensor | None
     """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
@@ -55,18 +88,13 @@ class TrainBatch:
     seed: str
     """Seed of objectives that select tokens at random."""
 
-    @property
-    def cached(self) -> CachedForward | None:
-        """The forward of the first micro-batch; None if computing the old log-probs has not run it."""
-        return self.old.cached
-
 
 def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool) -> TrainBatch:
     """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward`, the first
     training forward also gives the old log-probs."""
     config = context.config
     plan = plan_batch(context, samples, step)
-    routing = _routing(context, plan, samples)
+    routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples])
     # The reference first: the old forward may leave a graph in memory.
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
     old = _old_logprobs(context, plan, samples, routing, reuse_forward=reuse_forward)
@@ -92,12 +120,17 @@ def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int,
     )
 
 
+def token_sequence(prompt: Prompt, completion: Completion) -> TokenSequence:
+    """A completion as the learner reads it."""
+    return TokenSequence(prompt_ids=prompt.token_ids, completion_ids=completion.token_ids, sampled=completion.sampled)
+
+
 def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int) -> Plan:
     """Split the samples into optimizer steps and micro-batches."""
     config = context.config
     models = [model for model in (context.policy.model, context.reference) if model is not None]
     return make_plan(
-        [TokenSequence(prompt_ids=s.prompt.token_ids, completion_ids=s.completion.token_ids) for s in samples],
+        [token_sequence(s.prompt, s.completion) for s in samples],
         [s.group for s in samples],
         mini_batches=config.learner.mini_batches,
         token_budget=config.learner.micro_batch_tokens,
@@ -107,21 +140,21 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
     )
 
 
-def token_weights(objective: Objective, plan: Plan, index: int) -> Tensor:
-    """The weight of each packed token in optimizer step `index`; 0 for tokens of the others."""
-    rows = [row for micro in plan.updates[index] for row in micro.rows]
+def loss_weights(objective: Objective, plan: Plan, index: int) -> Tensor:
+    """The weight of each packed token in the loss of optimizer step `index`; 0 for tokens of the others."""
+    chosen = [s for micro in plan.updates[index] for s in micro.sequence_ids]
     # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
-    weight_B = torch.zeros(len(plan.rows), dtype=torch.float64)
-    weight_B[rows] = objective.aggregate(plan.lengths(rows))
+    weight_B = torch.zeros(len(plan.sequences), dtype=torch.float64)
+    weight_B[chosen] = objective.aggregate(plan.lengths(chosen))
     return weight_B[plan.sequence_N].float()
 
 
-def select_tokens(context: LearnContext, batch: TrainBatch, index: int) -> Tensor | None:
+def token_selection(context: LearnContext, batch: TrainBatch, index: int) -> Tensor | None:
     """The tokens that the objective selects in optimizer step `index`; None if it uses all.
 
     The choice depends on statistics of the whole step, so it needs a forward over all of it first."""
     objective, policy = context.objective, context.policy
-    if not objective.selects_tokens:
+    if not objective.trust_region.selects_tokens:
         return None
     at_N = torch.cat([micro.at_N for micro in batch.plan.updates[index]]).sort().values.to(policy.device)
     logp_N, _ = plan_logprobs(
@@ -144,21 +177,25 @@ def micro_tokens(batch: TrainBatch, micro: MicroBatch, out: TrainForward, select
         logp_N=out.logp_N,
         entropy_N=out.entropy_N,
         selected_N=None if selected_N is None else selected_N[micro.at_N],
-        sequences=replace(batch.tokens.sequences, index_N=micro.row_N, count=len(micro.rows)),
+        sequences=replace(batch.tokens.sequences, index_N=micro.sequence_N, count=len(micro.sequence_ids)),
     )
 
 
 def selection_seed(batch: TrainBatch, index: int) -> int:
-    """The seed of `select_tokens` in an optimizer step."""
+    """The seed of `token_selection` in an optimizer step."""
     return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{index}".encode(), digest_size=7).digest(), "big")
 
 
-def _routing(context: LearnContext, plan: Plan, samples: Sequence[TrainSample]) -> NoRouting:
-    settings, policy = context.config.routing, context.policy
-    return route(
+def batch_routing(
+    policy: Policy, settings: RoutingConfig, plan: Plan, sampled: Sequence[Routes | None]
+) -> RoutingReplay:
+    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
+    if policy.routers is None:
+        return NoRouting()
+    return RecordedRouting(
         policy.routers,
         plan,
-        [s.completion.routes for s in samples],
+        sampled,
         replay=settings.replay,
         balance=settings.balance_loss,
         device=policy.device,
@@ -172,18 +209,6 @@ def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
         return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
 
 
-def _old_logprobs(
-    context: LearnContext, plan: Plan, samples: Sequence[TrainSample], routing: NoRouting, *, reuse_forward: bool
-) -> OldLogprobs:
-    policy, objective = context.policy, context.objective
-    temperature = context.config.rollout.temperature
-    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
-    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=policy.device)
-    if context.config.learner.old_logp == "sampler":
-        return from_sampler(policy, plan, temperature, sampler_N, objective)
-    return recomputed(policy, plan, temperature, sampler_N, objective, routing, reuse_forward=reuse_forward)
-
-
 def _rounding(context: LearnContext, samples: Sequence[TrainSample], old: OldLogprobs) -> Tensor | None:
     """The rounding noise. Known if the completions were sampled from the full distribution of the current weights."""
     config, now = context.config, context.optimizer.updates
@@ -193,3 +218,87 @@ def _rounding(context: LearnContext, samples: Sequence[TrainSample], old: OldLog
     # If the sampler's log-probs are the old ones, their difference is 0 and says nothing about rounding.
     computed = config.learner.old_logp == "recompute"
     return old.log_rho_M if same_weights and full_distribution and computed else None
+
+
+# ---- old log-probs
+
+
+def _old_logprobs(
+    context: LearnContext, plan: Plan, samples: Sequence[TrainSample], routing: RoutingReplay, *, reuse_forward: bool
+) -> OldLogprobs:
+    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
+    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=context.policy.device)
+    if context.config.learner.old_logp == "sampler":
+        return _from_sampler(context, plan, sampler_N)
+    logp_N, entropy_N, cached = _old_forward(context, plan, routing, reuse_forward=reuse_forward)
+    return OldLogprobs(
+        logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, cached=cached
+    )
+
+
+def _old_forward(
+    context: LearnContext, plan: Plan, routing: RoutingReplay, *, reuse_forward: bool
+) -> tuple[Tensor, Tensor, CachedForward | None]:
+    """(logp_N, entropy_N) under the current weights. The first update has the same weights, so with `reuse_forward` its
+    first micro-batch is computed once for both."""
+    objective, model, device = context.objective, context.policy.model, context.policy.device
+    temperature = context.config.rollout.temperature
+    first = plan.updates[0][0]
+    # An objective that selects tokens needs a forward over the whole update first, so it cannot reuse this one.
+    reuse = reuse_forward and routing.repeats and not objective.trust_region.selects_tokens
+    rest = replace(plan, updates=(plan.updates[0][1:], *plan.updates[1:])) if reuse else plan
+    logp_N, entropy_N = plan_logprobs(model, rest, temperature, device, routed=routing.old)
+    if not reuse:
+        return logp_N, entropy_N, None
+    # The micro-batch with the graph comes last, so that no other forward runs while the graph occupies memory.
+    micro = first.to(device)
+    outputs = None
+    try:
+        with routing.old(micro):
+            outputs = completion_logprobs(model, micro, temperature, entropy_gradient=bool(objective.entropy))
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    if outputs is None:
+        # Outside the handler: the traceback of the error holds the tensors that did not fit.
+        release_memory()
+        alone = replace(plan, updates=((first,),))
+        first_logp_N, first_entropy_N = plan_logprobs(model, alone, temperature, device, routed=routing.old)
+        return logp_N + first_logp_N, entropy_N + first_entropy_N, None
+    logp_N[micro.at_N] = outputs[0].detach()
+    entropy_N[micro.at_N] = outputs[1].detach()
+    return logp_N, entropy_N, CachedForward(first, *outputs)
+
+
+def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLogprobs:
+    """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's."""
+    policy, temperature = context.policy, context.config.rollout.temperature
+    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
+    at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
+    tokens = Tokens(
+        logp_N=logp_N[at_M],
+        logp_old_N=sampler_N[at_M],
+        logp_sampler_N=sampler_N[at_M],
+        advantage_N=torch.zeros_like(logp_N[at_M]),
+        sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.sequences)),
+    )
+    _check_mismatch(context.objective, tokens)
+    return OldLogprobs(
+        logp_N=sampler_N,
+        logp_sampler_N=sampler_N,
+        entropy_M=entropy_N[at_M],
+        log_rho_M=tokens.logp_N - tokens.logp_old_N,
+    )
+
+
+def _check_mismatch(objective: Objective, tokens: Tokens) -> None:
+    """Compare the mismatch with the clip range: the root mean square of the objective's log-ratio before any update."""
+    limit = clip_limit(objective)
+    noise = float(objective.ratio(tokens).double().square().mean().sqrt())
+    if limit is not None and not noise <= limit:  # `not <=` also catches NaN
+        raise MismatchError(
+            f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update '
+            f"(root mean square of the log-ratio between learner and engine), more than its clip range of {limit:.2g}: "
+            "the engine's rounding would be clipped as if the policy had changed; "
+            'set learner.old_logp = "recompute"'
+        )

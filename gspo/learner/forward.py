@@ -1,15 +1,18 @@
 """Log-probs of completion tokens under a model, by the learner's forward pass.
 
-In: a micro-batch. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the sampling temperature,
-because the policy is the distribution that was sampled from. The EOS token counts, padding and prompt do not.
+In: a micro-batch, or a plan of them. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the
+sampling temperature, because the policy is the distribution that was sampled from. The EOS token counts, padding and
+prompt do not. If memory runs out, micro-batches are halved; the results are the same up to rounding, because token
+weights belong to the optimizer step and not to the micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,45 +21,15 @@ from gspo.learner.plan import Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.micro_batch import MicroBatch
-from gspo.model.out_of_memory import out_of_memory
+from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import read
 from gspo.model.sharding import full
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext
     from gspo.learner.batch import TrainBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainForward:
-    """A forward pass with gradient."""
-
-    logp_N: Tensor
-    entropy_N: Tensor
-    balance_loss: Callable[[], Tensor | float] = lambda: 0.0
-    """This micro-batch's share of the auxiliary load-balancing loss."""
-
-
-@contextmanager
-def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
-    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too."""
-    reused = batch.cached.take(micro) if batch.cached is not None else None
-    if reused is not None:
-        yield TrainForward(logp_N=reused[0], entropy_N=reused[1])
-        return
-    # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.
-    with batch.routing.learning(micro) as trace:
-        logp_N, entropy_N = completion_logprobs(
-            context.policy.model,
-            micro,
-            batch.temperature,
-            entropy_gradient=bool(context.objective.entropy),
-        )
-        yield TrainForward(
-            logp_N=logp_N,
-            entropy_N=entropy_N,
-            balance_loss=lambda: batch.routing.balance_loss(micro, trace, index),
-        )
+    from gspo.learner.routing_replay import RoutingStats
+    from gspo.model.routing import RouterTrace
 
 
 def completion_logprobs(
@@ -126,3 +99,139 @@ def plan_logprobs(
                 raise
             waiting += reversed(halves)
     return logp_N, entropy_N
+
+
+# ---- training forwards
+
+
+class RoutingReplay(Protocol):
+    """How the model routes in the forwards of one batch. `routing_replay.py` records and replays experts."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a training forward with unchanged weights is the old forward again, with nothing more to record."""
+
+    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The context of the forward that gives the old log-probs."""
+
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
+        """The context of a training forward and its backward pass."""
+
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+        """This micro-batch's share of the auxiliary load-balancing loss."""
+
+    def outcome(self, model: Any) -> RoutingStats | None:
+        """Routing statistics of the batch; None if nothing was recorded."""
+
+
+class NoRouting:
+    """Routing of a dense model, or of an MoE model whose routing is not recorded: does nothing."""
+
+    repeats = True
+
+    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> float:
+        return 0.0
+
+    def outcome(self, model: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainForward:
+    """A forward pass with gradient."""
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    balance_loss: Callable[[], Tensor | float] = lambda: 0.0
+    """This micro-batch's share of the auxiliary load-balancing loss."""
+
+
+class CachedForward:
+    """The forward of one micro-batch with its graph. It can be taken once, so the backward pass frees the graph."""
+
+    def __init__(self, micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
+        self._sequence_ids = micro.sequence_ids
+        self._outputs: tuple[Tensor, Tensor] | None = (logp_N, entropy_N)
+
+    def take(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """(logp_N, entropy_N), or None if this is another micro-batch or they have been taken already."""
+        if self._outputs is None or micro.sequence_ids != self._sequence_ids:
+            return None
+        outputs = self._outputs
+        self.drop()
+        return outputs
+
+    def drop(self) -> None:
+        """Free the graph."""
+        self._outputs = None
+
+
+@contextmanager
+def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
+    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too."""
+    cached = batch.old.cached
+    reused = cached.take(micro) if cached is not None else None
+    if reused is not None:
+        yield TrainForward(logp_N=reused[0], entropy_N=reused[1])
+        return
+    # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.
+    with batch.routing.learning(micro) as trace:
+        logp_N, entropy_N = completion_logprobs(
+            context.policy.model,
+            micro,
+            batch.temperature,
+            entropy_gradient=bool(context.objective.entropy),
+        )
+        yield TrainForward(
+            logp_N=logp_N,
+            entropy_N=entropy_N,
+            balance_loss=lambda: batch.routing.balance_loss(micro, trace, index),
+        )
+
+
+# ---- out of memory
+
+
+class Attempt:
+    """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
+
+    def __init__(self, batch: TrainBatch, index: int, halvings: int) -> None:
+        self.batch = batch
+        self.halvings = halvings
+        self.smaller: Plan | None = None
+        self._index = index
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is not None and out_of_memory(error):
+            self.smaller = self.batch.plan.halved(self._index)  # None for single sequences, which are not split
+        return self.smaller is not None
+
+
+def attempts(context: LearnContext, batch: TrainBatch, index: int) -> Iterator[Attempt]:
+    """Attempts at an update, each with micro-batches of half the size: `for attempt in attempts(...): with attempt:`.
+
+    The last one succeeds or raises."""
+    halvings = 0
+    while True:
+        attempt = Attempt(batch, index, halvings)
+        yield attempt
+        if attempt.smaller is None:
+            return
+        # By now the traceback of the error, which held the tensors that did not fit, is gone.
+        if batch.old.cached is not None:
+            batch.old.cached.drop()
+        batch = replace(batch, plan=attempt.smaller)
+        halvings += 1
+        context.policy.model.zero_grad(set_to_none=True)
+        release_memory()

@@ -37,31 +37,32 @@ class Positions:
 class Plan:
     """A rollout batch, split. `updates[i]` are the micro-batches of optimizer step i."""
 
-    rows: tuple[TokenSequence, ...]
+    sequences: tuple[TokenSequence, ...]
     sequence_N: Tensor
-    """Sequence of each packed completion token."""
+    """Sequence of each packed sampled token."""
     updates: tuple[tuple[MicroBatch, ...], ...]
     pad_id: int
     packed: bool = False
 
     @property
     def tokens(self) -> int:
+        """Sampled tokens."""
         return len(self.sequence_N)
 
     @property
     def input_starts(self) -> list[int]:
         """Where each sequence starts in the input tokens: all prompts and completions, one sequence after the other."""
-        return [0, *accumulate(row.length for row in self.rows)][:-1]
+        return [0, *accumulate(sequence.length for sequence in self.sequences)][:-1]
 
     @property
     def input_tokens(self) -> int:
-        return sum(row.length for row in self.rows)
+        return sum(sequence.length for sequence in self.sequences)
 
     @property
     def positions(self) -> Positions:
         """How many positions a pass over the batch computes."""
         micros = [micro for step in self.updates for micro in step]
-        widths = [[self.rows[r].length for micro in step for r in micro.rows] for step in self.updates]
+        widths = [[self.sequences[s].length for micro in step for s in micro.sequence_ids] for step in self.updates]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
@@ -70,11 +71,11 @@ class Plan:
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
         """A micro-batch split into two. A single sequence is not split."""
-        middle = len(micro.rows) // 2
+        middle = len(micro.sequence_ids) // 2
         # Keep the owners: experts are stored by input token, and those of a shared prompt under its owner.
-        owner = dict(zip(micro.rows, micro.owners, strict=True))
-        parts = (part for part in (micro.rows[:middle], micro.rows[middle:]) if part)
-        return tuple(micro_batch(self.rows, part, self.pad_id, self.packed, owner) for part in parts)
+        owner = dict(zip(micro.sequence_ids, micro.owners, strict=True))
+        parts = (part for part in (micro.sequence_ids[:middle], micro.sequence_ids[middle:]) if part)
+        return tuple(micro_batch(self.sequences, part, self.pad_id, self.packed, owner) for part in parts)
 
     def halved(self, update: int) -> Plan | None:
         """The plan with the micro-batches of one update split into two; None if all are single sequences already."""
@@ -83,13 +84,13 @@ class Plan:
             return None
         return replace(self, updates=(*self.updates[:update], smaller, *self.updates[update + 1 :]))
 
-    def lengths(self, rows: Sequence[int]) -> Tensor:
-        """Completion lengths of some sequences, in float64."""
-        return torch.tensor([len(self.rows[r].completion_ids) for r in rows], dtype=torch.float64)
+    def lengths(self, sequence_ids: Sequence[int]) -> Tensor:
+        """Sampled tokens of some sequences, in float64."""
+        return torch.tensor([self.sequences[s].sampled_count for s in sequence_ids], dtype=torch.float64)
 
 
 def make_plan(
-    rows: Sequence[TokenSequence],
+    sequences: Sequence[TokenSequence],
     groups: Sequence[int],
     *,
     mini_batches: int,
@@ -101,56 +102,57 @@ def make_plan(
     """Split the sequences, with groups in seeded order, into `mini_batches` optimizer steps of equal size, up to one
     completion. A group stays together unless it crosses a boundary. With `packed`, sequences of a micro-batch that have
     the same prompt share it."""
-    lengths = torch.tensor([len(r.completion_ids) for r in rows], dtype=torch.long)
-    sequence_N = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    lengths = torch.tensor([s.sampled_count for s in sequences], dtype=torch.long)
+    sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
-    count = min(mini_batches, len(rows))
+    count = min(mini_batches, len(sequences))
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     split = _split_packed if packed else _split_padded
     updates = tuple(
-        tuple(micro_batch(rows, part, pad_id, packed) for part in split(rows, order[a:b], token_budget))
+        tuple(micro_batch(sequences, part, pad_id, packed) for part in split(sequences, order[a:b], token_budget))
         for a, b in pairwise(cuts)
     )
-    return Plan(rows=tuple(rows), sequence_N=sequence_N, updates=updates, pad_id=pad_id, packed=packed)
+    return Plan(sequences=tuple(sequences), sequence_N=sequence_N, updates=updates, pad_id=pad_id, packed=packed)
 
 
 def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
     members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
+    for sequence, group in enumerate(groups):
+        members.setdefault(group, []).append(sequence)
     shuffled = list(members.values())
     random.Random(seed).shuffle(shuffled)
-    return [row for group in shuffled for row in group]
+    return [sequence for group in shuffled for sequence in group]
 
 
-def _split_padded(rows: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
+def _split_padded(sequences: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
     """Sequences of similar length together, so that there is little padding. At least one per micro-batch."""
     parts: list[list[int]] = []
     width = 0
-    for row in sorted(chosen, key=lambda r: (rows[r].length, r)):
-        width = max(width, rows[row].length)
+    for s in sorted(chosen, key=lambda i: (sequences[i].length, i)):
+        width = max(width, sequences[s].length)
         if parts and (len(parts[-1]) + 1) * width <= budget:
-            parts[-1].append(row)
+            parts[-1].append(s)
         else:
-            parts.append([row])
-            width = rows[row].length
+            parts.append([s])
+            width = sequences[s].length
     return parts
 
 
-def _split_packed(rows: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
+def _split_packed(sequences: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
     """Sequences in the given order, so that groups stay together. A shared prompt counts once."""
     parts: list[list[int]] = []
     used = 0
     prompts = set[tuple[int, ...]]()
-    for row in chosen:
-        new = 0 if rows[row].prompt_ids in prompts else len(rows[row].prompt_ids)
-        if parts and used + new + len(rows[row].completion_ids) <= budget:
-            parts[-1].append(row)
+    for s in chosen:
+        prompt_ids, completion_ids = sequences[s].prompt_ids, sequences[s].completion_ids
+        new = 0 if prompt_ids in prompts else len(prompt_ids)
+        if parts and used + new + len(completion_ids) <= budget:
+            parts[-1].append(s)
         else:
-            parts.append([row])
+            parts.append([s])
             used = 0
-            new = len(rows[row].prompt_ids)
+            new = len(prompt_ids)
             prompts = set()
-        used += new + len(rows[row].completion_ids)
-        prompts.add(rows[row].prompt_ids)
+        used += new + len(completion_ids)
+        prompts.add(prompt_ids)
     return parts

@@ -13,7 +13,7 @@ sharing of prompts. Padding has no experts and is never counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,47 +52,7 @@ class RoutingStats:
     """The auxiliary loss of each optimizer step, coefficient included; empty without that loss."""
 
 
-class NoRouting:
-    """Routing of a dense model, or of an MoE model whose routing is not recorded: does nothing."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a training forward with unchanged weights is the old forward again, with nothing more to record."""
-        return True
-
-    def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """The context of the forward that gives the old log-probs."""
-        return nullcontext()
-
-    def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
-        """The context of a training forward and its backward pass."""
-        return nullcontext()
-
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
-        """This micro-batch's share of the auxiliary load-balancing loss."""
-        return 0.0
-
-    def outcome(self, model: Any) -> RoutingStats | None:
-        """Routing statistics of the batch; None if nothing was recorded."""
-        return None
-
-
-def route(
-    routers: Routers | None,
-    plan: Plan,
-    sampled: Sequence[Routes | None],
-    *,
-    replay: str,
-    balance: float,
-    device: torch.device,
-) -> NoRouting:
-    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
-    if routers is None:
-        return NoRouting()
-    return Routing(routers, plan, sampled, replay=replay, balance=balance, device=device)
-
-
-class Routing(NoRouting):
+class RecordedRouting:
     """Owns the experts of one batch while it is trained on."""
 
     def __init__(
@@ -125,7 +85,7 @@ class Routing(NoRouting):
     def _sampler_experts(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
         chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
         known_I = torch.zeros(len(chosen_ILK), dtype=torch.bool)
-        for start, row, routes in zip(self.plan.input_starts, self.plan.rows, sampled, strict=True):
+        for start, sequence, routes in zip(self.plan.input_starts, self.plan.sequences, sampled, strict=True):
             if routes is None:
                 if self.replay == "sampler":
                     raise ConfigError(
@@ -133,7 +93,7 @@ class Routing(NoRouting):
                         'use an engine that reports them, or set routing.replay = "old"'
                     )
                 continue
-            reported = self._validate(routes, row.length - 1)
+            reported = self._validate(routes, sequence.length - 1)
             chosen_ILK[start : start + len(reported)] = reported
             known_I[start : start + len(reported)] = True
         return chosen_ILK.to(device), known_I.to(device)
@@ -244,7 +204,7 @@ class Routing(NoRouting):
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            if len(micro.rows) > 1:
+            if len(micro.sequence_ids) > 1:
                 self._probe(model, self.plan.halves(cpu_batch)[0], updates_N)
             return
         self._count_flips(micro, trace)
@@ -269,10 +229,10 @@ class Routing(NoRouting):
         ]
         loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
         # After an out-of-memory error the update restarts with smaller micro-batches, whose losses replace these.
-        outdated = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.rows)]
+        outdated = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.sequence_ids)]
         for key in outdated:
             del self._balance[key]
-        self._balance[step, micro.rows] = float(loss.detach())
+        self._balance[step, micro.sequence_ids] = float(loss.detach())
         return loss
 
     def _shares(self, step: int) -> tuple[Tensor, int]:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ import torch
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError, panics_as_errors
 from gspo.model import adapter
-from gspo.model.alignment import align
 from gspo.model.causal import check_causal
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
+from gspo.model.memory_alignment import align
 from gspo.model.packed_forward import reads_packed
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
@@ -47,25 +48,25 @@ class Policy:
     routers: Routers | None = None
     """None for a dense model, or if routing is not recorded."""
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion: those of the model's generation config and of the tokenizer."""
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         ids = configured if isinstance(configured, list | tuple) else [configured]
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
-    @property
+    @cached_property
     def end_id(self) -> int:
         """The token that ends a demonstration."""
         own = self.tokenizer.eos_token_id
         return self.stop_ids[0] if own is None else own
 
-    @property
+    @cached_property
     def position_limit(self) -> int | None:
         """The longest sequence that the model supports; None if unknown."""
         return position_limit(self.model)
 
-    @property
+    @cached_property
     def pad_id(self) -> int:
         """The padding on the right of shorter rows. No real token attends to it."""
         return next(i for i in (self.tokenizer.pad_token_id, *self.stop_ids, 0) if i is not None)

@@ -1,7 +1,8 @@
 """Sequences that go through a model together: padded rows, or one packed row.
 
 In: sequences of prompt and completion token ids. Out: a `MicroBatch`. Invariant: what a token attends to, and so its
-log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions.
+log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions. The
+model reads every token of a completion; log-probs exist only for the tokens that it sampled.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo.model.packing import Packing, Span
-
 Places = NDArray[np.int64]
 """Token indices. numpy, because a batch has thousands of short spans and torch takes ten times as long for each."""
 
@@ -28,28 +27,77 @@ class TokenSequence:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+    sampled: tuple[bool, ...] = ()
+    """Which completion tokens the model sampled; empty if all (see `types.Completion`)."""
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and completion: what a forward reads."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that have a log-prob."""
+        return sum(self.sampled) if self.sampled else len(self.completion_ids)
+
+    @property
+    def sampled_at(self) -> Places:
+        """Indices of the sampled tokens in the completion."""
+        return np.flatnonzero(self.sampled) if self.sampled else np.arange(len(self.completion_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Segments of the packed row."""
+
+    at: Tensor
+    """Indices of their tokens in the packed row, segment by segment."""
+    starts: Tensor
+    """Where each segment begins in `at`, and as the last entry the length of `at` (cumulative sequence lengths)."""
+    longest: int
+
+    def to(self, device: torch.device) -> Span:
+        """The same on another device."""
+        return replace(self, at=self.at.to(device), starts=self.starts.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Sequences in one packed row: a prompt, its completions one after the other, the next prompt, and so on."""
+
+    parts: Span
+    """All tokens; each prompt and each completion is a segment."""
+    prompts: Span
+    """The prompts."""
+    completions: Span
+    """The completions; all completions of one prompt are one segment."""
+    rows_RT: Tensor
+    """Index in the packed row of each token of each sequence; a shared prompt occurs in several. Padded with 0 on the
+    right."""
+    place_I: Tensor
+    """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on another device."""
+        return Packing(**{k: v.to(device) for k, v in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Sequences that share a forward pass: padded on the right, where a causal model ignores it, or packed."""
 
-    rows: tuple[int, ...]
+    sequence_ids: tuple[int, ...]
     """Indices of its sequences in the batch."""
     owners: tuple[int, ...]
     """For each of them, the sequence whose copy of the prompt it uses: itself, unless prompts are shared."""
     input_ids: Tensor
-    row_N: Tensor
-    """Sequence of each completion token, numbered within this micro-batch."""
+    sequence_N: Tensor
+    """Sequence of each sampled token, numbered within this micro-batch."""
     output_N: Tensor
     """Index of the output that predicts the token, over flattened `input_ids`."""
     target_N: Tensor
     at_N: Tensor
-    """Index of each completion token among the batch's packed tokens."""
+    """Index of each sampled token among the batch's packed tokens."""
     input_at: Tensor
     """Index of each of `input_ids` among the batch's input tokens (see `Plan.input_starts`); -1 for padding."""
     times: Tensor
@@ -65,46 +113,48 @@ class MicroBatch:
 
 
 def micro_batch(
-    rows: Sequence[TokenSequence],
+    sequences: Sequence[TokenSequence],
     chosen: Sequence[int],
     pad_id: int,
     packed: bool,
     owner: Mapping[int, int] | None = None,
 ) -> MicroBatch:
-    """`owner` maps a sequence to the one whose copy of the prompt it uses, if an earlier split has decided that."""
+    """The `chosen` of all `sequences` of a batch. `owner` maps a sequence to the one whose copy of the prompt it uses,
+    if an earlier split has decided that."""
     if not packed:
-        return _padded_micro_batch(rows, chosen, pad_id)
+        return _padded_micro_batch(sequences, chosen, pad_id)
     first: dict[tuple[int, ...], int] = {}
-    for row in chosen:
-        first.setdefault(rows[row].prompt_ids, row)
-    return _packed_micro_batch(rows, {row: (owner or {}).get(row, first[rows[row].prompt_ids]) for row in chosen})
+    for s in chosen:
+        first.setdefault(sequences[s].prompt_ids, s)
+    owners = {s: (owner or {}).get(s, first[sequences[s].prompt_ids]) for s in chosen}
+    return _packed_micro_batch(sequences, owners)
 
 
-def _padded_micro_batch(rows: Sequence[TokenSequence], chosen: Sequence[int], pad_id: int) -> MicroBatch:
-    starts = [0, *accumulate(row.length for row in rows)]
-    width = max(rows[r].length for r in chosen)
+def _padded_micro_batch(sequences: Sequence[TokenSequence], chosen: Sequence[int], pad_id: int) -> MicroBatch:
+    starts = [0, *accumulate(sequence.length for sequence in sequences)]
+    width = max(sequences[s].length for s in chosen)
     input_ids = torch.full((len(chosen), width), pad_id)
     input_at = torch.full((len(chosen), width), -1)
-    for i, r in enumerate(chosen):
-        input_ids[i, : rows[r].length] = torch.tensor(rows[r].prompt_ids + rows[r].completion_ids)
-        input_at[i, : rows[r].length] = torch.arange(starts[r], starts[r + 1])
-    where = [np.arange(i * width, i * width + rows[r].length) for i, r in enumerate(chosen)]
+    for row, s in enumerate(chosen):
+        input_ids[row, : sequences[s].length] = torch.tensor(sequences[s].prompt_ids + sequences[s].completion_ids)
+        input_at[row, : sequences[s].length] = torch.arange(starts[s], starts[s + 1])
+    where = [np.arange(row * width, row * width + sequences[s].length) for row, s in enumerate(chosen)]
     return MicroBatch(
-        rows=tuple(chosen),
+        sequence_ids=tuple(chosen),
         owners=tuple(chosen),
         input_ids=input_ids,
         input_at=input_at,
         times=(input_at >= 0).long(),
-        **_completion_tokens(rows, chosen, where),
+        **_sampled_tokens(sequences, chosen, where),
     )
 
 
-def _packed_micro_batch(rows: Sequence[TokenSequence], owner: Mapping[int, int]) -> MicroBatch:
-    starts = [0, *accumulate(row.length for row in rows)]
+def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, int]) -> MicroBatch:
+    starts = [0, *accumulate(sequence.length for sequence in sequences)]
     members: dict[int, list[int]] = {}
-    for row, prompt in owner.items():
-        members.setdefault(prompt, []).append(row)
-    order = [row for group in members.values() for row in group]
+    for s, prompt in owner.items():
+        members.setdefault(prompt, []).append(s)
+    order = [s for group in members.values() for s in group]
     ids: list[int] = []
     spans: list[tuple[range, int, int]] = []  # input tokens, times, first position
     where: list[Places] = []
@@ -112,30 +162,30 @@ def _packed_micro_batch(rows: Sequence[TokenSequence], owner: Mapping[int, int])
     completions: list[Places] = []
     parts: list[Places] = []
     for prompt, group in members.items():
-        given = rows[prompt].prompt_ids
+        given = sequences[prompt].prompt_ids
         begin = len(ids)
         prompts.append(np.arange(begin, begin + len(given)))
         parts.append(prompts[-1])
         ids += given
         spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
-        for row in group:
-            here = np.arange(len(ids), len(ids) + len(rows[row].completion_ids))
+        for s in group:
+            here = np.arange(len(ids), len(ids) + len(sequences[s].completion_ids))
             where.append(np.concatenate([prompts[-1], here]))
             parts.append(here)
-            ids += rows[row].completion_ids
-            spans.append((range(starts[row] + len(given), starts[row + 1]), 1, len(given)))
+            ids += sequences[s].completion_ids
+            spans.append((range(starts[s] + len(given), starts[s + 1]), 1, len(given)))
         completions.append(np.arange(begin + len(given), len(ids)))
     lengths = [len(at) for at, _, _ in spans]
     positions = [np.arange(first, first + n) for (_, _, first), n in zip(spans, lengths, strict=True)]
     return MicroBatch(
-        rows=tuple(order),
-        owners=tuple(owner[row] for row in order),
+        sequence_ids=tuple(order),
+        owners=tuple(owner[s] for s in order),
         input_ids=torch.tensor(ids).unsqueeze(0),
         input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
         times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
         packing=_packing(where, parts, prompts, completions),
-        **_completion_tokens(rows, order, where),
+        **_sampled_tokens(sequences, order, where),
     )
 
 
@@ -150,7 +200,7 @@ def _packing(where: list[Places], parts: list[Places], prompts: list[Places], co
     return Packing(
         parts=_span(parts),
         prompts=_span(prompts),
-        replies=_span(completions),
+        completions=_span(completions),
         rows_RT=torch.from_numpy(rows_RT),
         place_I=torch.from_numpy(place_I),
     )
@@ -162,15 +212,23 @@ def _span(spans: list[Places]) -> Span:
     return Span(at=_concatenate(spans), starts=starts, longest=max(lengths))
 
 
-def _completion_tokens(rows: Sequence[TokenSequence], chosen: Sequence[int], where: Sequence[Places]) -> dict[str, Any]:
-    """The completion tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
-    starts = [0, *accumulate(len(row.completion_ids) for row in rows)]
-    lengths = [len(rows[r].completion_ids) for r in chosen]
+def _sampled_tokens(
+    sequences: Sequence[TokenSequence], chosen: Sequence[int], where: Sequence[Places]
+) -> dict[str, Any]:
+    """The sampled tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
+    starts = [0, *accumulate(sequence.sampled_count for sequence in sequences)]
+    targets, outputs = [], []
+    for s, at in zip(chosen, where, strict=True):
+        sequence = sequences[s]
+        sampled_at = sequence.sampled_at
+        targets.append(np.asarray(sequence.completion_ids, dtype=np.int64)[sampled_at])
+        # The output at a position predicts the next token: the first completion token comes from the last prompt token.
+        outputs.append(at[len(sequence.prompt_ids) - 1 + sampled_at])
     return {
-        "row_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)),
-        "output_N": _concatenate([at[len(rows[r].prompt_ids) - 1 : -1] for r, at in zip(chosen, where, strict=True)]),
-        "target_N": torch.tensor([x for r in chosen for x in rows[r].completion_ids], dtype=torch.long),
-        "at_N": _concatenate([np.arange(starts[r], starts[r + 1]) for r in chosen]),
+        "sequence_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(ids) for ids in targets])),
+        "output_N": _concatenate(outputs),
+        "target_N": _concatenate(targets),
+        "at_N": _concatenate([np.arange(starts[s], starts[s + 1]) for s in chosen]),
     }
 
 

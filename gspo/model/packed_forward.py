@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gspo.model.attention import attention_kinds
+from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

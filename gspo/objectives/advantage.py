@@ -1,6 +1,7 @@
 """Stage 4: how much better a completion is than the others of its group.
 
-In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`. Invariant: an unscored
+In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`, and in a run `advantage_N`, in
+which a KL penalty that belongs to the reward is detached. Invariant: an unscored
 completion gets 0 and is in no mean, std or count. A group whose scored rewards are equal, or that has fewer than two
 of them, gets exactly 0. Equality is tested on the rewards themselves, because a mean of equal floats can be off by an
 ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| = 0.95 with eps = 1e-8).
@@ -10,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import update_wrapper
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError
-from gspo.objectives.sequences import Sequences
+from gspo.objectives.kl import KL_ESTIMATORS
+from gspo.objectives.sequences import Sequences, Tokens
 from gspo.types import UNIFORM_TOLERANCE
+
+if TYPE_CHECKING:
+    from gspo.objectives.objective import Objective
+    from gspo.objectives.samples import TrainSample
 
 Scope = Literal["group", "batch", "external"]
 
@@ -150,6 +156,21 @@ def apply_rule(
     given = reward_B.dtype if isinstance(reward_B, Tensor) else torch.float32
     dtype = torch.promote_types(given, torch.float32) if given.is_floating_point else torch.float32
     return rule(reward, index_B, len(number)).to(dtype)
+
+
+def token_advantages(objective: Objective, tokens: Tokens, samples: Sequence[TrainSample]) -> tuple[Tensor, Tensor]:
+    """(reward_B, advantage_N) of a batch, by the objective's rule. The reward is shaped, and less the KL penalty where
+    that belongs to the reward."""
+    sequences = tokens.sequences
+    penalty_N = torch.zeros_like(tokens.logp_old_N)
+    if objective.kl and objective.kl_in == "reward":
+        penalty_N = objective.kl * KL_ESTIMATORS[objective.resolved_kl_estimator](tokens)
+    shaped_B = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    reward_B = shaped_B - sequences.sum(penalty_N.double()).cpu()
+    if objective.advantage.per_token is not None:
+        return reward_B, objective.advantage.per_token(shaped_B, penalty_N, sequences).float()
+    advantage_B = apply_rule(objective.advantage, reward_B, [s.group for s in samples]).float()
+    return reward_B, sequences.expand(advantage_B.to(penalty_N.device))
 
 
 def _as_tensor(reward_B: Sequence[float | None] | Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _advantage(objective: Objective, advantage: Tensor, mask: Tensor, sequences:
     if advantage.shape == mask.shape[:1]:
         return advantage[sequences.index_N]
     advantage_N = _at("advantage", advantage, mask)
-    if objective.per == "sequence":
+    if objective.advantage_per == "sequence":
         # scatter keeps the value of any one token per sequence; all tokens equal it iff they are all the same.
         any_B = torch.zeros(sequences.count, dtype=advantage_N.dtype, device=advantage_N.device)
         any_B = any_B.scatter(0, sequences.index_N, advantage_N)

@@ -75,7 +75,7 @@ def _record(row: Objective) -> dict[str, Any]:
         "ratio": _name(row.ratio),
         "trust_region": _name(row.trust_region),
         "aggregate": _name(row.aggregate),
-        "advantage_per": row.per,
+        "advantage_per": row.advantage_per,
         "formula": {part: _summary(getattr(row, part)) for part in COMPONENTS},
         "settings": settings,
         "options": {name: settings[name] for name in OPTIONS if name in settings and settings[name] != neutral[name]},

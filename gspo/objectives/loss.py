@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gspo.objectives.kl import KL_ESTIMATORS
+from gspo.objectives.mismatch import mismatch_weight, off_policy_keep
 from gspo.objectives.objective import Objective
-from gspo.objectives.penalty import KL_ESTIMATORS, mismatch_weight, off_policy_keep
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import Surrogate
@@ -43,13 +44,13 @@ def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
     # The corrections act on the policy term only: KL and entropy terms keep the plain token weights.
     term_N = surrogate.objective_N
     if objective.mismatch != "none":
-        term_N = term_N * mismatch_weight(objective.mismatch, *objective.bounds, tokens)
+        term_N = term_N * mismatch_weight(objective.mismatch, *objective.mismatch_bounds, tokens)
     if objective.off_policy_mask is not None:
         term_N = term_N * off_policy_keep(objective.off_policy_mask, tokens)
     policy = -(weight_N * term_N).sum()
     kl = entropy = torch.zeros_like(policy)
     if objective.kl and objective.kl_in == "loss" and tokens.logp_ref_N is not None:
-        kl = objective.kl * (weight_N * KL_ESTIMATORS[objective.estimator](tokens)).sum()
+        kl = objective.kl * (weight_N * KL_ESTIMATORS[objective.resolved_kl_estimator](tokens)).sum()
     if objective.entropy:
         assert tokens.entropy_N is not None
         entropy = -objective.entropy * (weight_N * tokens.entropy_N).sum()

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gspo.errors import ConfigError
-from gspo.objectives import ratio as ratios
 from gspo.objectives.advantage import AdvantageRule
-from gspo.objectives.penalty import KL_ESTIMATORS, MISMATCH_BOUNDS
-from gspo.objectives.sequences import Tokens
+from gspo.objectives.kl import KL_ESTIMATORS
+from gspo.objectives.mismatch import MISMATCH_BOUNDS
+from gspo.objectives.ratio import Ratio
 from gspo.objectives.trust_region import TrustRegion, UsualRange
 
 SEQUENCE_RANGE = UsualRange(1e-5, 0.01, "3e-4/4e-4 (small models with short completions: 3e-3/4e-3)")
@@ -38,11 +38,11 @@ class Objective:
 
     paper: str
     advantage: AdvantageRule
-    ratio: Callable[[Tokens], Tensor]
+    ratio: Ratio
     trust_region: TrustRegion
     aggregate: Callable[[Tensor], Tensor]
-    per: Literal["sequence", "token"] = "token"
-    """Whether advantages may differ between tokens of a completion."""
+    advantage_per: Literal["sequence", "token"] = "token"
+    """Whether a completion has one advantage, or each of its tokens may have its own."""
 
     name: str = ""
     keep: str = "all"
@@ -76,12 +76,12 @@ class Objective:
     """Names of the settings that differ from the row of the table."""
 
     @property
-    def estimator(self) -> str:
+    def resolved_kl_estimator(self) -> str:
         """The KL estimator: the setting, or its default."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
+    def mismatch_bounds(self) -> tuple[float | None, float | None]:
         """The bounds of the mismatch correction: the settings, or its published values."""
         low, high = MISMATCH_BOUNDS[self.mismatch]
         low = low if self.mismatch_low is None else self.mismatch_low
@@ -89,14 +89,9 @@ class Objective:
         return low, high
 
     @property
-    def selects_tokens(self) -> bool:
-        """Whether the objective selects tokens based on statistics of the whole optimizer step."""
-        return self.trust_region.selects_tokens
-
-    @property
     def clips_sequences(self) -> bool:
         """Whether the clip range bounds the length-normalized ratio of a completion."""
-        return self.ratio is ratios.sequence
+        return self.ratio.length_normalized
 
     @property
     def usual_range(self) -> UsualRange | None:
@@ -106,7 +101,9 @@ class Objective:
 
 
 COMPONENTS = ("advantage", "ratio", "trust_region", "aggregate")
-OPTIONS = tuple(f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "per", "name", "given"))
+OPTIONS = tuple(
+    f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "given")
+)
 """The settings of any objective, as far as they make sense with it."""
 NO_VALUE = frozenset(f.name for f in fields(Objective) if f.default is None) | {"dual_clip"}
 """Settings that may be `None`."""
@@ -244,7 +241,7 @@ def _check_pairs(objective: Objective) -> None:
         refuse("mismatch_low", f"mismatch={objective.mismatch} has no lower bound")
     if high is None:
         refuse("mismatch_high", 'mismatch is "none"')
-    low, high = objective.bounds
+    low, high = objective.mismatch_bounds
     if low is not None and high is not None and not 0 <= low < high:
         raise ConfigError(f"objective {objective.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
 
@@ -255,9 +252,10 @@ def _check_kl_in_reward(objective: Objective) -> None:
             f"objective {objective.name!r}: kl_in=reward makes no sense here: its advantages come from outside; "
             "use loss"
         )
-    if objective.estimator in ("k3+", "k3_ratio"):
+    estimator = objective.resolved_kl_estimator
+    if estimator in ("k3+", "k3_ratio"):
         raise ConfigError(
-            f"objective {objective.name!r}: kl_estimator={objective.estimator} differs from k3 only in its gradient, "
+            f"objective {objective.name!r}: kl_estimator={estimator} differs from k3 only in its gradient, "
             "and a KL in the reward has none; use k1"
         )
 

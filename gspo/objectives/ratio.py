@@ -8,6 +8,9 @@ gradient equal those of the plain sequence form, and no collective needs to be d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import update_wrapper
+
 import torch
 from torch import Tensor
 
@@ -17,11 +20,40 @@ MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before exp. e^20 is beyond every trust region and still finite."""
 
 
+class Ratio:
+    """Packed tokens -> `log_ratio_N`."""
+
+    __name__: str
+
+    def __init__(self, compute: Callable[[Tokens], Tensor], *, length_normalized: bool) -> None:
+        self.compute = compute
+        self.length_normalized = length_normalized
+        """Whether it is a mean over the completion, so that it moves far less than the ratio of a token."""
+        update_wrapper(self, compute)
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return self.compute(tokens)
+
+    def __reduce__(self) -> str:
+        # Pickle and copy by name, as functions are: rows of the table stay equal to their copies.
+        return self.__name__
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def ratio(*, length_normalized: bool = False) -> Callable[[Callable[[Tokens], Tensor]], Ratio]:
+    """Turn a function into a ratio."""
+    return lambda compute: Ratio(compute, length_normalized=length_normalized)
+
+
+@ratio()
 def token(tokens: Tokens) -> Tensor:
     """r_t = pi(y_t) / pi_old(y_t)."""
     return (tokens.logp_N - tokens.logp_old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+@ratio(length_normalized=True)
 def sequence(tokens: Tokens) -> Tensor:
     """s = exp(mean_t log pi/pi_old): the length-normalized ratio of the whole completion."""
     log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
@@ -29,6 +61,7 @@ def sequence(tokens: Tokens) -> Tensor:
     return with_gradient_of(tokens.sequences.expand(log_s_B), tokens.logp_N)
 
 
+@ratio()
 def product(tokens: Tokens) -> Tensor:
     """W = prod_t pi/mu: the exact ratio of the whole completion to the policy that sampled it."""
     # Not clamped: the sum over a long completion easily exceeds MAX_LOG_RATIO, and GammaWeight computes in log space.
@@ -36,6 +69,7 @@ def product(tokens: Tokens) -> Tensor:
     return with_gradient_of(tokens.sequences.expand(tokens.sequences.sum(log_ratio_N)), tokens.logp_N)
 
 
+@ratio()
 def none(tokens: Tokens) -> Tensor:
     """No correction: the sample is treated as on-policy."""
     return with_gradient_of(torch.zeros_like(tokens.logp_N), tokens.logp_N)

@@ -50,6 +50,12 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     return Noise(log_ratio_M=log_ratio, beyond_M=(log_ratio < low) | (log_ratio > high))
 
 
+def clip_limit(objective: Objective) -> float | None:
+    """The narrower side of the clip range, as a log-ratio; None if the objective has no clip range."""
+    log_range = objective.trust_region.log_range
+    return None if log_range is None else min(-log_range[0], log_range[1])
+
+
 def root_mean_square(values: Tensor) -> float:
     """sqrt(mean(x^2))."""
     return float(values.square().mean().sqrt())

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gspo.errors import ConfigError
 from gspo.objectives.objective import Objective
-from gspo.objectives.penalty import soft_overlong
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason, equal_rewards
 
 
@@ -70,7 +70,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
         return "unscored"
     if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
         return "overlong"
-    return None if completion.token_ids else "empty"
+    return None if completion.sampled_count else "empty"
 
 
 def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
@@ -78,10 +78,17 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
     assert score.reward is not None
     if objective.shape != "soft_overlong":
         return score.reward
-    return score.reward + soft_overlong(len(completion.token_ids), *overlong_range(objective, max_tokens=max_tokens))
+    return score.reward + soft_overlong(completion.sampled_count, *overlong_range(objective, max_tokens=max_tokens))
 
 
 def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:
     """The limit of the soft length penalty, and the length of the ramp before it."""
     limit = objective.overlong_limit or max_tokens
     return limit, objective.overlong_cache or max(1, limit // 5)
+
+
+def soft_overlong(length: int, limit: int, cache: int) -> float:
+    """DAPO's penalty added to the reward: 0 up to limit - cache, falling linearly to -1 at the limit, -1 beyond it."""
+    if not 0 < cache <= limit:
+        raise ConfigError(f"overlong_cache: must be between 1 and the limit of {limit} tokens, not {cache}")
+    return max(-1.0, min(0.0, (limit - cache - length) / cache))

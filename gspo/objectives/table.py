@@ -30,8 +30,7 @@ from gspo.objectives.advantage import (
 )
 from gspo.objectives.aggregate import ConstantLength, sequence_mean, sequence_sum, token_mean
 from gspo.objectives.objective import Objective, change
-from gspo.objectives.ratio import none, product, sequence, token
-from gspo.objectives.sequences import Tokens
+from gspo.objectives.ratio import Ratio, none, product, sequence, token
 from gspo.objectives.trust_region import (
     CappedWeight,
     Clip,
@@ -50,7 +49,7 @@ from gspo.objectives.trust_region import (
 def row(
     arxiv: str,
     advantage: AdvantageRule,
-    ratio: Callable[[Tokens], Tensor],
+    ratio: Ratio,
     trust_region: TrustRegion,
     aggregate: Callable[[Tensor], Tensor],
     **slots: Any,
@@ -68,11 +67,11 @@ def row(
 
 TABLE: dict[str, Objective] = {
     # Sequence level: one ratio per completion.
-    "gspo": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean, per="sequence"),
+    "gspo": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
     "gspo_token": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean),
-    "luspo": row("2602.05261", z_score, sequence, Clip(2e-3, 2.5e-3), sequence_sum, per="sequence"),
-    "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, per="sequence"),
-    "vespo": row("2602.10693", centered, product, GammaWeight(), token_mean, per="sequence"),
+    "luspo": row("2602.05261", z_score, sequence, Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
+    "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, advantage_per="sequence"),
+    "vespo": row("2602.10693", centered, product, GammaWeight(), token_mean, advantage_per="sequence"),
     # Token level, hard clip.
     "grpo": row("2402.03300", z_score, token, Clip(), sequence_mean, kl=0.04),
     "dr_grpo": row("2503.20783", centered, token, Clip(), ConstantLength()),
@@ -89,7 +88,7 @@ TABLE: dict[str, Objective] = {
     "kl_cov": row("2505.22617", z_score, token, PenalizeCovariance(), token_mean),
     # No ratio.
     "gpg": row("2504.02546", rescaled, none, Unbounded(), token_mean),
-    "rloo": row("2402.14740", leave_one_out, none, Unbounded(), sequence_sum, per="sequence"),
+    "rloo": row("2402.14740", leave_one_out, none, Unbounded(), sequence_sum, advantage_per="sequence"),
 }
 
 

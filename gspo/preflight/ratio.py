@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.learner.forward import completion_logprobs, plan_logprobs
+from gspo.learner.batch import batch_routing, token_sequence
+from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import NoRouting, route
 from gspo.model.lm_head import lm_head
-from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import reads_packed
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
@@ -38,7 +38,7 @@ class LogprobsByPolicy:
     """Log-probs of the sampled completions by policy, for the tokens that were computed."""
 
     plan: Plan
-    routing: NoRouting
+    routing: RoutingReplay
     old_N: Tensor
     new_N: Tensor
     sampler_N: Tensor
@@ -69,7 +69,7 @@ def check_ratio(case: Case) -> Iterator[Finding]:
         )
         return
     token = float((new_N - old_N).abs().max())
-    sequences = Sequences(logprobs.plan.sequence_N.to(old_N.device), len(logprobs.plan.rows))
+    sequences = Sequences(logprobs.plan.sequence_N.to(old_N.device), len(logprobs.plan.sequences))
     whole = float(sequences.mean(logprobs.new_N - logprobs.old_N).abs().max())
     # Far below the clip range of GSPO.
     level = warning if whole <= 1e-5 else fail
@@ -108,7 +108,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
     policy = case.policy
     samples = _samples(case)
     plan = make_plan(
-        [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for _, p, c in samples],
+        [token_sequence(p, c) for _, p, c in samples],
         [group for group, _, _ in samples],
         mini_batches=config.learner.mini_batches,
         token_budget=budget,
@@ -116,14 +116,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         seed=f"{config.seed}/mini-batches/1",
         packed=reads_packed(policy.model),
     )
-    routing = route(
-        policy.routers,
-        plan,
-        [c.routes for _, _, c in samples],
-        replay=config.routing.replay,
-        balance=config.routing.balance_loss,
-        device=policy.device,
-    )
+    routing = batch_routing(policy, config.routing, plan, [c.routes for _, _, c in samples])
     old_N = torch.zeros(plan.tokens, device=policy.device)
     new_N = torch.zeros(plan.tokens, device=policy.device)
     known_N = torch.zeros(plan.tokens, dtype=torch.bool, device=policy.device)
@@ -138,7 +131,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         new_N[micro.at_N] = _train(case, micro, routing)
         known_N[micro.at_N] = True
         done += 1
-        rows += len(micro.rows)
+        rows += len(micro.sequence_ids)
     # None frees the memory of the gradients for the checks that follow.
     policy.model.zero_grad(set_to_none=True)
     if case.pace:
@@ -156,16 +149,16 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
 
 
 def _samples(case: Case) -> list[tuple[int, Prompt, Completion]]:
-    """(group, prompt, completion) of every completion with tokens."""
+    """(group, prompt, completion) of every completion with sampled tokens."""
     return [
         (number, group.prompt, c)
         for number, group in enumerate(case.groups or ())
         for c in group.completions
-        if c.token_ids
+        if c.sampled_count
     ]
 
 
-def _train(case: Case, micro: MicroBatch, routing: NoRouting) -> Tensor:
+def _train(case: Case, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
     """One training forward and backward pass; the first also counts the bytes that autograd keeps."""
     assert case.policy is not None
     model = case.policy.model
@@ -266,7 +259,7 @@ def _rounding(case: Case, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
     if objective is None or case.config.learner.mini_batches < 2 or not only_rounding:
         return
     sequence_N = logprobs.plan.sequence_N.to(logprobs.known_N.device)[logprobs.known_N]
-    sequences = Sequences(sequence_N, len(logprobs.plan.rows))
+    sequences = Sequences(sequence_N, len(logprobs.plan.sequences))
     noise = rounding_noise(objective, sequences, (logprobs.old_N - logprobs.sampler_N)[logprobs.known_N])
     if noise is None or noise.beyond_clip < NOISY:
         return

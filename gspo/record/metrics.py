@@ -73,7 +73,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
     pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
     scores = [s for _, s in pairs]
     rewards = [s.reward for s in scores if s.reward is not None]
-    lengths = [len(c.token_ids) for c, _ in pairs]
+    lengths = [c.sampled_count for c, _ in pairs]
     return {
         "reward/mean": Mean.of(rewards),
         "reward/std": Gather(rewards, lambda r: st.pstdev(r) if r else NAN),
@@ -121,8 +121,8 @@ def _rest(pairs: Sequence[tuple[int, int]]) -> float:
 def _repetitive(completion: Completion) -> bool:
     """Whether one token makes up most of a completion."""
     # By count, not by runs: a loop over two tokens is not what this finds.
-    most = max(Counter(completion.token_ids).values(), default=0)
-    return len(completion.token_ids) >= LONG and most > 0.8 * len(completion.token_ids)
+    most = max(Counter(completion.sampled_ids).values(), default=0)
+    return completion.sampled_count >= LONG and most > 0.8 * completion.sampled_count
 
 
 def _parts(scores: Sequence[Score]) -> Family:
@@ -288,6 +288,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         "prompt": group.prompt.text,
         "text": completion.text,
         "token_ids": completion.token_ids,
+        **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
         "version": completion.version,
         **({"spans": completion.spans} if completion.spans else {}),

@@ -2,7 +2,7 @@
 
 In: prompts with their completions. Out: a `Score` per completion, in the same order. Invariant: a reward function that
 raises, hangs, dies or returns an invalid value leaves exactly the completions it failed on UNSCORED, with the reason.
-It never turns them into a 0 (except completions that make a built-in reward fail, see `batch.py`), never changes
+It never turns them into a 0 (except completions that make a built-in reward fail, see `jobs.py`), never changes
 another completion's score, and never crashes the run. Functions run in worker processes only.
 
 Calls that hang do not block the others: the pool starts spare workers, which end with the batch.
@@ -23,8 +23,8 @@ from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.batch import Batch, Groups, Job, Part
 from gspo.reward.function import Source, find_sources, lacking, one_line
+from gspo.reward.jobs import Batch, Groups, Job, Part
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
 from gspo.reward.second_try import SecondTry
 from gspo.types import Score, Status

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-from gspo.errors import ConfigError, EngineError, panics_as_errors
+from gspo.errors import ConfigError, EngineError, is_panic
 from gspo.model.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
@@ -113,9 +113,10 @@ class EngineContext:
     def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
         """Completions as text. A damaged tokenizer may load and encode, and raise or panic only here."""
         try:
-            with panics_as_errors():
-                return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
-        except Exception as error:
+            return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             name = getattr(self.tokenizer, "name_or_path", "") or "the model"
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise EngineError(

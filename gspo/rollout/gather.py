@@ -93,8 +93,8 @@ class CollectResult:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all completions, discarded ones included."""
-        return sum(len(c.token_ids) for group in self.gathered.sampled for c in group.completions)
+        """Sampled tokens of all completions, discarded ones included."""
+        return sum(c.sampled_count for group in self.gathered.sampled for c in group.completions)
 
 
 @dataclass(frozen=True, kw_only=True)

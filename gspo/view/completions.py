@@ -133,12 +133,19 @@ class Completions:
             "tokens": ids,
             "pieces": self._pieces.of(ids),
             "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
-            **{name: list(record[name])[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
+            **({"sampled": record["sampled"][:MOST_TOKENS]} if record["sampled"] else {}),
+            **{name: _per_token(record, name)[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
 
 
 TOKEN_FIELDS = ("logp_sampler", "logp_old", "logp_new", "logp_ref", "clipped_tokens", "flipped_experts")
-"""Per-token fields of a record."""
+"""Fields of a record with one entry per sampled token."""
+
+
+def _per_token(record: Record, name: str) -> list[Any]:
+    """A field with one entry per token of the completion; `None` at tokens that the model did not sample."""
+    values = iter(record[name])
+    return [next(values, None) if own else None for own in record["sampled"]] if record["sampled"] else list(values)
 
 
 def grouped(records: Sequence[Record]) -> list[list[Record]]:
@@ -198,7 +205,8 @@ def _median_length(records: Sequence[Record]) -> float:
 
 
 def _length(record: Record) -> int:
-    return len(record.get("token_ids") or ())
+    """Sampled tokens."""
+    return sum(record["sampled"]) if record["sampled"] else len(record.get("token_ids") or ())
 
 
 def _clipped(record: Record) -> bool:
@@ -244,6 +252,7 @@ def _validate(raw: Record) -> Record:
     record |= {key: _only(raw.get(key), int, float) for key in NUMBER_FIELDS}
     record |= {key: _only(raw.get(key), bool) for key in FLAG_FIELDS}
     record |= {key: _number_list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
+    record["sampled"] = _mask(raw.get("sampled"), len(record["token_ids"] or ()))
     parts = raw.get("parts")
     record["parts"] = {k: _only(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
     return record
@@ -256,6 +265,12 @@ def _only(value: Any, *types: type) -> Any:
 
 def _number_list(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) and all(isinstance(v, int | float) for v in value) else None
+
+
+def _mask(value: Any, length: int) -> list[int] | None:
+    """A list of 0 and 1 of that length, else `None`: all tokens were sampled."""
+    valid = isinstance(value, list) and len(value) == length and all(type(v) is int and v in (0, 1) for v in value)
+    return value if valid else None
 
 
 def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:

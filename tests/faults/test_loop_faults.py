@@ -458,8 +458,8 @@ def starve(
 
     def limited(plain: Any) -> Any:
         def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(batch.rows) > most_rows:
-                shots.append(len(batch.rows))
+            if len(batch.sequence_ids) > most_rows:
+                shots.append(len(batch.sequence_ids))
                 raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
             return plain(model, batch, *args, **kwargs)
 

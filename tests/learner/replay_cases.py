@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo.clock import Clock
 from gspo.learner.optimizer import Update
 from gspo.learner.plan import Plan, make_plan
-from gspo.learner.routing_replay import Routing, route
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.record.metrics import step_metrics
@@ -46,13 +46,13 @@ def planned(
     return make_plan(rows, list(range(len(rows))), mini_batches=steps, token_budget=budget, pad_id=pad, seed=seed)
 
 
-def routing_of(model: Any, plan: Plan, sampled: Any = None, *, replay: str = "off", balance: float = 0.0) -> Routing:
+def routing_of(
+    model: Any, plan: Plan, sampled: Any = None, *, replay: str = "off", balance: float = 0.0
+) -> RecordedRouting:
     routers = find_routers(model)
-    made = route(
-        routers, plan, sampled or [None] * len(plan.rows), replay=replay, balance=balance, device=torch.device("cpu")
-    )
-    assert isinstance(made, Routing)
-    return made
+    assert routers is not None
+    reported = sampled or [None] * len(plan.sequences)
+    return RecordedRouting(routers, plan, reported, replay=replay, balance=balance, device=torch.device("cpu"))
 
 
 def disturb(model: Any, amount: float = 0.3, seed: int = 1) -> None:
@@ -66,7 +66,7 @@ def disturb(model: Any, amount: float = 0.3, seed: int = 1) -> None:
 
 def by_row(plan: Plan, of_tokens: Tensor) -> list[Tensor]:
     """Values by input token of the plan, as one tensor per row."""
-    return list(of_tokens.split([row.length for row in plan.rows]))
+    return list(of_tokens.split([row.length for row in plan.sequences]))
 
 
 def flips(a: Tensor, b: Tensor) -> list[int]:

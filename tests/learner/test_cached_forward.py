@@ -11,8 +11,9 @@ from patched_forward import patch_forward
 
 from gspo.clock import Clock
 from gspo.config import Config
-from gspo.learner import old_logprobs
-from gspo.learner.routing_replay import NoRouting, Routing
+from gspo.learner import batch as learner_batch
+from gspo.learner.forward import NoRouting
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 
@@ -42,7 +43,7 @@ def test_results_are_bitwise_identical_with_one_fewer_forward_pass(
 ) -> None:
     counts: list[list[int]] = [[], []]
     cached, weights = train_on_batch(parts_of(tiny(*CASES[case])), counts[0])
-    for kind in (NoRouting, Routing):
+    for kind in (NoRouting, RecordedRouting):
         monkeypatch.setattr(kind, "repeats", property(lambda self: False))
     plain, expected = train_on_batch(parts_of(tiny(*CASES[case], run_dir="plain")), counts[1])
     assert len(counts[0]) == len(counts[1]) - 1
@@ -64,7 +65,7 @@ def test_features_that_need_more_from_the_forward_do_not_share_it(
 ) -> None:
     parts = parts_of(tiny("model.build=tiny_moe", override))
     cached: list[Any] = []
-    monkeypatch.setattr(old_logprobs, "CachedForward", lambda *args: cached.append(args))
+    monkeypatch.setattr(learner_batch, "CachedForward", lambda *args: cached.append(args))
     train_on_batch(parts, [])
     assert cached == []
 

@@ -20,11 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, Positions, make_plan
-from gspo.learner.routing_replay import Routing, route
+from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.kernels import packed_attention as attention
-from gspo.model.micro_batch import MicroBatch, TokenSequence
+from gspo.model.micro_batch import MicroBatch, Span, TokenSequence
 from gspo.model.packed_forward import obstacle_to_packing, reads_packed
-from gspo.model.packing import Span
 from gspo.model.routing import find_routers
 from gspo.trainer import train
 
@@ -186,7 +185,7 @@ def test_every_sequence_is_where_the_plan_says() -> None:
             assert micro.position_ids is not None
             ids, positions, at = micro.input_ids[0], micro.position_ids[0], micro.input_at[0]
             starts = plan_of(True).input_starts
-            for i, (row, owner) in enumerate(zip(micro.rows, micro.owners, strict=True)):
+            for i, (row, owner) in enumerate(zip(micro.sequence_ids, micro.owners, strict=True)):
                 whole = ROWS[row].prompt_ids + ROWS[row].completion_ids
                 where = micro.packing.rows_RT[i, : len(whole)]
                 p = len(ROWS[row].prompt_ids)
@@ -194,10 +193,10 @@ def test_every_sequence_is_where_the_plan_says() -> None:
                 assert positions[where].tolist() == list(range(len(whole)))
                 assert at[where[p:]].tolist() == list(range(starts[row] + p, starts[row] + len(whole)))
                 assert at[where[:p]].tolist() == list(range(starts[owner], starts[owner] + p))
-                outputs = micro.output_N[micro.row_N == i]
+                outputs = micro.output_N[micro.sequence_N == i]
                 assert outputs.tolist() == where[p - 1 : -1].tolist()
-                assert tuple(micro.target_N[micro.row_N == i].tolist()) == ROWS[row].completion_ids
-            assert int(micro.times.sum()) == sum(ROWS[r].length for r in micro.rows)
+                assert tuple(micro.target_N[micro.sequence_N == i].tolist()) == ROWS[row].completion_ids
+            assert int(micro.times.sum()) == sum(ROWS[r].length for r in micro.sequence_ids)
             assert (micro.times > 0).all()
             back = micro.packing.rows_RT.flatten()[micro.packing.place_I]
             assert torch.equal(back, torch.arange(len(ids)))
@@ -209,8 +208,8 @@ def test_a_prompt_is_computed_once_within_the_token_budget() -> None:
     assert whole[0].input_ids.numel() == sum(p + sum(completions) for p, completions in GROUPS)
     for budget in (1, 15, 25, 40):
         micro_batches = plan_of(True, budget=budget).updates[0]
-        assert all(m.input_ids.numel() <= budget or len(m.rows) == 1 for m in micro_batches)
-        assert sorted(r for m in micro_batches for r in m.rows) == list(range(len(ROWS)))
+        assert all(m.input_ids.numel() <= budget or len(m.sequence_ids) == 1 for m in micro_batches)
+        assert sorted(r for m in micro_batches for r in m.sequence_ids) == list(range(len(ROWS)))
 
 
 def test_positions_count_padding_and_the_savings_of_packing() -> None:
@@ -229,17 +228,17 @@ def test_halving_keeps_the_gradient_and_the_owners_of_prompts() -> None:
     reads_packed(model)
     plan = plan_of(True)
     expected = forward_backward(model, plan)
-    owner = dict(zip(plan.updates[0][0].rows, plan.updates[0][0].owners, strict=True))
+    owner = dict(zip(plan.updates[0][0].sequence_ids, plan.updates[0][0].owners, strict=True))
     halvings = 0
     while (smaller := plan.halved(0)) is not None:
         plan = smaller
         halvings += 1
         for micro in plan.updates[0]:
-            assert [owner[r] for r in micro.rows] == list(micro.owners)
+            assert [owner[r] for r in micro.sequence_ids] == list(micro.owners)
         for found, whole in zip(forward_backward(model, plan), expected, strict=True):
             torch.testing.assert_close(found, whole, **ROUND)
     assert halvings > 2
-    assert all(len(m.rows) == 1 for m in plan.updates[0])
+    assert all(len(m.sequence_ids) == 1 for m in plan.updates[0])
 
 
 # --- attention ---
@@ -347,10 +346,11 @@ def test_attention_in_two_parts_equals_attention_over_sequences(seed: int, monke
 # --- experts ---
 
 
-def routing_of(model: Any, plan: Plan, *, replay: str = "off", balance: float = 0.0) -> Routing:
-    routing = route(find_routers(model), plan, [None] * len(plan.rows), replay=replay, balance=balance, device=CPU)
-    assert isinstance(routing, Routing)
-    return routing
+def routing_of(model: Any, plan: Plan, *, replay: str = "off", balance: float = 0.0) -> RecordedRouting:
+    routers = find_routers(model)
+    assert routers is not None
+    unknown = [None] * len(plan.sequences)
+    return RecordedRouting(routers, plan, unknown, replay=replay, balance=balance, device=CPU)
 
 
 def perturb_routers(model: Any) -> Any:
@@ -445,7 +445,9 @@ def test_a_run_packs_and_its_checkpoint_has_the_original_attention(
     saved = Path(done.run) / "checkpoints" / "000001" / "config.json"
     assert attention.NAME not in saved.read_text()
     assert any(
-        owner != row for micro in plans[0].updates[0] for row, owner in zip(micro.rows, micro.owners, strict=True)
+        owner != row
+        for micro in plans[0].updates[0]
+        for row, owner in zip(micro.sequence_ids, micro.owners, strict=True)
     )
 
 
@@ -463,7 +465,7 @@ def test_out_of_memory_halves_packed_micro_batches(
 
         def limited(plain: Any, most: int = most) -> Any:
             def instead(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-                if batch.input_ids.numel() > most and len(batch.rows) > 1:
+                if batch.input_ids.numel() > most and len(batch.sequence_ids) > 1:
                     raise torch.OutOfMemoryError("too many tokens")
                 return plain(model, batch, *args, **kwargs)
 

@@ -91,7 +91,7 @@ def test_flips_are_counted_per_completion_token_against_the_old_choice(budget: i
     assert done.sampler_N.tolist() == [-1] * len(expected)
     assert done.choices == family.layers * family.top_k
     assert not done.replayed
-    first = {r for micro in plan.updates[0] for r in micro.rows}
+    first = {r for micro in plan.updates[0] for r in micro.sequence_ids}
     assert done.update_N.tolist() == [0 if int(s) in first else 1 for s in plan.sequence_N]
 
 
@@ -120,7 +120,7 @@ class Layout:
 
     def __init__(self, plan: Plan, *, share_prompt: bool) -> None:
         starts, reply_starts = plan.input_starts, [0]
-        for row in plan.rows:
+        for row in plan.sequences:
             reply_starts.append(reply_starts[-1] + len(row.completion_ids))
         ids: list[int] = []
         at: list[int] = []
@@ -140,12 +140,12 @@ class Layout:
                 positions.append(first + i)
             return places
 
-        for r, row in enumerate(plan.rows):
+        for r, row in enumerate(plan.sequences):
             inputs = range(starts[r], starts[r] + row.length)
             p = len(row.prompt_ids)
             if not share_prompt or r == 0:
                 prompt_at = place(row.prompt_ids, inputs[:p], 0, ())
-            assert not share_prompt or row.prompt_ids == plan.rows[0].prompt_ids
+            assert not share_prompt or row.prompt_ids == plan.sequences[0].prompt_ids
             reply_at = place(row.completion_ids, inputs[p:], p, prompt_at)
             self.where.append([*prompt_at, *reply_at])
             out["position"] += self.where[-1][p - 1 : -1]
@@ -156,10 +156,10 @@ class Layout:
             mask[i, sorted(seen)] = 0.0
         self.arguments = {"attention_mask": mask[None, None], "position_ids": torch.tensor([positions])}
         self.micro = MicroBatch(
-            rows=tuple(range(len(plan.rows))),
-            owners=tuple(range(len(plan.rows))),
+            sequence_ids=tuple(range(len(plan.sequences))),
+            owners=tuple(range(len(plan.sequences))),
             input_ids=torch.tensor([ids]),
-            row_N=torch.zeros(len(out["at"]), dtype=torch.long),
+            sequence_N=torch.zeros(len(out["at"]), dtype=torch.long),
             output_N=torch.tensor(out["position"]),
             target_N=torch.tensor(out["target"]),
             at_N=torch.tensor(out["at"]),

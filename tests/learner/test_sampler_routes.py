@@ -22,9 +22,11 @@ from replay_cases import (
     unpacked,
 )
 
+from gspo.config import RoutingConfig
 from gspo.errors import ConfigError
-from gspo.learner.forward import plan_logprobs
-from gspo.learner.routing_replay import NoRouting, route
+from gspo.learner.batch import batch_routing
+from gspo.learner.forward import NoRouting, plan_logprobs
+from gspo.model.load import Policy
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
 from gspo.rollout.engine import EngineContext
@@ -204,7 +206,8 @@ def test_routes_that_do_not_fit_the_model_are_refused(wrong: dict[str, int]) -> 
 
 def test_a_dense_model_has_nothing_to_route() -> None:
     plan = planned()
-    made = route(None, plan, [None] * len(ROWS), replay="off", balance=0.0, device=CPU)
+    dense = Policy(model=None, tokenizer=None, device=CPU)
+    made = batch_routing(dense, RoutingConfig(), plan, [None] * len(ROWS))
     assert type(made) is NoRouting
     micro = plan.updates[0][0]
     with made.old(micro) as nothing, made.learning(micro) as seen:

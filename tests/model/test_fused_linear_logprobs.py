@@ -17,7 +17,6 @@ from gspo.learner import forward as logprobs
 from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import make_plan
 from gspo.model.kernels import fused_linear_logprobs as fused
-from gspo.model.kernels import fused_linear_logprobs_torch as torch_kernels
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import lm_head, obstacle_to_head
 from gspo.model.micro_batch import TokenSequence
@@ -105,8 +104,10 @@ def test_rows_without_gradient_are_skipped_in_the_backward(idle: float, monkeypa
     hidden, weight, target = case(40, 24, 300, torch.float32)
     gains = gains_of(40, idle)
     seen: list[int] = []
-    original = torch_kernels.logit_gradient
-    monkeypatch.setattr(torch_kernels, "logit_gradient", lambda h, *rest: (seen.append(len(h)), original(h, *rest)))
+    original = fused.TorchKernels.logit_gradient
+    monkeypatch.setattr(
+        fused.TorchKernels, "logit_gradient", lambda h, *rest: (seen.append(len(h)), original(h, *rest))
+    )
     gradient = run(fused_linear_logprobs, hidden, weight, target, gains)[2]
     busy = (gains[0] != 0) | (gains[1] != 0)
     assert seen == ([int(busy.sum())] if busy.any() else [])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
-from gspo.model.alignment import align
 from gspo.model.load import _routers, load_policy, load_tokenizer
+from gspo.model.memory_alignment import align
 from gspo.model.routing import ForcedExperts, Routers, changed, check_replay, find_routers, says_it_routes
 from gspo.types import Routes
 

@@ -14,8 +14,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
-from gspo.learner.old_logprobs import clip_limit
-from gspo.objectives.rounding import rounding_noise
+from gspo.objectives.rounding import clip_limit, rounding_noise
 from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build

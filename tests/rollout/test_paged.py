@@ -21,12 +21,11 @@ from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
 from gspo.rollout.engine import DecodeStats, EngineContext
 from gspo.rollout.engines import local
-from gspo.rollout.local import batch, decoder, kernels
+from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_paging
-from gspo.rollout.local.queue import DecodeResult, make_queue
-from gspo.rollout.local.sampling import GREEDY, sample_from_logits, uniform
+from gspo.rollout.local.sampling import GREEDY, DecodeResult, make_queue, sample_from_logits, uniform
 from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots, make_slots
 from gspo.types import Prompt, Sampling
 
@@ -87,7 +86,7 @@ def decode_paged(
     sampling = sampling or Sampling(max_tokens=90)
     settings = {"slots": 8, "prefill_tokens": 100, **options}
     with torch.no_grad():
-        return batch.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
+        return paged.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
 
 
 def decode_plain(
@@ -175,14 +174,14 @@ def test_preemption_does_not_change_completions(
     model: Any, blocks: int, plain_completions: Callable[[int], DecodeResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: list[int] = []
-    preempt = batch.PagedBatch._preempt
+    preempt = paged.PagedBatch._preempt
 
     def counting(self: Any) -> None:
         before = len(self.waiting)
         preempt(self)
         preempted.append(len(self.waiting) - before)
 
-    monkeypatch.setattr(batch.PagedBatch, "_preempt", counting)
+    monkeypatch.setattr(paged.PagedBatch, "_preempt", counting)
     sampling = Sampling(max_tokens=150)
     assert_same(decode_paged(model, sampling=sampling, blocks=blocks, slots=12), plain_completions(150))
     assert blocks > 13 or any(preempted), "a completion had to be preempted"
@@ -191,7 +190,7 @@ def test_preemption_does_not_change_completions(
 def test_all_blocks_are_freed(model: Any) -> None:
     queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
     with torch.no_grad():
-        run = batch.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
+        run = paged.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
         count = run.blocks.available
         run.run()
     assert run.blocks.available == count
@@ -209,7 +208,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, mon
     )
     queue = make_queue([prompt_of(2 * BLOCK_SIZE + 5)], samples=6, seed=1, stream="train/0")
     with torch.no_grad():
-        run = batch.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
+        run = paged.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
         run._admit()
     assert read == [2 * BLOCK_SIZE + 4]
     rows = [row for row in run.rows if row is not None]
@@ -219,11 +218,11 @@ def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, mon
 
 
 def test_the_end_of_the_queue_is_decoded_in_smaller_batches(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "BATCH_SIZES", (1, 2, 4, 8))
+    monkeypatch.setattr(paged, "BATCH_SIZES", (1, 2, 4, 8))
     sizes: list[int] = []
-    step = batch.PagedBatch._step
+    step = paged.PagedBatch._step
     if not CUDA:
-        monkeypatch.setattr(batch.PagedBatch, "_step", lambda self, rows: (sizes.append(rows), step(self, rows))[1])
+        monkeypatch.setattr(paged.PagedBatch, "_step", lambda self, rows: (sizes.append(rows), step(self, rows))[1])
     sampling = Sampling(max_tokens=400)
     ours, theirs = decode_paged(model, slots=24, sampling=sampling), decode_plain(model, sampling=sampling)
     assert_same(ours, theirs)

@@ -164,6 +164,27 @@ def test_search_and_order(tmp_path: Path) -> None:
     assert completions.find(5, text="nowhere")["completions"] == []
 
 
+def test_tokens_that_were_not_sampled_have_no_values(tmp_path: Path) -> None:
+    """The result of a tool in the middle of a completion, say. An invalid mask is ignored."""
+    record = completion("train/1", 0, "abcdef", sampled=[1, 1, 0, 0, 1, 1]) | {
+        name: [-0.1, -0.2, -0.3, -0.4] for name in ("logp_sampler", "logp_old", "logp_new")
+    }
+    other = completion("train/2", 0, "abcde")
+    odd = [completion("train/3", 0, "abc", sampled=mask) for mask in ([1, 0], [1, 2, 0], [True, False, True], "110")]
+    completions = Completions(make_run(tmp_path / "made", completions=[record, other, *odd]))
+    found = completions.completion(5, 0, 0)
+    assert found is not None
+    assert found["sampled"] == [1, 1, 0, 0, 1, 1]
+    assert found["logp_old"] == [-0.1, -0.2, None, None, -0.3, -0.4]
+    assert found["length"] == 4
+    assert completions.find(5, order="length")["replies"][0]["excerpt"] == "abcde"
+    for number in range(2, 6):
+        shown = completions.completion(5, number, 0)
+        assert shown is not None
+        assert "sampled" not in shown
+        assert shown["logp_old"] == [-0.5] * 3
+
+
 def test_long_text_is_truncated_and_a_huge_file_is_not_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", completions=[completion("train/1", 0, "x" * 5_000_000)])
     completions = Completions(run)

@@ -1,6 +1,6 @@
 """Attention over packed rows: the completions of a group attend to one shared copy of their prompt.
 
-In: queries, keys and values of one packed row (`packing.Packing`). Out: the attention of every token over its own
+In: queries, keys and values of one packed row (`micro_batch.Packing`). Out: the attention of every token over its own
 sequence. Invariant: mathematically the attention of separate sequences. On a GPU, a completion attends to itself
 (causally) and to its prompt, for which all completions of the group form one long query; with the log-sums L of the
 two,
@@ -11,7 +11,8 @@ and the backward pass of each part is that of flash attention, given the combine
 Elsewhere keys and values are expanded to separate sequences for this one operation.
 
 It is registered with transformers under `NAME`. For forwards that are not packed it is `sdpa`, except that decoding
-on a CPU does not copy keys and values for every head that shares them.
+on a CPU does not copy keys and values for every head that shares them. `attention_kinds` says which attention the
+layers of a model have.
 """
 
 from __future__ import annotations
@@ -26,11 +27,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gspo.model.packing import Packing, Span
+from gspo.model.micro_batch import Packing, Span
 
 NAME = "gspo_packed"
 UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
 """Options of some families that packed attention does not support."""
+
+
+def attention_kinds(config: Any) -> dict[str, int | None] | None:
+    """The window of each kind of attention layer (None if unlimited); None if some layer is of another kind."""
+    config = config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) or None
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"} or getattr(config, "attention_chunk_size", None):
+        return None
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
 def attention(
@@ -99,7 +110,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
-        completions = packing.replies
+        completions = packing.completions
         prompts = packing.prompts
         output, log_sum = _flash(query, key, value, packing.parts, packing.parts, scale, causal=True)
         prompt_output, log_prompt = _flash(
@@ -124,7 +135,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, log_sum = ctx.saved_tensors
-        completions = ctx.packing.replies
+        completions = ctx.packing.completions
         prompts = ctx.packing.prompts
         parts = ctx.packing.parts
         gradient = gradient.contiguous()

@@ -8,7 +8,7 @@ batch affects speed and floating-point rounding, nothing else.
 Why it is fast: each distinct prompt is prefilled once and its KV cache is copied to its completions. A finished
 completion leaves the batch immediately and a waiting one takes its place; when none waits, the batch shrinks.
 Attention reads only the filled columns. Live rows are always the first `R` rows of the cache, so no step computes an
-idle row. On a GPU, most models are decoded by `rollout/local/batch.py` instead, with a paged KV cache and CUDA graphs.
+idle row. On a GPU, most models are decoded by `rollout/local/paged.py` instead, with a paged KV cache and CUDA graphs.
 
 Shape suffixes, in addition to those of `types.py`: `R` live rows, `C` filled columns, `A` rows being admitted, `U`
 distinct prompts in queue order.
@@ -30,10 +30,9 @@ from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits
-from gspo.rollout.local.batch import PagedBatch
 from gspo.rollout.local.decoder import obstacle_to_paging
-from gspo.rollout.local.queue import DecodeResult, Queue, make_queue
-from gspo.rollout.local.sampling import sample_from_logits, uniform, with_greedy
+from gspo.rollout.local.paged import PagedBatch
+from gspo.rollout.local.sampling import DecodeResult, Queue, make_queue, sample_from_logits, uniform, with_greedy
 from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, eval_mode, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
@@ -58,6 +57,7 @@ class LocalEngine:
         self.decoded = DecodeStats()
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.position_limit = position_limit(context.model)
         self.paged = context.model.device.type == "cuda" and _can_page(context.model)
         if not self.paged:
             _ = self.cached  # warn when the engine is built, not in the middle of a run
@@ -93,7 +93,7 @@ class LocalEngine:
         if not prompts or samples == 0:
             return [[] for _ in prompts]
         model = self.context.model
-        check_fits(model, prompts, sampling)
+        check_fits(self.position_limit, prompts, sampling)
         queue = make_queue(prompts, samples=samples, seed=seed, stream=stream, greedy_last=sampling.greedy_last)
         with eval_mode(model), torch.no_grad():
             result = self._decode_within_memory(model, queue, sampling, self.context.routers if routes else None)
@@ -170,15 +170,14 @@ def _can_page(model: Any) -> bool:
     return obstacle is None
 
 
-def check_fits(model: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    """Raise before sampling if a completion could exceed the model's maximum position."""
+def check_fits(positions: int | None, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    """Raise before sampling if a completion could exceed the model's number of positions; `None` if unlimited."""
     if sampling.max_tokens < 1:
         raise ConfigError(f"rollout.max_tokens: must be at least 1, is {sampling.max_tokens}")
     empty = next((prompt for prompt in prompts if not prompt.token_ids), None)
     if empty is not None:
         raise DataError(f"prompt {empty.id}: has no tokens; a completion needs at least one to start from")
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    positions = position_limit(model)
     if positions is not None and longest + sampling.max_tokens > positions:
         raise ConfigError(
             f"rollout.max_tokens: the longest prompt has {longest} tokens, and with {sampling.max_tokens} more it "

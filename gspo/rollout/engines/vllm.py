@@ -21,6 +21,7 @@ import torch
 
 from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
+from gspo.model.load import position_limit
 from gspo.model.routing import Routers
 from gspo.rollout.engine import EngineContext, EngineTraits, stream_key
 from gspo.rollout.engines.local import check_fits
@@ -168,7 +169,7 @@ class VllmEngine:
             raise RuntimeError("engine 'vllm' was closed")
         if not prompts or samples == 0:
             return [[] for _ in prompts]
-        check_fits(self.context.model, prompts, sampling)
+        check_fits(position_limit(self.context.model), prompts, sampling)
         self._check_room(prompts, sampling)
         self._sync_weights(prompts, sampling, version)
         places = [(p, sample) for p in range(len(prompts)) for sample in range(samples)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from transformers.cache_utils import Cache
 
-from gspo.model.attention import attention_kinds
+from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers

@@ -1,19 +1,69 @@
-"""Sampling one token per row.
+"""Sampling requests with their random streams, and sampling one token per row from them.
 
-In: logits, a `Sampling`, and a uniform random number per row from the row's own counter-based stream. Out: tokens and
-their log-probs under the distribution they were sampled from. Invariant: a row's token depends only on its own
-logits, its stream and the position in that stream.
+In: the prompts of one call; later the logits of each step. Out: a `Queue` of requests, which an engine admits in its
+order; tokens and their log-probs under the distribution they were sampled from. Invariant: a token depends only on its
+own logits, the stream of its request and the position in that stream. So the order of requests and the composition of a
+batch affect speed and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from gspo.types import Sampling
+from gspo.rollout.engine import DecodeStats, stream_key
+from gspo.types import Prompt, Routes, Sampling
 
 GREEDY = -1
 """The stream key of a row that is decoded greedily. Keys of random streams are never negative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The requests of one call."""
+
+    prompt_U: list[tuple[int, ...]]
+    """Distinct prompts, longest first. Neighbors have similar lengths, so prefill pads little."""
+    prompt_of_B: list[int]
+    """Index into `prompt_U` of each request's prompt; never decreasing."""
+    place_B: list[tuple[int, int]]
+    """Where the completion belongs: (index of the prompt in the call, sample)."""
+    key_B: list[int]
+    """The random stream of each request; `GREEDY` for greedy decoding."""
+
+
+def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str, greedy_last: bool = False) -> Queue:
+    """`samples` requests for every prompt."""
+
+    def key(p: int, sample: int) -> int:
+        greedy = greedy_last and sample == samples - 1
+        return GREEDY if greedy else stream_key(seed, stream, prompts[p].id, sample)
+
+    distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
+    index = {ids: u for u, ids in enumerate(distinct)}
+    order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])
+    place_B = [(p, sample) for p in order for sample in range(samples)]
+    return Queue(
+        prompt_U=distinct,
+        prompt_of_B=[index[prompts[p].token_ids] for p, _ in place_B],
+        place_B=place_B,
+        key_B=[key(p, sample) for p, sample in place_B],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """The sampled completions, in queue order."""
+
+    token_ids: list[list[int]]
+    logp: list[list[float]]
+    stopped: list[bool]
+    """Whether the completion ended with a stop token, not at the length limit."""
+    routes: Sequence[Routes | None]
+    decoded: DecodeStats
 
 
 def uniform(key_R: Tensor, index_R: Tensor) -> Tensor:

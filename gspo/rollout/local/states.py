@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from gspo.errors import KernelWarning
-from gspo.model.attention import attention_kinds
-from gspo.model.kernels.packed_attention import NAME
+from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
 

@@ -97,7 +97,7 @@ def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tupl
     worst = [0.0, 0.0]
     start = tokens = other = 0
     for sample in learned.samples:
-        end = start + len(sample.completion.token_ids)
+        end = start + sample.completion.sampled_count
         record = records.pop((sample.group, sample.sample), None)
         if record is None or len(record.logp_old) != end - start:
             other += 1

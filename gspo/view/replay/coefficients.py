@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gspo.objectives.credit import token_advantages
+from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import TrainSample, keeps_group, trainable

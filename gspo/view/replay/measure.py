@@ -212,7 +212,7 @@ def _view(
     return View(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
         samples=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
-        rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.rows),
+        rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.sequence_ids),
         max_tokens=config.rollout.max_tokens,
         seed=selection_seed(batch, index),
     )
@@ -310,6 +310,6 @@ def _completion(view: View, row: int, log_ratio: float) -> CompletionNumbers:
         prompt_id=sample.completion.prompt_id,
         sample=sample.completion.sample,
         reward=sample.score.reward,
-        tokens=len(sample.completion.token_ids),
+        tokens=sample.completion.sampled_count,
         log_ratio=log_ratio,
     )

@@ -108,15 +108,24 @@ def _lines(file: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{file}: line {number}: no {missing[0]}, which a replay needs; another version of gspo wrote the file"
             )
-        if len(record["logp_sampler"]) != len(record["token_ids"]):
-            raise DataError(
-                f"{file}: line {number}: {len(record['token_ids'])} tokens, but {len(record['logp_sampler'])} "
-                "log-probs; the file is damaged, replay another step"
-            )
+        _check_lengths(f"{file}: line {number}", record)
         records.append(record)
     if not records:
         raise DataError(f"{file}: has no completions; replay another step")
     return records
+
+
+def _check_lengths(where: str, record: Mapping[str, Any]) -> None:
+    """Every token is sampled or not, and every sampled one has a log-prob."""
+    tokens = len(record["token_ids"])
+    sampled = record.get("sampled", [1] * tokens)
+    problem = ""
+    if not isinstance(sampled, list) or len(sampled) != tokens or not all(own in (0, 1) for own in sampled):
+        problem = f"sampled must be a 0 or 1 for each of the {tokens} tokens"
+    elif len(record["logp_sampler"]) != sum(sampled):
+        problem = f"{sum(sampled)} tokens, but {len(record['logp_sampler'])} log-probs"
+    if problem:
+        raise DataError(f"{where}: {problem}; the file is damaged, replay another step")
 
 
 def _group(file: Path, lines: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
@@ -144,6 +153,7 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
         stop=StopReason(line["stop"]),
         version=line["version"],
         routes=routes,
+        sampled=tuple(map(bool, line.get("sampled", ()))),
     )
 
 

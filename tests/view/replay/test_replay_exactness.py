@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError, DataError
 from gspo.record.progress import PlainDisplay
+from gspo.rollout.engines.local import LocalEngine
 from gspo.trainer import resume
+from gspo.types import Completion
+from gspo.view.completions import Completions
 from gspo.view.replay.source import open_run
 
 KINDS = {
@@ -71,6 +75,40 @@ def test_every_kind_of_run_is_recomputed_exactly_across_a_step_without_a_checkpo
         assert found.tokens >= 10
         assert found.metrics > 20
     assert replayed.agreements[1].logp_new > 0, "a difference of 0 would mean that nothing was compared"
+
+
+def test_a_run_with_unsampled_tokens_is_recomputed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second completion has two tokens in the middle that the model did not sample, like a tool result."""
+    generate = LocalEngine.generate
+
+    def with_given_tokens(self: LocalEngine, *args: Any, **options: Any) -> list[list[Completion]]:
+        return [
+            [c if c.sample % 2 else _with_given_tokens(c) for c in group] for group in generate(self, *args, **options)
+        ]
+
+    monkeypatch.setattr(LocalEngine, "generate", with_given_tokens)
+    run = make_run(tmp_path, "steps=1", "rollout.prompts=4", "model.build=tiny_moe")
+    records = [json.loads(line) for line in (run / "rollouts" / "000001.jsonl").read_text().splitlines()]
+    masks = [record.get("sampled") for record in records]
+    assert [mask is None for mask in masks] == [record["sample"] % 2 == 1 for record in records]
+    for record, mask in zip(records, masks, strict=True):
+        sampled = sum(mask) if mask else len(record["token_ids"])
+        assert all(len(record[name]) == sampled for name in ("logp_sampler", "logp_old", "logp_new", "flipped_experts"))
+    metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    assert metrics["tokens/generated"] == sum(len(record["logp_sampler"]) for record in records)
+    replayed = rebuild_step(run, 1).agreements[0]
+    assert replayed.exact, replayed
+    assert replayed.tokens == metrics["tokens/generated"]
+    shown = Completions(run).completion(1, 0, 0)
+    assert shown is not None
+    assert shown["sampled"] == masks[0]
+    assert [value is not None for value in shown["logp_old"]] == [bool(own) for own in masks[0] or ()]
+
+
+def _with_given_tokens(completion: Completion) -> Completion:
+    ids, own = completion.token_ids, len(completion.token_ids) - 1
+    sampled = (True,) + (False,) * 2 + (True,) * own
+    return dataclasses.replace(completion, token_ids=(ids[0], 5, 6, *ids[1:]), sampled=sampled, routes=None)
 
 
 def test_recomputed_steps_reproduce_the_weights_of_a_later_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -208,6 +246,9 @@ def test_damaged_records_are_refused(run: Path, tmp_path: Path, text: str, messa
     [
         ("token_ids", [10**6, 1], "tokens outside the model's vocabulary"),
         ("token_ids", [1], "1 tokens, but 2 log-probs"),
+        ("sampled", [1, 0], "1 tokens, but 2 log-probs"),
+        ("sampled", [1], "sampled must be a 0 or 1 for each of the 2 tokens"),
+        ("sampled", [1, "x"], "sampled must be a 0 or 1 for each of the 2 tokens"),
         ("stop", "tired", "invalid record"),
         ("prompt", 3, "invalid record"),
     ],

@@ -105,7 +105,7 @@ def mixed_group(group: Group) -> bool:
 def independent(at: Snapshot, objective: Objective) -> tuple[Tensor, float, dict[str, float]]:
     """(gradient, loss, statistics) with padded tensors, the public functions and one backward pass."""
     model = at.learner.policy.model
-    rows = sorted(r for micro in at.batch.plan.updates[INDEX] for r in micro.rows)
+    rows = sorted(r for micro in at.batch.plan.updates[INDEX] for r in micro.sequence_ids)
     samples = at.view.samples
     mixed = {s.group for s in samples if mixed_group(at.groups[s.group])}
     trainable = [i for i, s in enumerate(samples) if objective.keep == "all" or s.group in mixed]
@@ -254,7 +254,7 @@ def test_weights_are_minus_the_loss_coefficients_summed_over_a_completion(at: Sn
         length = len(view.samples[number].completion.token_ids)
         assert row.weights[index] == pytest.approx(advantage * length / len(view.rows), abs=1e-7)
         assert row.token_weights[index] == pytest.approx((advantage / len(view.rows),) * 2, abs=1e-7)
-    assert candidate.objective.per == "sequence"
+    assert candidate.objective.advantage_per == "sequence"
 
 
 def test_effective_number_of_completions() -> None:

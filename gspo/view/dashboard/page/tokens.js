@@ -141,8 +141,9 @@ class TokenView {
       Number.isFinite(list?.[i]) ? `${list[i].toFixed(4)}  (p ${Math.exp(list[i]).toPrecision(3)})` : "not recorded");
     const log = difference(c.logp_new, c.logp_old, i);
     const ratio = log === null ? "not trained on" : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
-    const clipped = c.clipped_tokens ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
-    const position = `  token ${i + 1} of ${c.length}, id ${c.tokens[i]}`;
+    const given = c.sampled?.[i] === 0;
+    const clipped = c.clipped_tokens && !given ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
+    const position = `  token ${i + 1} of ${c.tokens.length + c.cut}, id ${c.tokens[i]}`;
     this.inspector.replaceChildren(
       node("p", {},
         node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
@@ -153,7 +154,8 @@ class TokenView {
         tableRow("log-prob, reference", logp(c.logp_ref)),
         tableRow("ratio new / old", ratio),
         tableRow("clipped", clipped),
-        c.flipped_experts ? tableRow("expert flips", String(c.flipped_experts[i])) : null,
+        given ? tableRow("sampled", "no, it was given to the model") : null,
+        c.flipped_experts && !given ? tableRow("expert flips", String(c.flipped_experts[i])) : null,
       )));
   }
 

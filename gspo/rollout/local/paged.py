@@ -28,7 +28,7 @@ from gspo.rollout.engine import DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block
-from gspo.rollout.local.queue import DecodeResult, Queue
+from gspo.rollout.local.sampling import DecodeResult, Queue
 from gspo.rollout.local.slots import LIVE, SAMPLED, make_slots
 from gspo.types import Routes, Sampling
 

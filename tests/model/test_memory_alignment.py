@@ -16,8 +16,8 @@ from gspo.clock import Clock
 from gspo.config import Config, LoraConfig, ModelConfig
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import Optimizer
-from gspo.model.alignment import align
 from gspo.model.load import build_model, char_tokenizer, load_policy, load_tokenizer
+from gspo.model.memory_alignment import align
 from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import train
