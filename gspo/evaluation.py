@@ -2,7 +2,7 @@
 
 In: prompts and an engine. Out: an `Evaluation`. Invariants: an unscored completion is neither right nor wrong, so it is
 excluded and counted, and so is a problem without any scored completion. A run is never evaluated on problems that it
-has trained on, nor on problems that ask the same.
+has trained on, nor on duplicates of them.
 """
 
 from __future__ import annotations

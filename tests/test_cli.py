@@ -133,7 +133,7 @@ def test_eval_on_training_problems_is_refused(demo_run: Path, tmp_path: Path) ->
     assert (done.returncode, "was trained on every one of these 50 problems" in done.stderr) == (1, True)
     done = gspo("eval", str(demo_run), "--data", str(new), *options)
     assert done.returncode == 0, done.stderr
-    assert "left out 50 of 51 problems" in done.stdout
+    assert "excluded 50 of 51 problems" in done.stdout
     assert ": 1 problems" in done.stdout
 
 

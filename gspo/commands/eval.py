@@ -1,7 +1,7 @@
 """`gspo eval`: pass@k and avg@k of a model, a checkpoint or a run.
 
 In: a model and problems. Out: accuracies with intervals, and files if asked for. Invariant: a model is never evaluated
-on problems that it was trained on, nor on problems that ask the same.
+on problems that it was trained on, nor on duplicates of them.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _eval_components(
 
 
 def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: int | None) -> Sequence[Prompt]:
-    """The problems to evaluate on, without those that the model was trained on and those that ask the same."""
+    """The problems to evaluate on, without those that the model was trained on and their duplicates."""
     from gspo.contamination import trained_on
     from gspo.data.problems import fresh_problems, load_problems
 
@@ -254,8 +254,8 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
     if len(unseen) < len(found):
         excluded = len(found) - len(unseen)
         print(
-            f"left out {excluded} of {len(found)} problems: the model was trained on them, or on others that ask "
-            "the same"
+            f"excluded {excluded} of {len(found)} problems, because the model was trained on them or on "
+            "duplicates of them"
         )
     return unseen[:limit]
 
@@ -271,7 +271,7 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
         print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
     if evaluation.unscored:
         why = next((f"; the first failure: {s.failure}" for s in evaluation.scores if s.failure), "")
-        print(f"  {evaluation.unscored} completions have no verdict (unscored) and are left out{why}")
+        print(f"  {evaluation.unscored} completions have no verdict (unscored) and are excluded{why}")
 
 
 def _write_numbers(

@@ -21,12 +21,12 @@ def k1(tokens: Tokens) -> Tensor:
 
 
 def k2(tokens: Tokens) -> Tensor:
-    """(log pi - log pi_ref)^2 / 2. As a loss: the gradient of the reverse KL."""
+    """(log pi - log pi_ref)^2 / 2. As a loss it has the gradient of the reverse KL."""
     return 0.5 * k1(tokens) ** 2
 
 
 def k3(tokens: Tokens) -> Tensor:
-    """pi_ref/pi - 1 - log(pi_ref/pi). Unbiased, never negative; as a loss: the gradient of the forward KL."""
+    """pi_ref/pi - 1 - log(pi_ref/pi). Unbiased, never negative; as a loss it has the gradient of the forward KL."""
     log_r_N = (-k1(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(x) - 1 loses the digits of a small x, and k3 is of order x^2.
     return torch.expm1(log_r_N) - log_r_N
@@ -39,7 +39,7 @@ def k3_plus(tokens: Tokens) -> Tensor:
 
 
 def k3_ratio(tokens: Tokens) -> Tensor:
-    """(pi/pi_old) k3 with gradient through both: reverse KL, also off-policy (DeepSeek-V3.2)."""
+    """(pi/pi_old) k3 with gradient through both factors. The reverse KL, even off-policy (DeepSeek-V3.2)."""
     return token(tokens).exp() * k3(tokens)
 
 

@@ -156,7 +156,7 @@ PANELS = (
         log=True,
         what=(
             "Absolute log-prob difference between engine and learner; 0.7 is a factor of two. Below 0.001 is float32 "
-            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in a MoE "
+            "rounding, a mean around 0.02 is bfloat16. A high maximum with a low mean indicates expert flips in an MoE "
             'model (routing.replay = "sampler" fixes it). If all curves are high, the engine and the learner have '
             "different weights."
         ),
@@ -407,7 +407,7 @@ METRICS = (
         "The policy term of the loss, mean over the step's updates. Its value does not measure progress: "
         "for objectives with a ratio it is minus the weighted mean of the advantages at ratio 1, and "
         "centered advantages sum to 0.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.SUM,
     ),
@@ -415,21 +415,21 @@ METRICS = (
         "loss/kl",
         "The KL term as added to the loss, including its coefficient, mean over updates. 0 without a KL "
         'penalty, or with `kl_in = "reward"`.',
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.SUM,
     ),
     Metric(
         "loss/entropy",
         "The entropy term as added to the loss: minus the coefficient times the weighted entropy. 0 without a bonus.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.SUM,
     ),
     Metric(
         "grad/norm",
         "Gradient norm before clipping to `learner.max_grad_norm`, mean over updates. `null` if one was not finite.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.SAME,
         panels=("gradient",),
@@ -439,7 +439,7 @@ METRICS = (
     Metric(
         "grad/skipped",
         "Updates of this step that were skipped: loss or gradient not finite, or a gradient spike (`learner.spike`).",
-        present="learned",
+        present="trained",
         unit="count",
         reduction=Reduction.SAME,
         panels=("trouble",),
@@ -448,7 +448,7 @@ METRICS = (
     Metric(
         "learning_rate",
         "Learning rate of the step's last update.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.SAME,
     ),
@@ -459,7 +459,7 @@ METRICS = (
         "direction of the advantage (clipping objectives), the weight is at its cap (`cispo`), or the token "
         "is selected (`clip_cov`, `kl_cov`). 0 for soft objectives (`sapo`, `maspo`, `vespo`) and for "
         "objectives without a bound (`gpg`, `rloo`).",
-        present="learned",
+        present="trained",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("clipping",),
@@ -470,7 +470,7 @@ METRICS = (
         "clip/fraction_sequences",
         "Share of trained completions with at least one such token. With one ratio and one advantage per "
         "completion (`gspo`, `luspo`), a completion is clipped as a whole.",
-        present="learned",
+        present="trained",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
         panels=("clipping",),
@@ -480,14 +480,14 @@ METRICS = (
     Metric(
         "clip/low",
         'Lower side of the clip range of this step; it changes only if it was set to `"auto:SHARE"`.',
-        present="learned, and the objective has a range",
+        present="trained, and the objective has a range",
         unit="number",
         reduction=Reduction.SAME,
     ),
     Metric(
         "clip/high",
         "Upper side.",
-        present="learned, and the objective has a range",
+        present="trained, and the objective has a range",
         unit="number",
         reduction=Reduction.SAME,
         panels=("ratio",),
@@ -498,21 +498,21 @@ METRICS = (
         "Mean of the ratio that the trust region uses: over trained completions for `gspo`, `gspo_token`,"
         " `luspo`, over trained tokens for the others. `gmpo`: after its bounds. `vespo`: the product "
         "`pi/mu` of the completion. 1 for `gpg` and `rloo`.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.MEAN,
     ),
     Metric(
         "ratio/max",
         "Maximum of this ratio over trained tokens.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.MAX,
     ),
     Metric(
         "ratio/token_log_std",
         "Standard deviation (population) over trained tokens of `log pi - log pi_old`, for every objective.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -523,7 +523,7 @@ METRICS = (
         "Standard deviation over trained completions of the completion's mean of `log pi - log pi_old`, "
         "for every objective. If tokens were independent, it would be the token value divided by the square "
         "root of the length.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -534,7 +534,7 @@ METRICS = (
         "Mean over trained tokens of `r - 1 - log r`, `r = pi/pi_old`: how far the updates of this step "
         "moved the policy, in nats per token (KL(pi_old ‖ pi), estimator k3). Never below 0 except for "
         "rounding.",
-        present="learned",
+        present="trained",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -547,7 +547,7 @@ METRICS = (
         "from the learner's. With the `local` engine in float32 and without top-p or top-k only rounding "
         'remains. With `learner.old_logp = "sampler"` all mismatch metrics are over the tokens of the '
         "first mini-batch.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch-tokens",),
@@ -556,7 +556,7 @@ METRICS = (
     Metric(
         "mismatch/abs_max",
         "The maximum. An MoE model with routing flips has a high maximum and a low mean.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.MAX,
         panels=("mismatch-tokens",),
@@ -565,14 +565,14 @@ METRICS = (
     Metric(
         "mismatch/k1",
         "Mean of `-log rho`: the plain estimate of KL(mu ‖ pi_old); may be below 0.",
-        present="learned",
+        present="trained",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
     ),
     Metric(
         "mismatch/k3",
         "Mean of `rho - 1 - log rho`: a nonnegative estimate of the same.",
-        present="learned",
+        present="trained",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -581,7 +581,7 @@ METRICS = (
     Metric(
         "mismatch/chi2",
         "Mean of `rho^2 - 1`: the variance that importance weights would add.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.TOKEN_MEAN,
     ),
@@ -589,14 +589,14 @@ METRICS = (
         "mismatch/ess",
         "Effective sample size of these weights, as a share of the tokens: `mean(rho)^2 / mean(rho^2)`. 1"
         " if all weights are equal.",
-        present="learned",
+        present="trained",
         unit="share",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "mismatch/extreme_fraction",
         "Share of tokens to which engine and learner assign probabilities more than a factor of two apart.",
-        present="learned",
+        present="trained",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch-tokens",),
@@ -608,7 +608,7 @@ METRICS = (
         "weights, so that only rounding separates the two: per completion (mean over its tokens) for "
         "objectives that clip completions, per token for the others. The effect of rounding on a ratio "
         "([precision.md](precision.md)).",
-        present="learned, the objective has a range, two or more updates, engine `local` without top-p and top-k",
+        present="trained, the objective has a range, two or more updates, engine `local` without top-p and top-k",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -626,7 +626,7 @@ METRICS = (
         "entropy/mean",
         "Mean entropy of `pi_old` at the trained tokens (of the first mini-batch with `learner.old_logp ="
         ' "sampler"`), in nats.',
-        present="learned",
+        present="trained",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("entropy",),
@@ -637,7 +637,7 @@ METRICS = (
         "Standard deviation (population) of the advantages of trained completions. For z-scores of groups"
         " of G scored completions it is the root of (G-1)/G times the share of completions in groups that"
         " are not uniform, including penalties in the reward.",
-        present="learned",
+        present="trained",
         unit="number",
         reduction=Reduction.GATHER,
     ),
@@ -667,7 +667,7 @@ METRICS = (
     Metric(
         "padding/learner",
         "Share of the positions of a pass over the batch that are padding: 0 for models that support packing.",
-        present="learned",
+        present="trained",
         unit="share",
         reduction=Reduction.MEAN,
         panels=("padding",),
@@ -675,17 +675,16 @@ METRICS = (
     ),
     Metric(
         "padding/saved",
-        "Share of the positions that a pass over the batch saves compared with one row per completion, "
-        "with its prompt, padded to the longest of its update: by packing, and by storing a prompt once "
-        "per group.",
-        present="learned",
+        "Share of the positions that packing, and storing a prompt once per group, save in a pass over the batch, "
+        "compared with one row per completion, with its prompt, padded to the longest row of its update.",
+        present="trained",
         unit="share",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "reward/length_penalty",
         "Mean over trained completions of what length shaping subtracts from the reward.",
-        present='learned, `shape = "soft_overlong"`',
+        present='trained, `shape = "soft_overlong"`',
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
         panels=("shaping",),
@@ -703,8 +702,8 @@ METRICS = (
     Metric(
         "kl/ref",
         "Mean over trained tokens of `r - 1 - log r`, `r = pi_ref/pi`: distance from the reference in "
-        "nats per token (KL(pi ‖ pi_ref), estimator k3, whatever `kl_estimator` is).",
-        present="learned, and the objective has a KL penalty",
+        "nats per token (KL(pi ‖ pi_ref), estimator k3, for every `kl_estimator`).",
+        present="trained, and the objective has a KL penalty",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -715,18 +714,18 @@ METRICS = (
         "The auxiliary load-balancing loss as added to the loss, including its coefficient, mean over "
         "updates. An even load gives the coefficient itself; all tokens on the same experts give up to "
         "E/top-k times that.",
-        present="learned, and `routing.balance_loss` is set",
+        present="trained, and `routing.balance_loss` is set",
         unit="number",
         reduction=Reduction.SUM,
     ),
     # Routers of an MoE model.
     Metric(
         "routing/flip_fraction",
-        "Share of the experts used in a learning forward pass that the old policy's forward pass did not "
+        "Share of the experts used in a forward pass for the loss that the old policy's forward pass did not "
         "use for the same token, over trained tokens of the updates after the first. 0 with replay, which"
         " proves that it took effect. With one update it is measured by one more forward pass over its "
         "first micro-batch, after the update.",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("routing",),
@@ -745,14 +744,14 @@ METRICS = (
         "routing/flip_fraction_first",
         "The routers' own choice after exactly one update, against the old policy (trained tokens of the "
         "second update).",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
     ),
     Metric(
         "routing/flip_fraction_last",
         "The same after all updates but the last (trained tokens of the last update).",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
     ),
@@ -760,7 +759,7 @@ METRICS = (
         "routing/flip_fraction_sampler",
         "Share of the experts used in the old policy's forward pass that the sampling engine did not use."
         ' 0 with `replay = "sampler"`, `null` if the engine does not report its experts.',
-        present="learned, MoE",
+        present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("routing",),
@@ -770,14 +769,14 @@ METRICS = (
         "routing/load_entropy",
         "Entropy of how often the old policy's forward pass uses each expert, over prompt and completion "
         "tokens of trained completions, as a share of log E: 1 is an even load. Mean over MoE layers.",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "routing/load_max",
         "The busiest expert's share of the choices, times E: 1 is an even load. Maximum over MoE layers.",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("load",),
@@ -786,14 +785,14 @@ METRICS = (
     Metric(
         "routing/load_entropy/L",
         "The entropy of MoE layer L, counted from 0 without dense layers.",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "routing/load_max/L",
         "The busiest expert of MoE layer L.",
-        present="learned, MoE",
+        present="trained, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),

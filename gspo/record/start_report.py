@@ -32,9 +32,9 @@ def report_setup(context: RunContext, run: RunDir, display: Display, incidents: 
     if problems.crowded:
         incidents.warn(problems.crowded)
     elif problems.overlapping:
-        display.message(f"left out {problems.overlapping} training problems that ask the same as a held-out one")
+        display.message(f"excluded {problems.overlapping} training problems that duplicate a held-out problem")
     if problems.skipped:
-        display.message(f"left out {problems.skipped} bad rows (data.on_bad_row = skip)")
+        display.message(f"skipped {problems.skipped} bad rows (data.on_bad_row = skip)")
     if config.rollout.top_p < 1 or config.rollout.top_k:
         incidents.warn(
             "with rollout.top_p or rollout.top_k the engine samples from a truncated distribution, and the learner's "
