@@ -41,12 +41,12 @@ LONG = 16
 
 def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Reduced]:
     """All metrics of a step, except its timings and its evaluation."""
-    none: dict[str, Reduced] = {"tokens/trained": Sum(0), "samples/trained": Sum(0)}
+    untrained: dict[str, Reduced] = {"tokens/trained": Sum(0), "samples/trained": Sum(0)}
     reasons = drop_reasons(objective, collected, learned)
     return {
         **_sampling_metrics(collected),
         "samples/dropped/KIND": _counts(reasons),
-        **(_training_metrics(objective, learned) if learned else none),
+        **(_training_metrics(objective, learned) if learned else untrained),
     }
 
 

@@ -100,7 +100,7 @@ def test_ranks_combine_to_the_metrics_of_the_whole_step(step: Step, ranks: int) 
             if isinstance(value, int):
                 assert found[key] == value, key
             else:
-                assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), key
+                assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True), key
 
 
 def split(
