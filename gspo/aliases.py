@@ -106,7 +106,7 @@ def _tables(tree: Mapping[str, Any], prefix: str, renamed: dict[str, str], where
             raise ConfigError(f"{where}: {both(old, new)}")
         if new != old:
             renamed[old] = new
-        if isinstance(value, Mapping) and any(key.startswith(f"{old}.") for key in (*SETTINGS, *VALUES)):
+        if isinstance(value, Mapping) and any(key.startswith(f"{new}.") for key in (*SETTINGS, *VALUES)):
             value = _tables(value, f"{new}.", renamed, where)
         else:
             renamed |= {v: VALUES[new][v] for v in _listed(value) if v in VALUES.get(new, {})}

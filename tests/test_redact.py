@@ -160,7 +160,7 @@ def test_run_event_contains_no_secret(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MY_TOKEN", "by-its-value")
     run = RunDir.create(load("demo", [f"run_dir={tmp_path / 'run'}"]))
     run.event(
-        "error", error="E", what=f"{SHAPES['AWS']} and by-its-value refused", steps=[{"x": SHAPES["GitHub p"]}], n=3
+        "error", error="E", message=f"{SHAPES['AWS']} and by-its-value refused", steps=[{"x": SHAPES["GitHub p"]}], n=3
     )
     run.close()
     (said,) = read_jsonl(tmp_path / "run" / "events.jsonl")
