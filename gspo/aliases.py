@@ -46,6 +46,8 @@ METRICS = {
     "sampler/steps": "sampler/decode_steps",
     "samples/left_out/not_mixed": "samples/dropped/uniform",
     "samples/left_out/": "samples/dropped/",
+    "samples/unscored/nonsense": "samples/unscored/invalid",
+    "samples/unscored/untried": "samples/unscored/not_run",
     **{f"reward/part/{old}": f"reward/part/{new}" for old, new in REWARDS.items()},
     **{f"reward/note/{old}/": f"reward/note/{new}/" for old, new in REWARDS.items()},
 }

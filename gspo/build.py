@@ -138,6 +138,7 @@ def build_run(
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
+    # A built model has one token per character that its task uses.
     tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
     problems = load_problems(config.data, tokenizer, config.seed)
     rewards.check_columns(set().union(*(p.columns for p in problems.train)))

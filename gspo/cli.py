@@ -16,6 +16,7 @@ from typing import TextIO
 
 # Idle OpenMP threads must sleep: on small models spinning is many times slower. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The tokenizers library warns, and may deadlock, if a process forks after its threads have started.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from gspo import __version__
@@ -27,6 +28,7 @@ from gspo.safe_output import safe_output
 COMMANDS = [
     module.COMMAND for module in (train, demo, eval, compare, replay, doctor, merge, watch, report, serve, objectives)
 ]
+# A full disk, a quota, and a file size limit: all are for the user to fix, so no traceback.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -81,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=command.help,
             description=command.help,
             epilog=command.epilog or None,
+            # An abbreviated option is more likely a misspelled setting.
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -25,6 +25,7 @@ def trained_on(model: str, tokenizer: Any) -> frozenset[str]:
     """The keys of the training problems. Propagates errors from loading them, for example a missing data file."""
     keys: set[str] = set()
     visited: set[Path] = set()
+    # `visited` ends a cycle: a checkpoint may name itself as its start.
     while (settings := _settings(model)) and Path(model).absolute() not in visited:
         visited.add(Path(model).absolute())
         # Only the data settings are parsed, so a checkpoint stays readable when other settings change.

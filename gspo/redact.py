@@ -60,6 +60,7 @@ def sounds_secret(name: str) -> bool:
 
     True for `HF_TOKEN`, `X-Api-Key` and `authToken`; false for `max_tokens`.
     """
+    # authToken, X-Api-Key and HF_TOKEN become auth_token, x_api_key and hf_token.
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower()
     return bool(_NAME.search(words)) and not words.endswith("_tokens") and words != "tokens"
 
@@ -100,6 +101,7 @@ def _hide_secret_group(match: re.Match[str]) -> str:
 def redacted_pieces(pieces: Sequence[str], secrets: Sequence[str]) -> list[str]:
     """Redact a text that is split into pieces, such as tokens. A piece that overlaps a secret is hidden as a whole."""
     text = "".join(pieces)
+    # Most texts hold no secret, and need no positions.
     if redacted(text, secrets) == text:
         return list(pieces)
     spans = [m.span() for secret in secrets for m in re.finditer(re.escape(secret), text)]
@@ -116,6 +118,7 @@ def redacted_pieces(pieces: Sequence[str], secrets: Sequence[str]) -> list[str]:
 def redacted_values(value: Any, secrets: Sequence[str] = (), *, secret: bool = False) -> Any:
     """Nested values with secrets redacted from strings. All strings under a secret-sounding key are hidden."""
     if isinstance(value, Mapping):
+        # Keys, too: a table by header or by address may hold a secret in its keys.
         return {
             redacted(str(k), secrets): redacted_values(v, secrets, secret=secret or sounds_secret(str(k)))
             for k, v in value.items()

@@ -42,11 +42,13 @@ class Same(Reduced):
 
 @dataclass(frozen=True)
 class Sum(Reduced):
+    """A part of the sum over ranks."""
+
     total: float
 
     @classmethod
     def combine(cls, ranks: Sequence[Self]) -> float:
-        return reduce(add, [r.total for r in ranks])
+        return sum(r.total for r in ranks)
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,8 @@ class Gather(Reduced):
 
     @classmethod
     def combine(cls, ranks: Sequence[Self]) -> float:
-        values = [r.values for r in ranks]
-        gathered = torch.cat(values) if isinstance(values[0], Tensor) else list(chain.from_iterable(values))
-        return ranks[0].function(gathered)
+        tensors = [r.values for r in ranks if isinstance(r.values, Tensor)]
+        return ranks[0].function(torch.cat(tensors) if tensors else list(chain.from_iterable(r.values for r in ranks)))
 
 
 @dataclass(frozen=True)

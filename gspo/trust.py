@@ -46,6 +46,7 @@ def all_code(config: Config, models: Sequence[Path | str]) -> list[Code]:
 
 def reward_code(config: Config) -> list[Code]:
     """Reward files, and options that let a built-in reward start programs outside a sandbox."""
+    # One at a time, so that one missing file does not hide the others.
     sources: list[Source] = []
     for spec in config.reward.functions:
         with suppress(ConfigError, RewardError):  # a missing file cannot run; building the reward reports it later
@@ -120,6 +121,7 @@ def _named_in(file: Path) -> set[str]:
     except (OSError, ValueError, RecursionError):
         return set()
     found = set()
+    # A stack instead of recursion: the file may be nested deeply.
     waiting = [(tree, False)]
     while waiting:
         value, in_map = waiting.pop()
@@ -138,6 +140,7 @@ def check(run: Path, code: Sequence[Code], *, trust: bool) -> None:
         remember(run, code)
         return
     approved = _approved(run)
+    # By content: an approved file that was changed since must be approved again.
     unapproved = [c for c in code if approved.get(c.key) != c.digest]
     if unapproved:
         listing = "; ".join(
@@ -157,8 +160,10 @@ def remember(run: Path, code: Sequence[Code]) -> None:
         return
     file = _record(run)
     with suppress(OSError):  # without a writable state directory the user is asked again next time
+        # Private: whoever can write here can approve code.
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_name(f".tmp-{os.getpid()}-{file.name}")
+        # The path is for people; the name of the file identifies the run.
         partial.write_text(json.dumps({"run": str(run.resolve()), "code": now}, indent=2) + "\n", encoding="utf-8")
         partial.replace(file)  # atomic: another process never reads half a record
 
@@ -167,6 +172,7 @@ def _approved(run: Path) -> dict[str, str]:
     try:
         found: Any = json.loads(_record(run).read_text(encoding="utf-8"))["code"]
         return {str(key): str(digest) for key, digest in found.items()}
+    # A damaged record approves nothing.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

@@ -145,8 +145,8 @@ class Score:
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keywords by which reward functions explain their values, for example `timeout` from `code_tests`."""
     failure: str | None = None
-    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `untried: ...` (the
-    batch ran out of time), `died: ...` (the worker crashed), `memory: ...`, `nonsense: ...`, `abstained: ...`."""
+    """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `not_run: ...` (the
+    batch ran out of time), `died: ...` (the worker crashed), `memory: ...`, `invalid: ...`, `abstained: ...`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -442,7 +442,7 @@ def test_some_unscored_completions_do_not_stop_a_run(tiny: Callable[..., Config]
     unscored = [r for r in records if r["status"] == "unscored"]
     assert unscored
     assert sum(r["samples/unscored"] for r in rows[1:]) == len(unscored)
-    assert all(r["reward"] is None and not r["trained"] and "nonsense" in r["failure"] for r in unscored)
+    assert all(r["reward"] is None and not r["trained"] and "invalid" in r["failure"] for r in unscored)
     scored = [r["reward"] for r in read_jsonl(run_of(config) / "rollouts/000001.jsonl") if r["reward"] is not None]
     assert rows[1]["reward/mean"] == pytest.approx(sum(scored) / len(scored))
 

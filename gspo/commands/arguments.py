@@ -51,4 +51,5 @@ def settings_help() -> str:
     for key, kind, default, text in help_texts():
         shown = json.dumps(default) if isinstance(default, str | bool | int | float) else str(default or "none")
         lines.append(f"  {key} ({kind}, default {shown})\n      {text}")
+    # argparse formats the epilog, so a percent sign must be doubled.
     return "\n".join(lines).replace("%", "%%")

@@ -168,9 +168,11 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     if base_of(model) is None:
         dropped |= {"lora", "quantize"}  # a full model has no adapters, even if the recipe trains some
     tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in dropped} | {"path": model}
+    # The model has had it; repeating it would change the model.
     tree["cold_start"] = {}
     if data:
         _replace_data(tree, data)
+    # The recipe's seed decides which problems are held out.
     tree["seed"] = seed if data else tree.get("seed", seed)
     config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=given)
     settings.check(config)
@@ -189,6 +191,7 @@ def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool
             )
         return
     named = set(trust.all_code(settings.from_tree(settings.read_toml(own), where=str(own)), [config.model.path]))
+    # What an override on the command line names was typed by the user, who trusts it.
     code = [c for c in trust.all_code(config, [config.model.path]) if c in named]
     trust.check(Path(model), code, trust=trust_run)
 
@@ -214,6 +217,7 @@ def _eval_components(
     from gspo.build import engine_for, reward_pool
     from gspo.model.load import load_policy, load_tokenizer
 
+    # Before the model, so that a reward that cannot be loaded is found early.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)

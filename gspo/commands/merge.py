@@ -40,8 +40,10 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
 
     directory = _adapter_dir(Path(source))
     target = Path(out)
+    # An empty directory may be replaced; anything else may be somebody's model.
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out}: already exists; choose a new directory")
+    # On the CPU: merging is a few sums, and the model need not fit a GPU.
     model = ModelConfig(path=str(directory), dtype=_precision(directory), device="cpu")  # type: ignore[arg-type]
     policy = load_policy(model, load_tokenizer(model), seed=0)
     # A rename makes the directory appear complete or not at all.

@@ -207,7 +207,7 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
         return tuple(_convert(v, args[0], where=where, key=key) for v in items)
     if origin in (types.UnionType, typing.Union):
         raise AssertionError(f"unsupported setting type {hint}")
-    # In Python a bool is an int, but `steps = true` is a mistake.
+    # In Python a bool is an int, but `learning_rate = true` is a mistake.
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint is int and isinstance(value, int) and not isinstance(value, bool):

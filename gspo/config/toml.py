@@ -54,6 +54,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, ObjectiveConfig):
+        # As a user writes them: next to the name, not in a table of their own.
         items = {"name": value.name, **value.settings}
     sections = {k: v for k, v in items.items() if dataclasses.is_dataclass(v)}
     if path:

@@ -82,6 +82,7 @@ class TrainerState:
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
     """Write `folder/STEP`, then delete all but the newest `keep` checkpoints. `0` keeps all."""
+    # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
         raise NumericalError(
@@ -99,6 +100,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _move_into_place(partial, target)
+    # The rename is an entry of the folder, which must reach the disk, too.
     _flush(folder)
     _retire(folder, keep, state.step)
     return target
@@ -140,6 +142,7 @@ def _disk_errors() -> Iterator[None]:
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values, indent=2) + "\n"
     path.write_text(text)
+    # Read back, because a write can be lost without an error.
     if path.read_text() != text:
         raise OSError(f"{path.name} on disk differs from what was written")
 
@@ -179,6 +182,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
 def _swap(one: Path, other: Path) -> bool:
     """Swap two directories atomically. False if the system cannot; Linux can on most file systems."""
     try:
+        # Python has no function for it.
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
@@ -246,6 +250,7 @@ def damage(path: Path) -> str | None:
         files = json.loads((path / "manifest.json").read_text())
         complaint = _foreign_entry(path, files)
         for name, entry in () if complaint else files.items():
+            # Size before content: a truncated file need not be hashed.
             if (path / name).stat().st_size != entry["size"]:
                 return f"{path / name}: {(path / name).stat().st_size} bytes instead of {entry['size']}"
             if _digest(path / name) != entry["sha256"]:
@@ -308,6 +313,7 @@ def _digest(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
+    # fsync also works on a descriptor that was opened for reading, and so on folders.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Log-probs of completion tokens under a model, by the learner's forward pass.
+"""Log-probs of sampled tokens under a model, by the learner's forward pass.
 
 In: a micro-batch, or a plan of them. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the
-sampling temperature, because the policy is the distribution that was sampled from. The EOS token counts, padding and
-prompt do not. If memory runs out, micro-batches are halved; the results are the same up to rounding, because token
-weights belong to the optimizer step and not to the micro-batch.
+sampling temperature, because the policy is the distribution that was sampled from. The EOS token counts; prompt,
+padding and tokens that the model was given do not. If memory runs out, micro-batches are halved; the gradient is the
+same up to rounding, because token weights belong to the optimizer step and not to the micro-batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def completion_logprobs(
 
 def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """`completion_logprobs` for models whose logits are more than hidden states times a matrix."""
-    # Outputs before the first position that predicts a completion token are never read, so the LM head skips them.
+    # Outputs before the first position that predicts a sampled token are never read, so the LM head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if keeps_last(model) else 0

@@ -33,7 +33,7 @@ from gspo.types import Routes
 @dataclass(frozen=True, kw_only=True)
 class RoutingStats:
     """Routing statistics of a step. A flip is an expert that differs from that of an earlier forward. Flips are counted
-    per completion token, at the position that predicts it, summed over layers."""
+    per sampled token, at the position that predicts it, summed over layers."""
 
     flipped_N: Tensor
     """Experts used by the training forward that the old one did not use; 0 everywhere under replay."""
@@ -155,7 +155,7 @@ class RecordedRouting:
         return ForcedExperts(chosen_ILK=chosen_ILK[at_I], known_I=real_I if known_I is None else real_I & known_I[at_I])
 
     def _input_of(self, micro: MicroBatch) -> Tensor:
-        """Input tokens of the plan at the positions that predict completion tokens."""
+        """Input tokens of the plan at the positions that predict sampled tokens."""
         return micro.input_at.flatten()[micro.output_N]
 
     def _count_load(self, used_ILK: Tensor, times_I: Tensor) -> None:

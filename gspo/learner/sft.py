@@ -60,6 +60,7 @@ def _train_step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSeque
     total = 0.0
     for micro in plan.updates[0]:
         logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
+        # Divided by the tokens of the whole step, so that the split into micro-batches does not change the gradient.
         loss = -logp_N.sum() / plan.tokens
         loss.backward()
         total += float(loss.detach())

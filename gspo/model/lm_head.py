@@ -66,6 +66,7 @@ def obstacle_to_head(model: Any) -> str | None:
         logits = _run(model)
     finally:
         hook.remove()
+    # Soft-capping and scaling happen after the layer, where its own output does not show them.
     if len(seen) != 2 or not torch.equal(seen[1], logits):
         return f"{name} changes its logits after the LM head"
     if seen[0].dtype != head.weight.dtype:

@@ -44,6 +44,7 @@ class Case:
     config: Config
     prompts: int | None = None
     """Groups to sample; `None` samples as many as fit in a few seconds."""
+    # Processes and engines are closed in reverse order, also if a check fails.
     stack: ExitStack = field(default_factory=ExitStack)
     objective: Objective | None = None
     tokenizer: Any = None

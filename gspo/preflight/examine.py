@@ -99,6 +99,7 @@ def run_checks(case: Case, checks: Iterable[Check] = CHECKS, *, quick: bool = Fa
 
     for check in checks:
         missing = next((need for need in check.needs if getattr(case, need) is None), None)
+        # First, so that --quick gives this reason and not a component that it did not build.
         if quick and check.weights:
             skipped.setdefault("skipped by --quick", []).append(check.name)
         elif missing:

@@ -94,6 +94,7 @@ def _first_errors(case: Case, tokenizer: Any) -> list[str]:
 def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
     config = case.config
     count = len(problems.train)
+    # By text: rows may differ in their answers and still be the same question.
     text, times = Counter(p.text for p in problems.train).most_common(1)[0]
     if times > 1:
         copies = count - len({p.text for p in problems.train})
@@ -157,6 +158,7 @@ def check_lengths(case: Case) -> Iterator[Finding]:
 def _unknown(case: Case, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Prompts with characters that the tokenizer has no token for."""
     unknown = getattr(case.tokenizer, "unk_token_id", None)
+    # Byte-level tokenizers have no unknown token, and lose nothing.
     lost = [p for p in prompts if unknown is not None and unknown in p.token_ids]
     if lost:
         yield warning(

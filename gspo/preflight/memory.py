@@ -143,6 +143,7 @@ def largest_micro_batch(case: Case) -> tuple[int, int]:
     learner, rollout = case.config.learner, case.config.rollout
     width = case.longest_prompt + rollout.max_tokens
     rows = -(-case.completions // learner.mini_batches)
+    # At least one row: a sequence that is longer than the budget is still trained on.
     return min(rows, max(1, learner.micro_batch_tokens // width)), width
 
 
@@ -190,6 +191,7 @@ def _training(case: Case) -> tuple[MemoryUse, ...]:
     per_token = case.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
     completion = case.config.rollout.max_tokens
     origin = "measured" if case.activation_bytes else "estimated"
+    # Completion tokens only: no loss needs the logits of a prompt.
     entries = logits_held(case, rows * completion, shape.vocabulary)
     logits = f"{entries / 1e6:,.4g}M of {rows} x {completion} completion tokens x {shape.vocabulary}"
     return (
@@ -277,6 +279,7 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
     gradients, *rest = need.phases["training"]
     fixed = _total(need.held) + gradients.bytes
     rows, width = largest_micro_batch(case)
+    # Both lines of training grow linearly with the tokens of a micro-batch.
     fitting = int((room - fixed) / (_total(rest) / (rows * width)))
     if fixed > room:
         model = case.config.model

@@ -114,6 +114,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         token_budget=budget,
         pad_id=policy.pad_id,
         seed=f"{config.seed}/mini-batches/1",
+        # The run's own layout: packed and padded rows round differently.
         packed=reads_packed(policy.model),
     )
     routing = batch_routing(policy, config.routing, plan, [c.routes for _, _, c in samples])
@@ -126,6 +127,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         if done and time.monotonic() - started > PATIENCE_S:
             break
         micro = cpu_batch.to(policy.device)
+        # One micro-batch at a time, so that the check can stop when its time is over.
         alone = replace(plan, updates=((cpu_batch,),))
         old_N += plan_logprobs(policy.model, alone, config.rollout.temperature, policy.device, routed=routing.old)[0]
         new_N[micro.at_N] = _train(case, micro, routing)
@@ -162,6 +164,7 @@ def _train(case: Case, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
     """One training forward and backward pass; the first also counts the bytes that autograd keeps."""
     assert case.policy is not None
     model = case.policy.model
+    # With checkpointing autograd keeps only inputs of layers here, and the peak comes in the backward pass.
     counting = case.activation_bytes is None and not case.config.model.gradient_checkpointing
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -282,5 +285,6 @@ def _computed(logprobs: LogprobsByPolicy) -> Plan:
 
 def _distance(logprobs: LogprobsByPolicy, logp_N: Tensor) -> tuple[float, float]:
     """Mean |log rho| and mean rho - 1 - log rho (k3), rho = learner's / engine's probability."""
+    # In float64: k3 is a difference of nearly equal numbers.
     log_N = (logp_N - logprobs.sampler_N)[logprobs.known_N].double()
     return float(log_N.abs().mean()), float((log_N.exp() - 1 - log_N).mean())

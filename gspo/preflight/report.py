@@ -37,6 +37,7 @@ def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool,
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
+    # Warnings do not fail: a script that starts runs would otherwise stop at each of them.
     return int(any(f.level is Level.FAIL for f in findings))
 
 
@@ -51,6 +52,7 @@ def as_data(recipe: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    # JSON has neither NaN nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

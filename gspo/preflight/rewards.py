@@ -174,6 +174,7 @@ def _wrong_at_last(known: KnownAnswer, others: Sequence[KnownAnswer]) -> list[st
     else:
         other = next((o for o in others if _first_answer(o) != right and len(o.texts) == len(known.texts)), None)
         pairs = list(zip(known.texts, other.texts, strict=True)) if other else []
+    # A reward that searches the whole completion for the answer would be fooled by both.
     return [text for good, bad in pairs for text in (f"<think>{good}</think>\n{bad}", f"First: {good}\nNo. {bad}")]
 
 
@@ -209,6 +210,7 @@ def _tests(case: Case) -> Iterator[Finding]:
     """Tests that do not work in the sandbox fail with any program, so a program that does nothing shows it."""
     assert case.rewards is not None
     prompts = _some(case)
+    # A program that does nothing: whatever fails then is the fault of the tests.
     scores = case.rewards.score([(p, _completions(case, p, ["pass"])) for p in prompts])
     reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
     if reasons:

@@ -61,6 +61,7 @@ def _no_room(case: Case) -> str:
 def _first_prompts(case: Case, count: int) -> list[Prompt]:
     assert case.problems is not None
     train = case.problems.train
+    # The order of the run, so that the doctor sees the first step's own prompts.
     return distinct([train[i] for i in PromptOrder(len(train), case.config.seed).take(0, count)])
 
 

@@ -84,7 +84,7 @@ def parted(rows: Sequence[Row], steps: int) -> bool:
         return False
     best = max(evaluated[:-2], key=lambda i: float(rows[i]["eval/accuracy_low"]))
     best_low = float(rows[best]["eval/accuracy_low"])
-    # Disjoint intervals, twice in a row: of many comparisons, one is exceeded by chance.
+    # Disjoint intervals, twice in a row: out of many comparisons, one is exceeded by chance.
     fallen = all(float(rows[i]["eval/accuracy_high"]) < best_low for i in evaluated[-2:])
     before = _correct_fraction(rows[max(0, best - steps) : best + 1])
     after = _correct_fraction(rows[evaluated[-2] :][-steps:])

@@ -292,7 +292,7 @@ METRICS = (
     ),
     Metric(
         "samples/unscored/KIND",
-        "Of these, the number of each kind: `raised`, `timeout`, `untried`, `died`, `memory`, `nonsense`, `abstained`.",
+        "Of these, the number of each kind: `raised`, `timeout`, `not_run`, `died`, `memory`, `invalid`, `abstained`.",
         present="if there are any",
         unit="count",
         reduction=Reduction.SUM,

@@ -70,6 +70,7 @@ class _Recent:
             # The first step is already over when it arrives here, so the clock starts before it.
             self._started = time.monotonic() - timings.get("time/step_s", 0.0)
             self._first_step = step - 1
+        # An evaluation stays on display until the next one; everything else is of the last step.
         evaluation = {k: v for k, v in self.values.items() if k.startswith("eval/")}
         self.values = evaluation | {k: v for k, v in metrics.items() if v is not None}
         self.evaluated(metrics)
@@ -143,6 +144,7 @@ class LiveDisplay:
             expand=True,
         )
         self._task: Any = None
+        # Not transient: the last numbers stay on the screen when the run ends.
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
 
     def message(self, text: str) -> None:

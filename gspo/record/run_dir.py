@@ -74,6 +74,7 @@ class RunDir:
                 f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
                 "or choose another --run-dir"
             )
+        # A lock file may be left from a run that never started.
         if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
             raise ConfigError(
                 f"{path}: is not empty and holds no run; choose another --run-dir, so that nothing in it is lost"
@@ -184,8 +185,10 @@ class RunDir:
         """Delete everything that was written after a checkpoint."""
         for name in STEP_FILES:
             if (self.path / name).exists():
+                # By bytes, not by steps, so that the file is byte-identical to that of an uninterrupted run.
                 os.truncate(self.path / name, offsets.get(name, 0))
         for file in (self.path / "rollouts").glob("*.jsonl"):
+            # Only files that a run wrote: the folder may hold a user's own.
             if _STEP.fullmatch(file.stem) and int(file.stem) > step:
                 file.unlink()
 
@@ -396,6 +399,7 @@ def check_plain(path: Path, files: Sequence[str] = FILES, folders: Sequence[str]
     for entry in (path / name for name in (*files, *folders)):
         if os.path.lexists(entry):
             found = entry.lstat()
+            # A second hard link is the same file under another name, perhaps somebody else's.
             is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
             if not (is_file if entry.name in files else stat.S_ISDIR(found.st_mode)):
                 raise ConfigError(_leads_out(entry))

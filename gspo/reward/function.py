@@ -226,12 +226,12 @@ class RewardFunction:
 
     def _results(self, values: Any, count: int) -> list[Result] | Result:
         if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
-            return {"failure": f"nonsense: {self.name}: returned {_shown(values)} instead of a list"}
+            return {"failure": f"invalid: {self.name}: returned {_shown(values)} instead of a list"}
         items = list(islice(values, count + 1))  # the iterator may be infinite
         if len(items) != count:
             returned = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
             completions = "completion" if count == 1 else "completions"
-            return {"failure": f"nonsense: {self.name}: returned {returned} values for {count} {completions}"}
+            return {"failure": f"invalid: {self.name}: returned {returned} values for {count} {completions}"}
         return [self._result(item) for item in items]
 
     def _result(self, value: Any) -> Result:
@@ -243,19 +243,19 @@ class RewardFunction:
         if value is None:
             return {"value": None}
         if not isinstance(value, numbers.Real):
-            return {"failure": f"nonsense: {self.name}: returned {_shown(value)}, not a number"}
+            return {"failure": f"invalid: {self.name}: returned {_shown(value)}, not a number"}
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            return {"failure": f"nonsense: {self.name}: returned {number}, not a finite number"}
+            return {"failure": f"invalid: {self.name}: returned {number}, not a finite number"}
         return self._noted(number, value.notes) if isinstance(value, NotedScore) else {"value": number}
 
     def _noted(self, number: float, words: tuple[str, ...]) -> Result:
         if len(words) > 8 or not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
             return {
-                "failure": f"nonsense: {self.name}: noted {_shown(words)}, not up to 8 words of lowercase letters, "
+                "failure": f"invalid: {self.name}: noted {_shown(words)}, not up to 8 words of lowercase letters, "
                 "digits and underscores"
             }
         return {"value": number, "notes": list(words)}

@@ -383,7 +383,7 @@ class Batch:
 def _late_failure(name: str, since: float | None) -> str:
     if since is None:
         return (
-            f"untried: {name}: every worker was busy with a call that hung until the batch's time was up "
+            f"not_run: {name}: every worker was busy with a call that hung until the batch's time was up "
             "(reward.timeout_s)"
         )
     took_s = time.monotonic() - since

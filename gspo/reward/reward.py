@@ -290,7 +290,7 @@ class RewardPool:
         elif batch.suspicious(job) or (batch.hopeless(job) and not job.again):
             self._add(batch.split(job), first=True)
         elif batch.hopeless(job):
-            self._fail(job, Part(failure=f"untried: {self._name(job)}: every earlier call of this batch hung or died"))
+            self._fail(job, Part(failure=f"not_run: {self._name(job)}: every earlier call of this batch hung or died"))
         else:
             self._settle(worker, job)
 
@@ -346,7 +346,7 @@ class RewardPool:
             for sample, part in zip(job.samples, parts, strict=True):
                 self._remember(job, sample, part, worker.printed() if part.failure else "")
             job.batch.answer(job, parts)
-        elif len(job.samples) > 1 and not answer["failure"].startswith("nonsense"):
+        elif len(job.samples) > 1 and not answer["failure"].startswith("invalid"):
             self._add(job.batch.failed(job))
         else:
             self._fail(job, Part(**answer), worker.printed())
@@ -407,7 +407,7 @@ class RewardPool:
         if failure is None and not terms:
             failure = "abstained: every reward returned None"
         if failure is None and not math.isfinite(sum(terms)):
-            failure = "nonsense: the weighted sum is not finite"
+            failure = "invalid: the weighted sum is not finite"
         # One function that failed makes the whole reward unknown: a sum without its term would be another reward.
         if failure is not None:
             return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)

@@ -160,5 +160,7 @@ def engine_names() -> list[str]:
 
 def stream_key(seed: int, stream: str, prompt_id: str, sample: int) -> int:
     """The 63-bit key of a completion's own random stream."""
+    # A separator that ids do not contain, so that ("1", "23") and ("12", "3") differ.
     text = f"{seed}\x1f{stream}\x1f{prompt_id}\x1f{sample}"
+    # 63 bits: torch has no unsigned 64-bit arithmetic, and negative keys have a meaning of their own.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

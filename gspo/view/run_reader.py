@@ -98,6 +98,7 @@ class RunReader:
             status = file.stat()
         except OSError:
             return {}
+        # Parsed again only after a change: the page polls.
         version = (status.st_mtime_ns, status.st_size)
         if version != self._settings_version:
             self._settings = _tables(file)
@@ -279,6 +280,7 @@ class JsonlTail:
 
     def _read_on(self, file: BinaryIO) -> None:
         end = os.fstat(file.fileno()).st_size
+        # Events of a run that fails in a loop may fill gigabytes; the last ones are the ones to show.
         start = max(self._read.position, end - EVENT_BYTES)
         file.seek(start)
         data = file.read(EVENT_BYTES)

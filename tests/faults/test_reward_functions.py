@@ -39,9 +39,9 @@ CASES: dict[str, tuple[str, str | float]] = {
     # What the function does on a bad completion -> the expected kind of failure, or the expected number.
     "raises": ("raise ValueError('no')", "raised"),
     "gives None": ("return None", "abstained"),
-    "gives NaN": ("return float('nan')", "nonsense"),
-    "gives inf": ("return float('inf')", "nonsense"),
-    "gives a str": ("return '1'", "nonsense"),
+    "gives NaN": ("return float('nan')", "invalid"),
+    "gives inf": ("return float('inf')", "invalid"),
+    "gives a str": ("return '1'", "invalid"),
     "gives a numpy number": ("import numpy; return numpy.float32(0.5)", 0.5),
     "gives a bool": ("return True", 1.0),
     "sleeps forever": ("time.sleep(3600)", "timeout"),
@@ -122,7 +122,7 @@ def test_f19_a_wrong_number_of_values_fails_only_that_call(
     assert len(list(marks.iterdir())) == 2
     for row, texts in zip(scores, GROUPS, strict=True):
         if "bad" in texts:
-            assert {s.failure.partition(": ")[0] for s in row} == {"nonsense"}
+            assert {s.failure.partition(": ")[0] for s in row} == {"invalid"}
         else:
             check_others([row], [texts])
 
@@ -142,7 +142,7 @@ def test_f19_many_hanging_completions_share_one_deadline_and_affect_no_other_sco
     wait_for(pool, 2)
 
 
-def test_f19_when_all_calls_hang_the_batch_ends_in_time_and_names_untried_completions(
+def test_f19_when_all_calls_hang_the_batch_ends_in_time_and_names_completions_that_were_not_scored(
     misbehaving: Callable[..., Any], group: Callable[..., Any]
 ) -> None:
     pool, _ = misbehaving("time.sleep(3600)")
@@ -150,7 +150,7 @@ def test_f19_when_all_calls_hang_the_batch_ends_in_time_and_names_untried_comple
     scores = pool.score([group(["bad"] * 8, id=f"train/{i}") for i in range(16)])
     assert time.monotonic() - began < 16 * TIMEOUT_S, "in sequence they would take 64 deadlines"
     kinds = Counter(s.failure.partition(": ")[0] for row in scores for s in row)
-    assert kinds["timeout"] + kinds["untried"] == 128
+    assert kinds["timeout"] + kinds["not_run"] == 128
     assert 0 < kinds["timeout"] <= 8 * (2 + MOST_SPARES)
     wait_for(pool, 2)
 

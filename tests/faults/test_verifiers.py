@@ -107,7 +107,7 @@ def test_f21_many_timeouts_leave_nothing(
         rows = pool.score(batch)
         assert rows[0][0].reward == 1.0
         kinds.update(s.failure.partition(":")[0] for row in rows for s in row if s.failure)
-    assert set(kinds) <= {"timeout", "untried"}
+    assert set(kinds) <= {"timeout", "not_run"}
     assert len(pool.pids()) == 2
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert threading.active_count() == threads

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded_learner import CASES, SETTINGS, Rank
+from sharded_learner import CASES, SETTINGS, Rank, build, plan
 from torch import Tensor
+
+from gspo.learner.forward import plan_logprobs
 
 EXACT = [name for name, case in CASES.items() if case.dtype == torch.float32]
 Saved = Callable[..., dict[str, Any]]
@@ -58,6 +61,14 @@ def test_bfloat16_shards_have_float32_gradients_and_masters(saved: Saved, stage:
     for name, weight in two["weights"].items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, two["state"][f"master/{name}"].bfloat16()), name
+
+
+def test_log_probs_of_parts_of_a_plan_add_up_to_those_of_the_whole() -> None:
+    model, whole = build(CASES["tied"], seed=0), plan()
+    parts = [replace(whole, updates=tuple(micros[rank::2] for micros in whole.updates)) for rank in (0, 1)]
+    first, second, expected = (plan_logprobs(model, p, 0.7, torch.device("cpu")) for p in (*parts, whole))
+    for values in zip(first, second, expected, strict=True):
+        assert torch.equal(values[0] + values[1], values[2])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -41,7 +41,9 @@ def run(objective, part, reduce):
         advantage_N=advantage[index[part]],
         sequences=Sequences(index[part], B, reduce),
     )
-    loss = loss_of(objective, tokens, weight[part]).total
+    # Tokens are taken by micro-batch, and must still know the processes that share their sequences.
+    order = torch.arange(len(part)).flip(0)
+    loss = loss_of(objective, tokens.take(order), weight[part][order]).total
     loss.backward()
     return loss.detach(), mine.grad
 

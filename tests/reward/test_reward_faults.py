@@ -53,14 +53,14 @@ CASES = [
     ("sys.exit(0)", "raised: score: SystemExit: 0 (mine.py:6)"),
     ("raise KeyboardInterrupt", "raised: score: KeyboardInterrupt (mine.py:6)"),
     ("return bad()", "raised: score: RecursionError"),
-    ("return math.nan", "nonsense: score: returned nan, not a finite number"),
-    ("return math.inf", "nonsense: score: returned inf"),
-    ("return 10 ** 400", "nonsense: score: returned inf"),
-    ("return '1.0'", "nonsense: score: returned '1.0' (str), not a number"),
-    ("return [1.0]", "nonsense: score: returned [1.0] (list)"),
-    ("return {}", "nonsense: score: returned {} (dict)"),
-    ("return 1j", "nonsense: score: returned 1j (complex)"),
-    ("return type('Odd', (), {'__repr__': lambda s: 1 / 0})()", "nonsense: score: returned an unprintable Odd"),
+    ("return math.nan", "invalid: score: returned nan, not a finite number"),
+    ("return math.inf", "invalid: score: returned inf"),
+    ("return 10 ** 400", "invalid: score: returned inf"),
+    ("return '1.0'", "invalid: score: returned '1.0' (str), not a number"),
+    ("return [1.0]", "invalid: score: returned [1.0] (list)"),
+    ("return {}", "invalid: score: returned {} (dict)"),
+    ("return 1j", "invalid: score: returned 1j (complex)"),
+    ("return type('Odd', (), {'__repr__': lambda s: 1 / 0})()", "invalid: score: returned an unprintable Odd"),
     ("os._exit(0)", "died: score: exit code 0"),
     ("print('so long'); sys.stdout.flush(); os._exit(9)", "died: score: exit code 9; it printed: so long"),
     ("faulthandler._sigsegv()", "died: score: killed by SIGSEGV"),
@@ -108,13 +108,13 @@ def test_odd_but_fine(make_pool, reward_file, group, good, value):
 @pytest.mark.parametrize(
     ("result", "failure"),
     [
-        ("[1.0]", "nonsense: score: returned 1 values for 3 completions"),
-        ("[1.0] * (len(completions) + 1)", "nonsense: score: returned 4 values for 3 completions"),
-        ("1.0", "nonsense: score: returned 1.0 (float) instead of a list"),
-        ("None", "nonsense: score: returned None (NoneType) instead of a list"),
-        ("'1' * len(completions)", "nonsense: score: returned '111' (str) instead of a list"),
-        ("{c: 1.0 for c in completions}", "nonsense: score: returned"),
-        ("iter(int, 1)", "nonsense: score: returned a different number of values for 3 completions"),
+        ("[1.0]", "invalid: score: returned 1 values for 3 completions"),
+        ("[1.0] * (len(completions) + 1)", "invalid: score: returned 4 values for 3 completions"),
+        ("1.0", "invalid: score: returned 1.0 (float) instead of a list"),
+        ("None", "invalid: score: returned None (NoneType) instead of a list"),
+        ("'1' * len(completions)", "invalid: score: returned '111' (str) instead of a list"),
+        ("{c: 1.0 for c in completions}", "invalid: score: returned"),
+        ("iter(int, 1)", "invalid: score: returned a different number of values for 3 completions"),
     ],
 )
 def test_wrong_shape_of_the_result(make_pool, reward_file, group, result, failure):
@@ -180,8 +180,8 @@ def test_function_that_always_hangs_is_given_up(make_pool, reward_file, group, w
     scores = pool.score([group(["bad"] * 6, id=f"train/{g}") for g in range(8)])
     assert time.monotonic() - began < 30, "one call takes a minute"
     kinds = Counter(s.failure.partition(": ")[0] for g in scores for s in g)
-    assert set(kinds) == {"timeout", "untried"}
-    assert scores[-1][-1].failure.startswith("untried: score: every ")
+    assert set(kinds) == {"timeout", "not_run"}
+    assert scores[-1][-1].failure.startswith("not_run: score: every ")
     assert len(pool.pids()) == workers
 
 

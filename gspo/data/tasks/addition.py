@@ -25,6 +25,7 @@ class Addition:
     has_demonstrations = True
 
     def __init__(self, digits: int) -> None:
+        # With one digit, 0 is a number of that length.
         self.low = 10 ** (digits - 1) if digits > 1 else 0
         self.high = 10**digits - 1
         self.unique_problems: int | None = (self.high - self.low + 1) ** 2

@@ -35,6 +35,7 @@ class Sorting:
     def generate(self, rng: random.Random) -> Problem:
         digits = rng.choices("0123456789", k=rng.randint(self.min_items, self.max_items))
         answer = " ".join(sorted(digits))
+        # The sorted list is the key: another order of the same digits is the same problem.
         return Problem(prompt=f"sort {' '.join(digits)}", answer=answer, key=answer, demonstration=answer)
 
     def score(self, completion: str, columns: Mapping[str, Any]) -> float:

@@ -72,6 +72,7 @@ def _pair(rng: random.Random, most: int) -> tuple[int, int, int]:
 
 
 def _falling(rng: random.Random, most: int) -> tuple[int, int, int]:
+    # Differences are never negative: the stories are about things that one can count.
     low, high = sorted((rng.randint(1, most), rng.randint(1, most)))
     return high, low, 0
 
@@ -87,6 +88,7 @@ def _quotient(rng: random.Random, most: int) -> tuple[int, int, int]:
 
 def _three(rng: random.Random, most: int) -> tuple[int, int, int]:
     a, b = rng.randint(1, most), rng.randint(1, most)
+    # At most what is there.
     return a, b, rng.randint(1, a + b)
 
 
@@ -188,6 +190,7 @@ def _key(working: str) -> str:
 def build(largest: int = 20, kinds: Sequence[str] = tuple(_KINDS)) -> WordProblems:
     """Sums and differences of numbers from 1 to `largest`, products up to 12 times 9; all `kinds` equally often."""
     check_whole("largest", largest, least=1, most=1_000_000)
+    # A single kind may be given without brackets.
     wanted = [kinds] if isinstance(kinds, str) else list(kinds)
     for kind in wanted or [""]:
         if kind not in _KINDS:
@@ -208,6 +211,7 @@ class WordProblems:
         name = rng.choice(self.kinds)
         kind = _KINDS[name]
         a, b, c = kind.numbers(rng, self.largest)
+        # Sampled for every kind, so that the random stream does not depend on whether a template has names.
         who, other = rng.sample(list(_NAMES), 2)
         prompt = rng.choice(kind.templates).format(
             a=a,

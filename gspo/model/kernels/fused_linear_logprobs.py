@@ -69,7 +69,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         buffer = ctx.weight_gradient if wants_weight else None
         if wants_weight and buffer is None:
-            # float32, because chunks and micro-batches are added to it; it is rounded once, below.
+            # float32, as the products accumulate; it is rounded once, below.
             buffer = torch.zeros_like(weight, dtype=log_sum_N.dtype)
         hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, buffer, wants_hidden)
         if hidden_gradient is not None and len(active_N) < len(hidden_N):

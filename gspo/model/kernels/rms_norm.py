@@ -53,7 +53,7 @@ def replace_norms(model: Any) -> int:
 def _is_norm(module: Any) -> bool:
     weight: Any = getattr(module, "weight", None)
     known = type(module).__name__.endswith("RMSNorm") and isinstance(_eps(module), float)
-    # A forward on the instance is somebody else's patch, which a change of class would not keep.
+    # A forward on the instance is somebody else's patch, and would hide that of a new class.
     return known and "forward" not in vars(module) and len(list(module.parameters())) == 1 and weight.dtype in PRECISE
 
 
@@ -90,7 +90,7 @@ def _agrees(module: Any) -> bool:
     weight.requires_grad_()
     try:
         with torch.no_grad():
-            # Norms start at weight 1 or 0, where `weight * x` and `(1 + weight) * x` could look alike.
+            # At weight 1, a norm that ignores its weight would give the same result.
             weight += torch.linspace(0.1, 1, size)
         for norm in (module, lambda given: _RMSNorm.apply(given, weight, _eps(module))):
             given = x.clone().requires_grad_()

@@ -108,8 +108,10 @@ def _humaneval(row: Mapping[str, Any], prompt: str) -> Suite:
         raise RewardError(
             "test: needs a column `entry_point` with the name of the function that check() is called with"
         )
+    # Parsed, not searched: the word may occur in a comment or a string.
     if not any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in _parse(test, "test").body):
         raise RewardError("test: must define check(candidate)")
+    # A chat prompt describes the function in words; only a code prompt can precede the program.
     prelude = prompt if entry_point in _defined(prompt) else ""
     return _suite([("test", ""), ("test", f"{test}\ncheck({entry_point})\n")], entry_point, prelude)
 

@@ -93,6 +93,7 @@ class InProcessHost:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             settings = {"enforce_eager": True, **settings}
+        # The user may have set it, and vLLM would then start its engine in another process.
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
             raise ConfigError("rollout.engine: 'vllm' in process needs VLLM_ENABLE_V1_MULTIPROCESSING=0; unset it")
         if InProcessHost.alive:

@@ -263,6 +263,7 @@ class RouteLog:
         self.by_request: dict[str, dict[int, Tensor]] = {}
         self.routers = [m.router for m in runner.get_model().modules() if isinstance(m, MoERunner)]
         for layer, router in enumerate(self.routers):
+            # A default argument, because a closure would see the last layer only.
             router.set_capture_fn(lambda ids, layer=layer: self.step.__setitem__(layer, ids))
         execute = runner.execute_model
         runner.execute_model = lambda *args, **kwargs: self._execute(execute, args, kwargs)
@@ -276,6 +277,7 @@ class RouteLog:
 
     def _record(self, scheduled: Any) -> None:
         batch = self.runner.input_batch
+        # One copy per step for all layers and requests.
         chosen_ILK = torch.stack([self.step[layer] for layer in range(len(self.routers))], dim=1).to(torch.int16).cpu()
         at = 0
         for index, request in enumerate(batch.req_ids):

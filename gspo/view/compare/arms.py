@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gspo.errors import ConfigError
 
-# An arm with another start or other problems would not be compared but be another experiment.
+# Another start or other problems would be another experiment.
 _SHARED = ("objective.name", "model.path", "model.build", "cold_start.", "data.")
 """Prefixes of settings that all arms share: the initial model and the problems used for training and evaluation."""
 

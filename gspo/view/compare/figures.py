@@ -108,6 +108,7 @@ def health(series: Sequence[Series]) -> Figure | None:
     panels = [("grad/norm", "gradient norm, before clipping"), ("entropy/mean", "entropy (nats per token)")]
     figure = _curves_figure(series, panels)
     if figure and _ever_nonzero(series, "grad/norm"):
+        # A step without any gradient has a norm of 0, which a log axis cannot show.
         figure.axes[0].set_yscale("log", nonpositive="mask")
         figure.axes[0].yaxis.set_major_formatter(_PLAIN)
         figure.axes[0].yaxis.set_minor_formatter(_TWO_AND_FIVE)

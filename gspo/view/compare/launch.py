@@ -109,6 +109,7 @@ def _start(job: Job, concurrency: int, trust_run: bool) -> subprocess.Popen[byte
         log.flush()
         return subprocess.Popen(
             [sys.executable, "-m", "gspo.cli", "train", *arguments],
+            # Several runs share the terminal; none may read from it.
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

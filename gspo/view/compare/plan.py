@@ -106,6 +106,7 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
             )
         task = (config.data.task, config.data.task_options) if config.data.task else None
         find_sources(config.reward.functions, config.reward.options, task)
+        # Now, because a comparison may run for days before its last arm starts.
         for path in filter(None, (config.data.path, config.data.held_out_path)):
             check_file(path)
     except GspoError as error:
@@ -193,6 +194,7 @@ def check_same_settings(job: Job) -> None:
 def _moved(key: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether `model.path` is the same cold start in a comparison directory that was moved."""
     start = Path(str(wanted.get(key))).parts[-4:]
+    # The last four parts: start/seed-S/checkpoints/000000.
     return key == "model.path" and start[:1] == ("start",) and Path(str(there.get(key))).parts[-4:] == start
 
 

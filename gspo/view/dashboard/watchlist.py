@@ -88,6 +88,7 @@ class Watchlist:
             for parent in self._parents:
                 # A link in a directory of runs could lead to files that the user did not ask to show.
                 found = [p for p in _children(parent) if p not in self._known and not p.is_symlink() and _is_run(p)]
+                # Oldest first, so that names and colors do not change when a run is added.
                 for path in sorted(found, key=_started)[: MOST_RUNS - len(self.runs)]:
                     self._add(path)
 

@@ -112,6 +112,7 @@ def _trainable(objective: Objective, view: View) -> list[tuple[int, TrainSample]
     for i, sample in enumerate(view.samples):
         rows_by_group.setdefault(sample.group, []).append(i)
     groups = [(rows, _group([view.samples[i] for i in rows])) for rows in rows_by_group.values()]
+    # Each objective applies its own filters, as it would in a run of its own.
     kept = [(rows, group) for rows, group in groups if keeps_group(objective, group)]
     samples = trainable([group for _, group in kept], objective, max_tokens=view.max_tokens)
     return [(kept[sample.group][0][sample.sample], sample) for sample in samples]

@@ -114,6 +114,7 @@ def gram(
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     store = _GradientStore(weights, len(directions) + 1, exact_bytes)
     balanced = False
+    # The graph of the entropy costs memory, and few objectives need it.
     entropy = any(d.entropy_N is not None for d in directions)
     for cpu_batch in batch.plan.updates[index]:
         micro = cpu_batch.to(policy.device)
@@ -133,6 +134,8 @@ def gram(
             if isinstance(auxiliary, Tensor):
                 balanced = True
                 gradient = torch.autograd.grad(auxiliary, weights, retain_graph=True, allow_unused=True)
+                # In a row of its own: the balance loss is the same for all objectives and would pull their cosines
+                # together.
                 store.add(len(directions), gradient)
     inner = store.gram()
     return Gram(

@@ -132,12 +132,14 @@ def measure(
     rows = sorted(view.rows)
     objectives = [c.objective for c in found] + [o for sweep in sweeps for o in swept(own, sweep)]
     by_objective = [coefficients(objective, view) for objective in objectives]
+    # Backward passes are the expensive part, and objectives often agree on a batch.
     distinct, at = _distinct(by_objective)
     inner = gram(learner.policy, batch, index, [Direction(logp_N=c.logp_N, entropy_N=c.entropy_N) for c in distinct])
     results = [
         _ObjectiveResult(coefficients=c, inner=inner, index=i, run=at[0], sequences=view.tokens.sequences)
         for c, i in zip(by_objective, at, strict=True)
     ]
+    # The run's own row stays first: it is the baseline.
     order = [0, *sorted(range(1, len(found)), key=lambda i: _distance(results[i].cosine))]
     return ReplayNumbers(
         mini_batch=index + 1,

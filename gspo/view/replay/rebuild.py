@@ -71,6 +71,7 @@ def rebuild(
         learner.optimizer.total_updates = source.steps_planned(now) * source.config.learner.mini_batches
         learned = _learn(source, learner, recorded, now, before_update if now == step else None)
         agreements.append(agreement(now, learner.objective, recorded, learned, source.metrics(now)))
+        # A run adapts its clip range only after steps that trained.
         if adaptive and learned:
             scale = adaptive.next_scale(base, scale, learned.tokens)
     if learned is None:
@@ -149,6 +150,7 @@ def reference_model(source: Source, device: str | None) -> ModelConfig | None:
     saved = source.path / "reference"
     if saved.is_dir():
         config = saved_model(config, saved, device)
+    # Checkpoint 0 is the initial policy.
     elif 0 in source.checkpoints:
         config = saved_model(config, source.checkpoints[0], device)
     elif config.build or source.config.cold_start.steps:

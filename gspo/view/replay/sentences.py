@@ -83,6 +83,7 @@ def similar(numbers: ReplayNumbers) -> list[list[str]]:
     """Sets of rows in which every pair has similar gradients."""
     sets: list[list[int]] = []
     for i, row in enumerate(numbers.rows):
+        # Every pair, not a chain of neighbors: similarity is not transitive.
         fits = next(
             (s for s in sets if row.grad_norm and all((numbers.cosines[i][j] or 0) >= SIMILAR for j in s)), None
         )

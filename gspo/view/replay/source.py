@@ -63,6 +63,7 @@ class Source:
             step = steps[-1]
         if step is None or step not in steps:
             raise CheckpointError(self._why_not(step, steps))
+        # The newest one, because every step in between must be recomputed.
         return step, max(c for c in self.checkpoints if c < step)
 
     def _why_not(self, step: int | None, steps: Sequence[int]) -> str:
