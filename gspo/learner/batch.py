@@ -187,15 +187,15 @@ def selection_seed(batch: TrainBatch, index: int) -> int:
 
 
 def batch_routing(
-    policy: Policy, settings: RoutingConfig, plan: Plan, sampled: Sequence[Routes | None]
+    policy: Policy, settings: RoutingConfig, plan: Plan, reported: Sequence[Routes | None]
 ) -> RoutingReplay:
-    """The routing of a batch. `sampled` are the experts that the engine reported for each sequence."""
+    """The routing of a batch. `reported` are the engine's experts of each sequence."""
     if policy.routers is None:
         return NoRouting()
     return RecordedRouting(
         policy.routers,
         plan,
-        sampled,
+        reported,
         replay=settings.replay,
         balance=settings.balance_loss,
         device=policy.device,

@@ -1,10 +1,10 @@
 """Stage 4: how much better a completion is than the others of its group.
 
-In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`, and in a run `advantage_N`, in
-which a KL penalty that belongs to the reward is detached. Invariant: an unscored
-completion gets 0 and is in no mean, std or count. A group whose scored rewards are equal, or that has fewer than two
-of them, gets exactly 0. Equality is tested on the rewards themselves, because a mean of equal floats can be off by an
-ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| = 0.95 with eps = 1e-8).
+In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`, and for a batch of a run
+`advantage_N`. Invariant: an unscored completion gets 0 and is in no mean, std or count. A group whose scored rewards
+are equal, or that has fewer than two of them, gets exactly 0. Equality is tested on the rewards themselves, because a
+mean of equal floats can be off by an ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| =
+0.95 with eps = 1e-8). A KL penalty that belongs to the reward is detached.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gspo.reward import batch, process, reward, second_try
+from gspo.reward import jobs, process, reward, second_try
 from gspo.types import Status
 
 BOMB = r"\boxed{((((9!)!)!)!)}"
@@ -81,7 +81,7 @@ def test_hanging_completions_are_all_wrong_even_if_they_outnumber_the_workers(
     make_pool: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward, "MOST_SPARES", 1)
-    monkeypatch.setattr(batch, "LONGEST", 1000)  # a busy machine may take long
+    monkeypatch.setattr(jobs, "LONGEST", 1000)  # a busy machine may take long
     pool = make_pool("completion_format", options={"completion_format": {"pattern": "(a+)+b"}}, timeout_s=0.5)
     texts = ["a" * 60] * 6 + ["aab"]
     scores = pool.score([group([text], id=f"train/{i}") for i, text in enumerate(texts)])
