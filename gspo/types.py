@@ -127,7 +127,7 @@ class Completion:
 
     @property
     def sampled_count(self) -> int:
-        """How many tokens the model sampled: what is trained on, limited and paid for."""
+        """How many tokens the model sampled: those that are trained on and count toward limits and budgets."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
 
 

@@ -30,7 +30,7 @@ def check_objective(case: Case) -> Iterator[Finding]:
     yield ok(
         f"{objective.name} ({objective.paper}){_range(objective)}; {case.completions} completions per step in "
         f"{steps} optimizer step{'s' * (steps > 1)}.",
-        optimiser_steps=steps,
+        optimizer_steps=steps,
     )
     if steps == 1 and objective.trust_region.clip_range is not None:
         yield note(

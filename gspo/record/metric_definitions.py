@@ -38,11 +38,11 @@ class Metric:
     """`number`, `count`, `share`, `nats` or `seconds`."""
     reduction: Reduction
     panels: tuple[str, ...] = ()
-    """Ids of the panels that show it. On each panel, curves stand in the order of `METRICS`."""
+    """Ids of the panels that show it. A panel shows its curves in the order of `METRICS`."""
     label: str = ""
     """Its name on a panel, next to the panel's title."""
     heading: str = ""
-    """Its name without a panel: in the terminal, and in the page's line about a step. Empty: it is not in that line."""
+    """Its name in the terminal and in the page's line about a step. Empty if that line does not show it."""
     band: tuple[str, str] | None = None
     """Metrics of the lower and upper end of an interval around it."""
 
