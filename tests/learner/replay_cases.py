@@ -30,8 +30,8 @@ def ids_of(length: int, start: int) -> tuple[int, ...]:
     return tuple((start * 11 + 3 * j + j * j) % 46 + 2 for j in range(length))
 
 
-def row_of(prompt: int, reply: int, start: int) -> TokenSequence:
-    return TokenSequence(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(reply, start + 5))
+def row_of(prompt: int, completion: int, start: int) -> TokenSequence:
+    return TokenSequence(prompt_ids=ids_of(prompt, start), completion_ids=ids_of(completion, start + 5))
 
 
 ROWS = [row_of(1, 1, 0), row_of(9, 12, 1), row_of(3, 2, 2), row_of(20, 5, 3), row_of(2, 7, 4), row_of(1, 9, 5)]
@@ -76,7 +76,7 @@ def flips(a: Tensor, b: Tensor) -> list[int]:
 
 
 def reply_part(row: TokenSequence) -> slice:
-    """The positions whose outputs predict the reply."""
+    """The positions whose outputs predict the completion."""
     return slice(len(row.prompt_ids) - 1, row.length - 1)
 
 

@@ -176,7 +176,7 @@ SHARED = [TokenSequence(prompt_ids=ids_of(6, 1), completion_ids=ids_of(n, 20 + n
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, some layers dense", "deepseek-v3"])
-@pytest.mark.parametrize("share", [False, True], ids=["packed", "one prompt for its replies"])
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "one prompt for its completions"])
 def test_records_of_separate_rows_replay_in_another_layout(name: str, share: bool) -> None:
     rows = SHARED if share else ROWS
     model, plan = FAMILIES[name].model(DOUBLE), planned(rows, pad=33)
@@ -200,7 +200,7 @@ def test_records_of_separate_rows_replay_in_another_layout(name: str, share: boo
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-@pytest.mark.parametrize("share", [False, True], ids=["packed", "one prompt for its replies"])
+@pytest.mark.parametrize("share", [False, True], ids=["packed", "one prompt for its completions"])
 def test_records_of_another_layout_are_those_of_separate_rows(name: str, share: bool) -> None:
     rows = SHARED if share else ROWS
     model, plan = FAMILIES[name].model(DOUBLE), planned(rows)

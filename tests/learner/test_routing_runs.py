@@ -62,9 +62,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_byte(
     if "routing.replay=old" in overrides or "routing.replay=sampler" in overrides:
         assert all(row["routing/flip_fraction"] == 0.0 for row in rows)
         assert rows[-1]["routing/flip_fraction_native"] > 0
-        replies = read_jsonl(run / "rollouts/000004.jsonl")
-        assert all(set(r["flipped_experts"]) == {0} for r in replies if r["trained"])
-        assert all(len(r["flipped_experts"]) == len(r["token_ids"]) for r in replies if r["trained"])
+        completions = read_jsonl(run / "rollouts/000004.jsonl")
+        assert all(set(r["flipped_experts"]) == {0} for r in completions if r["trained"])
+        assert all(len(r["flipped_experts"]) == len(r["token_ids"]) for r in completions if r["trained"])
 
 
 def test_an_engine_that_reports_no_experts_cannot_be_replayed(tiny: Callable[..., Config], parts_of: Any) -> None:

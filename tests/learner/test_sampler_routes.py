@@ -56,10 +56,10 @@ def sampled(engine: Any, prompts: list[Prompt], *, samples: int = 3, tokens: int
 
 def assert_routes(family: Family, model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> None:
     for prompt, group in zip(prompts, groups, strict=True):
-        for reply in group:
-            assert reply.routes is not None
-            expected = plain_choices(family, model, (prompt.token_ids + reply.token_ids)[:-1])
-            assert torch.equal(in_order(unpacked(reply.routes)), expected)
+        for completion in group:
+            assert completion.routes is not None
+            expected = plain_choices(family, model, (prompt.token_ids + completion.token_ids)[:-1])
+            assert torch.equal(in_order(unpacked(completion.routes)), expected)
 
 
 ENGINE_FAMILIES = {
@@ -83,25 +83,25 @@ def test_an_engine_reports_the_experts_of_a_plain_forward(
 ) -> None:
     family = ENGINE_FAMILIES[name]
     model = family.model(DOUBLE)
-    # A third of the vocabulary ends a reply, so that many end at once and rows move while others go on.
+    # A third of the vocabulary ends a completion, so that many end at once and rows move while others go on.
     engine = engine_of(model, monkeypatch, cached=cached, stop_ids=tuple(range(0, 50, 6)), **options)
     prompts = prompts_of()
     groups = sampled(engine, prompts)
-    lengths = {len(reply.token_ids) for group in groups for reply in group}
+    lengths = {len(completion.token_ids) for group in groups for completion in group}
     assert 1 in lengths
     assert len(lengths) > 4
     assert_routes(family, model, prompts, groups)
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "recomputed"])
-def test_replies_longer_than_any_buffer_keep_their_experts(cached: bool, monkeypatch: Any) -> None:
+def test_completions_longer_than_any_buffer_keep_their_experts(cached: bool, monkeypatch: Any) -> None:
     family = FAMILIES["qwen3-moe"]
     model = family.model(DOUBLE)
     length = 2 * rows_file.BLOCK + 7 if cached else rows_file.BLOCK + 7
     engine = engine_of(model, monkeypatch, cached=cached, stop_ids=(), slots=2)
     prompts = prompts_of([1, 6])
     groups = sampled(engine, prompts, samples=1, tokens=length)
-    assert {len(reply.token_ids) for group in groups for reply in group} == {length}
+    assert {len(completion.token_ids) for group in groups for completion in group} == {length}
     assert_routes(family, model, prompts, groups)
 
 
@@ -120,14 +120,14 @@ def test_more_experts_than_a_byte_holds_reach_the_learner(monkeypatch: Any) -> N
     model = family.model(DOUBLE, num_experts=300, moe_intermediate_size=4)
     prompts = prompts_of([2, 5])
     groups = sampled(engine_of(model, monkeypatch, cached=True, stop_ids=(0,)), prompts)
-    replies = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
-    assert all(c.routes.width == 2 for _, c in replies)
-    assert max(int(unpacked(c.routes).max()) for _, c in replies) > 255
+    completions = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+    assert all(c.routes.width == 2 for _, c in completions)
+    assert max(int(unpacked(c.routes).max()) for _, c in completions) > 255
     assert_routes(family, model, prompts, groups)
-    plan = planned([TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in replies])
-    routing = routing_of(model, plan, [c.routes for _, c in replies], replay="sampler")
+    plan = planned([TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in completions])
+    routing = routing_of(model, plan, [c.routes for _, c in completions], replay="sampler")
     plan_logprobs(model, plan, 1.0, CPU, routed=routing.old)
-    for found, (_, c) in zip(by_row(plan, routing.old_ILK), replies, strict=True):
+    for found, (_, c) in zip(by_row(plan, routing.old_ILK), completions, strict=True):
         assert torch.equal(found[:-1].long(), unpacked(c.routes))
 
 
