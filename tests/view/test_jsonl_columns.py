@@ -40,6 +40,17 @@ def test_a_file_is_read_incrementally(tmp_path: Path) -> None:
     assert columns.generation == 0
 
 
+def test_the_old_and_the_new_name_of_a_metric_are_one_column(tmp_path: Path) -> None:
+    old, new = "length/punished_fraction", "length/penalized_fraction"
+    path = tmp_path / "m.jsonl"
+    path.write_text(lines({"step": 1, old: 0.1}, {"step": 2, new: 0.2}, {"step": 3, old: 0.9, new: 0.3}))
+    columns = Columns(path)
+    columns.refresh()
+    assert columns.values(new).tolist() == [0.1, 0.2, 0.3]
+    assert set(columns.columns) == {"step", new}
+    assert columns.row(0) == {"step": 1, new: 0.1}
+
+
 def test_values_that_are_not_numbers_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(

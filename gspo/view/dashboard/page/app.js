@@ -304,7 +304,8 @@ function matchRows(name, step, matching) {
   const limit = matching.found > listed ? `; the first ${listed} are listed` : "";
   const head = node("p", { class: "soft" }, `${matching.found} of ${matching.total} completions${limit}`);
   const ratio = (c) => (Number.isFinite(c.sequence_ratio) ? `, ratio ${c.sequence_ratio.toPrecision(5)}` : "");
-  const rows = matching.completions.map((c) => node("a", { class: "match", href: address(name, step, c.group, c.number) },
+  const link = (c) => ({ class: "match", href: address(name, step, c.group, c.number) });
+  const rows = matching.completions.map((c) => node("a", link(c),
     node("div", { class: "prompt soft" }, c.prompt), node("div", { class: "excerpt" }, c.excerpt),
     node("div", { class: "soft" }, completionSummary(c) + ratio(c))));
   return [head, ...rows];
