@@ -156,6 +156,7 @@ def token_selection(context: LearnContext, batch: TrainBatch, index: int) -> Ten
     objective, policy = context.objective, context.policy
     if not objective.trust_region.selects_tokens:
         return None
+    # In packed order, so that a selection at random does not depend on the order of micro-batches.
     at_N = torch.cat([micro.at_N for micro in batch.plan.updates[index]]).sort().values.to(policy.device)
     logp_N, _ = plan_logprobs(
         policy.model,
@@ -273,6 +274,7 @@ def _old_forward(
 def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLogprobs:
     """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's."""
     policy, temperature = context.policy, context.config.rollout.temperature
+    # The first mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
     logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
     at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
     tokens = Tokens(

@@ -105,7 +105,7 @@ def make_plan(
     lengths = torch.tensor([s.sampled_count for s in sequences], dtype=torch.long)
     sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
-    count = min(mini_batches, len(sequences))
+    count = min(mini_batches, len(sequences))  # an optimizer step without sequences would have no gradient
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     split = _split_packed if packed else _split_padded
     updates = tuple(
@@ -119,6 +119,7 @@ def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
     members: dict[int, list[int]] = {}
     for sequence, group in enumerate(groups):
         members.setdefault(group, []).append(sequence)
+    # Groups, not sequences: a group that stays together shares its prompt in a packed row.
     shuffled = list(members.values())
     random.Random(seed).shuffle(shuffled)
     return [sequence for group in shuffled for sequence in group]

@@ -196,6 +196,7 @@ def _packing(where: list[Places], parts: list[Places], prompts: list[Places], co
     place_I = np.zeros(sum(map(len, parts)), dtype=np.int64)
     for i, row in enumerate(where):
         rows_RT[i, : len(row)] = row
+        # A shared prompt is overwritten by each of its sequences: its outputs are the same in all of them.
         place_I[row] = np.arange(i * width, i * width + len(row))
     return Packing(
         parts=_span(parts),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from gspo.learner.batch import TrainBatch
 from gspo.learner.optimizer import Update
 from gspo.model.routing import ForcedExperts
 from gspo.objectives.samples import TrainSample
-from gspo.record.metrics import step_metrics
-from gspo.rollout.gather import CollectResult, RolloutBatch
 from gspo.step import learn
 from gspo.types import Completion, Group, Routes, Score, Status, StopReason
 
@@ -222,17 +220,6 @@ def test_routing_replay_finds_the_experts_of_every_token(
     assert result.routed.sampler_N.tolist() == [0] * sum(map(sum, MASKS))
     assert result.routed.flipped_N.tolist() == [0] * sum(map(sum, MASKS))
     assert (result.routed.native_N > 0).any(), "without replay some experts differ"
-
-
-def test_metrics_count_sampled_tokens(tiny: Callable[..., Config], parts_of: Any) -> None:
-    parts = parts_of(tiny())
-    groups = groups_of(parts)
-    collected = CollectResult(gathered=RolloutBatch(groups=tuple(groups), discarded=()), cursor=0)
-    metrics = step_metrics(parts.objective, collected, learn(parts, groups, step=1))
-    lengths: Sequence[int] = [sum(mask) for mask in MASKS]
-    assert metrics["tokens/generated"] == sum(lengths)
-    assert metrics["length/mean"] == pytest.approx(statistics.mean(lengths))
-    assert metrics["length/max"] == max(lengths)
 
 
 def test_a_completion_without_sampled_tokens_is_not_trained_on(tiny: Callable[..., Config], parts_of: Any) -> None:

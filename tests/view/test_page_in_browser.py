@@ -171,6 +171,9 @@ def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path:
         completion("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100)
         for i in range(3)
     ]
+    own = [1, 1, 1, 0, 1, 1, 1, 1]
+    fields = ("logp_sampler", "logp_old", "logp_new", "clipped_tokens")
+    records[1] |= {"sampled": own} | {name: records[1][name][: sum(own)] for name in fields}
     run = make_run(tmp_path / "made", completions=records)
     open_dashboard(page, serve(run))
     page.locator(".chart svg path.line").first.wait_for(state="attached")  # an empty chart has no readout
@@ -188,7 +191,13 @@ def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path:
     policies = [f"log-prob, {name}" for name in ("new policy", "old policy", "sampler", "reference")]
     for part in ("token 3 of 8", *policies, "not recorded", "-0.5000"):
         assert part in inspector
+    assert "given to the model" not in inspector
     assert page.locator(".tok.t4, .tok.t-4").count() > 0
+    page.locator(".tok").nth(3).hover()
+    given = page.locator(".inspector").inner_text()
+    assert "it was given to the model" in given
+    assert "not trained on" in given
+    assert "-0.5000" not in given
 
 
 def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

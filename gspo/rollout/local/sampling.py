@@ -42,6 +42,7 @@ def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: st
         greedy = greedy_last and sample == samples - 1
         return GREEDY if greedy else stream_key(seed, stream, prompts[p].id, sample)
 
+    # The ids break ties, because the order of a set is arbitrary.
     distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
     index = {ids: u for u, ids in enumerate(distinct)}
     order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])

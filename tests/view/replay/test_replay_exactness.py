@@ -95,7 +95,10 @@ def test_a_run_with_unsampled_tokens_is_recomputed_exactly(tmp_path: Path, monke
         sampled = sum(mask) if mask else len(record["token_ids"])
         assert all(len(record[name]) == sampled for name in ("logp_sampler", "logp_old", "logp_new", "flipped_experts"))
     metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
-    assert metrics["tokens/generated"] == sum(len(record["logp_sampler"]) for record in records)
+    lengths = [len(record["logp_sampler"]) for record in records]
+    assert metrics["tokens/generated"] == sum(lengths)
+    assert metrics["length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["length/max"] == max(lengths)
     replayed = rebuild_step(run, 1).agreements[0]
     assert replayed.exact, replayed
     assert replayed.tokens == metrics["tokens/generated"]
