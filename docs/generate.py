@@ -165,7 +165,7 @@ def _section(record: dict[str, Any]) -> list[str]:
     lines += [f"- {part.replace('_', ' ')} `{record[part]}`: {text}" for part, text in record["formula"].items()]
     if record["options"]:
         changed = ", ".join(f"`{key} = {_value(value)}`" for key, value in record["options"].items())
-        lines.append(f"- options with other defaults than below: {changed}")
+        lines.append(f"- options whose defaults differ from those below: {changed}")
     return [*lines, ""]
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", help="directory of the comparison (default: runs/compare-NAME)")
     add("--jobs", type=int, help="concurrent runs (default: as many as the CPU cores allow; 1 on a GPU)")
     add_trust_run(parser)
-    add("--report", metavar="DIR", help="only write the report of an existing comparison again")
+    add("--report", metavar="DIR", help="rewrite the report of an existing comparison, without training")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--objectives",
         default="all",
-        metavar="ROWS",
+        metavar="LIST",
         help="objectives, separated by commas: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 "
         "(default: all)",
     )

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on (default: 127.0.0.1); the connection is not encrypted, "
         "so use another address only in a private network",
     )
-    add("--port", type=int, default=0, help="port (default: a free one)")
+    add("--port", type=int, default=0, help="port (default: any free port)")
     add(
         "--experts",
         action="store_true",

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run directories, or directories of runs (default: runs)",
     )
     parser.add_argument("--text", action="store_true", help="show sparklines in the terminal instead of the dashboard")
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free port)")
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:

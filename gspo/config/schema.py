@@ -173,7 +173,7 @@ class RolloutConfig:
     engine: str = "local"
     """Sampling engine: the name of a file in `gspo/rollout/engines`."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine. Its file lists them."""
+    """Options of the engine. The file of the engine lists them."""
     prompts: Count = 32
     """Prompts per step."""
     group_size: Count = 8
@@ -212,7 +212,7 @@ class RewardConfig:
     """Memory limit of a worker process and its children, in MB, in addition to the memory that loading the functions
     took. A worker that exceeds it is killed. `0` disables the limit."""
     workers: Count = 2
-    """Worker processes. A few more are started while calls hang."""
+    """Worker processes. More are started while calls hang."""
     max_unscored_fraction: Fraction = 0.5
     """Save a checkpoint and stop the run if more than this fraction of a step's completions cannot be scored."""
 

@@ -61,7 +61,7 @@ def advantage_rule(scope: Scope) -> Callable[[Callable[[Tensor, Tensor, int], Te
 
 @advantage_rule("group")
 def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """(R - mean) / std within the group; Bessel's std, no epsilon."""
+    """(R - mean) / std within the group; std with Bessel's correction, no epsilon."""
     centered_B = centered(reward_B, group_B, groups)
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
     variance_P = _sum(centered_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
@@ -122,7 +122,7 @@ batch_whitened.per_token = whitened_returns
 
 @advantage_rule("external")
 def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """Supplied from outside, one per token."""
+    """Supplied by the caller, for example from a critic."""
     raise AssertionError("the caller supplies the advantages")
 
 
