@@ -98,7 +98,7 @@ def _number(value: Any) -> str:
 def _options_text() -> str:
     names = ", ".join(OPTIONS)
     return (
-        f"Options of every objective, where they make sense: {names}.\n"
+        f"Options of every objective (an option without effect is an error): {names}.\n"
         "To change settings, use gspo.objective('gspo', clip_low=3e-3) in Python or [objective] in a recipe."
     )
 
