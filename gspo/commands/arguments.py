@@ -40,6 +40,7 @@ def add_trust_run(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Argument type: a positive integer."""
+    # `int` alone also accepts signs, spaces and underscores.
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

@@ -40,6 +40,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     from gspo.view.compare.comparison import Request, compare, report
 
     if options.report:
+        # A report only reads runs, so an option that would change them is a mistake.
         no_overrides([*overrides, *filter(None, (options.recipe, options.objectives))])
         return report(options.report)
     if not options.recipe or not options.objectives:

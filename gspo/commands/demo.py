@@ -11,6 +11,7 @@ from gspo.config import recipe_dir
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    # By its full path: a file demo.toml in the current directory has precedence over the name `demo`.
     return train_recipe(str(recipe_dir() / "demo.toml"), options, overrides)
 
 

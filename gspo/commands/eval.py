@@ -116,12 +116,14 @@ def evaluate_model(
     """Evaluate a model: print the numbers, and write the files that were asked for."""
     from gspo.evaluation import evaluate
 
+    # pass@k is estimated from subsets of k completions, so there must be at least k.
     if samples < max(ks):
         raise ConfigError(
             f"--samples: {samples} completions per problem are too few for pass@{max(ks)}; give at least {max(ks)}"
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: must be at least 1, not {limit}")
+    # Now, because sampling may take hours, and its result would be lost if the directory does not exist.
     for option, path in (("--json", json_path), ("--completions", completions_path)):
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
@@ -152,6 +154,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     run = Path(model)
     given = recipe is not None
     if (newest := newest_of(run)) is not None:
+        # Refuses a run directory of a later format before its settings are misread.
         run_format.read(run)
         recipe = recipe or str(run / "config.toml")
         model = str(newest)
@@ -174,6 +177,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
         _replace_data(tree, data)
     # The recipe's seed decides which problems are held out.
     tree["seed"] = seed if data else tree.get("seed", seed)
+    # Old names are not reported for the settings of a run, which nobody is going to edit.
     config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=given)
     settings.check(config)
     return config
@@ -203,6 +207,7 @@ def _replace_data(tree: dict[str, Any], data: str) -> None:
     if Path(data).suffix:
         check_file(data)  # a missing file must be reported before a missing reward for its problems
         kept = presentation | {"prompt_field", "prompt_template", "answer_field", "answer_after"}
+        # Nothing is trained on here, so no problem needs to be held out: all of them are evaluated.
         tree["data"] = {k: v for k, v in old.items() if k in kept} | {"path": data, "held_out": 0}
     else:
         kept = presentation | ({"task_options"} if old.get("task") == data else set())
@@ -302,6 +307,7 @@ def _write_completions(path: Path, evaluation: Evaluation) -> None:
                     "text": c.text,
                     "stop": c.stop,
                 }
+                # The message of an exception may quote an API key.
                 failure = s.failure and redacted(s.failure, known_secrets())
                 record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": failure}
                 out.write(json.dumps(record) + "\n")

@@ -71,6 +71,7 @@ def _adapter_dir(source: Path) -> Path:
         full = (directory / "config.json").is_file()
         reason = "it is already a full model" if full else "it has no adapter_config.json"
         raise ConfigError(f"{directory}: nothing to merge: {reason}")
+    # A checkpoint that `newest_of` has found is verified already, and an adapter from elsewhere has no manifest.
     if newest is None and (directory / "manifest.json").is_file() and (complaint := checkpoint.damage(directory)):
         raise ConfigError(f"{directory}: is damaged: {complaint}; merge another checkpoint")
     return directory
@@ -88,6 +89,7 @@ def _precision(directory: Path) -> str:
         raise ConfigError(
             f"{directory / adapter.WEIGHTS}: cannot be read ({error}); the adapter is incomplete"
         ) from None
+    # float32 represents the values of the other precisions, such as float16, exactly.
     return _PRECISIONS.get(kind, "float32")
 
 

@@ -83,6 +83,7 @@ def _report(outcome: Outcome) -> int:
     if outcome.picture:
         print(f"Picture:        {outcome.picture}")
     print(f"Run directory:  {outcome.run}")
+    # The exit code that shells give to a process that a signal ended.
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 

@@ -27,6 +27,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return watch_text(options.runs)
     from gspo.view.dashboard.server import watch
 
+    # Flushed, because nobody can open the page before the link is printed, and a pipe is buffered.
     return watch(options.runs, port=options.port, ready=lambda text: print(text, flush=True))
 
 

@@ -103,6 +103,7 @@ def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int,
         logp_old_N=old.logp_N,
         logp_sampler_N=old.logp_sampler_N,
         logp_ref_N=logp_ref_N,
+        # Filled in below: a KL penalty in the reward needs the log-probs of the tokens first.
         advantage_N=torch.zeros_like(old.logp_N),
         sequences=Sequences(plan.sequence_N.to(context.policy.device), len(samples)),
     )
@@ -184,6 +185,7 @@ def micro_tokens(batch: TrainBatch, micro: MicroBatch, out: TrainForward, select
 
 def selection_seed(batch: TrainBatch, index: int) -> int:
     """The seed of `token_selection` in an optimizer step."""
+    # Not `hash`, which differs between processes. Seven bytes always fit into torch's 64-bit seed.
     return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{index}".encode(), digest_size=7).digest(), "big")
 
 
@@ -265,6 +267,7 @@ def _old_forward(
         release_memory()
         alone = replace(plan, updates=((first,),))
         first_logp_N, first_entropy_N = plan_logprobs(model, alone, temperature, device, routed=routing.old)
+        # Each of the two is 0 at the tokens of the other, so the sum is exact.
         return logp_N + first_logp_N, entropy_N + first_entropy_N, None
     logp_N[micro.at_N] = outputs[0].detach()
     entropy_N[micro.at_N] = outputs[1].detach()

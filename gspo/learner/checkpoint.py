@@ -96,6 +96,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     _delete_leftover(partial)
     try:
         _write(partial, policy, optimizer, state)
+    # Ctrl-C must not leave a partial save behind either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -248,6 +249,7 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((path / "manifest.json").read_text())
+        # Before the files are hashed: a link could lead to somebody else's file, or to a pipe that blocks.
         complaint = _foreign_entry(path, files)
         for name, entry in () if complaint else files.items():
             # Size before content: a truncated file need not be hashed.
@@ -258,6 +260,7 @@ def damage(path: Path) -> str | None:
         return complaint
     except FileNotFoundError as error:
         return f"{error.filename}: missing"
+    # The manifest may be any JSON: a list has no items, and deep nesting raises RecursionError.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{path}: unreadable manifest ({type(error).__name__})"
 

@@ -60,9 +60,11 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     column_N = batch.output_N % width
     first = int(column_N.min()) if keeps_last(model) else 0
     logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    # In float32 from here on: log-ratios are compared with clip ranges of a few 1e-4, which bfloat16 rounding reaches.
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normalizer_N
+    # Without a bonus the entropy is only reported, and its graph would hold another tensor of size [N, V].
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         scores_NV = logits_NV if entropy_gradient else logits_NV.detach()
         probability_NV = torch.softmax(scores_NV, dim=-1)
@@ -86,6 +88,7 @@ def plan_logprobs(
     lm_head(model)  # its first call runs a trial forward, which must not be recorded by `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     updates = plan.updates if update is None else plan.updates[update : update + 1]
+    # A stack, so that the halves of a micro-batch that did not fit are computed next, in the plan's order.
     waiting = [micro for micro_batches in reversed(updates) for micro in reversed(micro_batches)]
     while waiting:
         cpu_batch = waiting.pop()
@@ -213,6 +216,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        # Any other error is not about memory, and smaller micro-batches would only repeat it.
         if error is not None and out_of_memory(error):
             self.smaller = self.batch.plan.halved(self._index)  # None for single sequences, which are not split
         return self.smaller is not None

@@ -50,6 +50,8 @@ class Optimizer:
         self.updates = 0
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Most updates are smaller than the resolution of a bfloat16 weight. They accumulate in float32 and would be
+        # rounded away otherwise.
         self._masters = {
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in self._weights.items()
@@ -74,6 +76,7 @@ class Optimizer:
         """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes."""
         self._gradients_to_masters()
         norm = self._clip()
+        # A skipped update does not advance the schedule, which counts the updates that were applied.
         rate = learning_rate(self.config, self.updates, self.total_updates)
         skipped = self._skip_reason(on_all_ranks(loss_finite, self._masters.values()), norm)
         if not skipped:
@@ -97,6 +100,7 @@ class Optimizer:
         """Why to skip the update; empty to apply it."""
         if not (loss_finite and math.isfinite(norm)):
             return "a loss or gradient that is not finite"
+        # A gradient of exactly 0, from a mini-batch without a signal, is not a spike and has no logarithm.
         if not norm:
             return ""
         known = list(self._norms)
@@ -125,6 +129,7 @@ class Optimizer:
                 tensors[f"{key}/{name}"] = full(value.detach()).contiguous()
             if master is not self._weights[name]:
                 tensors[f"master/{name}"] = full(master.detach())
+        # float64, as Python's own floats, so that a resumed run skips the same spikes.
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
@@ -138,6 +143,7 @@ class Optimizer:
             found = {key: tensors[f"{key}/{name}"] for key in keys if f"{key}/{name}" in tensors}
             if found:
                 self._adamw.state[master] = {
+                    # AdamW's step count is a scalar that all ranks share, so it is never sharded.
                     key: value.clone() if key == "step" else sharded_like(value, master).clone()
                     for key, value in found.items()
                 }

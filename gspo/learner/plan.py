@@ -106,6 +106,7 @@ def make_plan(
     sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(sequences))  # an optimizer step without sequences would have no gradient
+    # Integer division spreads the remainder, so that sizes differ by at most one.
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
     split = _split_packed if packed else _split_padded
     updates = tuple(
@@ -121,6 +122,7 @@ def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
         members.setdefault(group, []).append(sequence)
     # Groups, not sequences: a group that stays together shares its prompt in a packed row.
     shuffled = list(members.values())
+    # A text as seed is hashed with SHA-512, so the order is the same in every process.
     random.Random(seed).shuffle(shuffled)
     return [sequence for group in shuffled for sequence in group]
 

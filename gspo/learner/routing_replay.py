@@ -93,6 +93,7 @@ class RecordedRouting:
                         'use an engine that reports them, or set routing.replay = "old"'
                     )
                 continue
+            # The engine samples the last token but never reads it, so it has no experts to report.
             reported = self._validate(routes, sequence.length - 1)
             chosen_ILK[start : start + len(reported)] = reported
             known_I[start : start + len(reported)] = True
@@ -196,6 +197,7 @@ class RecordedRouting:
     def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
         """Count the flips of a forward without training, over a micro-batch or, if memory runs out, half of it."""
         micro = cpu_batch.to(updates_N.device)
+        # Only the routers matter here, so the LM head computes as little as it can.
         options = {"logits_to_keep": 1} if keeps_last(model) else {}
         forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
         try:
@@ -204,6 +206,7 @@ class RecordedRouting:
         except Exception as error:
             if not out_of_memory(error):
                 raise
+            # A statistic must not end the run: if a single sequence does not fit, it is not measured.
             if len(micro.sequence_ids) > 1:
                 self._probe(model, self.plan.halves(cpu_batch)[0], updates_N)
             return
@@ -255,5 +258,6 @@ class RecordedRouting:
 
 def _expert_counts(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:
     """How often each expert was selected, with each token counted `times_I` times."""
+    # bincount adds float32 weights in float32, which loses counts above 2^24.
     weights = times_I.double().unsqueeze(-1).expand(chosen_IK.shape).flatten()
     return torch.bincount(chosen_IK.flatten().long(), weights=weights, minlength=experts)

@@ -62,6 +62,7 @@ def fault_in(path: Path) -> str | None:
     """Why the `trainer.json` of a checkpoint is not valid, or None."""
     file = path / "trainer.json"
     try:
+        # Before it is read: the file may be anything, and a huge one would fill the memory.
         if file.stat().st_size > LARGEST:
             return f"{file}: too large"
         values = saved_fields(path)

@@ -56,6 +56,7 @@ class AdaptiveClip:
         # Negated, so that NaN (a diverged forward pass) leaves the scale unchanged, as do too few moved tokens.
         if not wanted > 0:
             return scale
+        # In log space, because the scale is a factor: doubling and halving it are steps of equal size.
         change = max(-MAX_LOG_CHANGE, min(MAX_LOG_CHANGE, GAIN * math.log(wanted / scale)))
         return max(LIMITS[0], min(LIMITS[1], scale * math.exp(change)))
 
@@ -65,6 +66,7 @@ class AdaptiveClip:
         a_N = tokens.advantage_N.double()
         log_ratio_N = objective.ratio(tokens).detach().double()
         move_N = log_ratio_N if region.clips_log_ratio else torch.expm1(log_ratio_N)
+        # A token with A = 0 is clipped at no scale. It stays in the denominator, as in clip/fraction_tokens.
         ranges_N = torch.full_like(move_N, -math.inf)
         for side, pushed_N, along_N in (("clip_high", a_N > 0, move_N), ("clip_low", a_N < 0, -move_N)):
             own_N = along_N / getattr(region, side)
@@ -112,6 +114,7 @@ def _target(key: str, text: str) -> float:
     try:
         target = float(text.removeprefix(PREFIX))
     except ValueError:
+        # NaN fails the comparison below, so one message covers text and numbers out of range.
         target = math.nan
     if not 0 < target < 1:
         raise ConfigError(

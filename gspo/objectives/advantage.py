@@ -64,6 +64,9 @@ def z_score(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """(R - mean) / std within the group; std with Bessel's correction, no epsilon."""
     centered_B = centered(reward_B, group_B, groups)
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
+    # No epsilon, as in the papers. It would not protect a group with equal rewards, and `centered` has already set such
+    # a group to exactly 0. Bessel's correction is that of other frameworks; it matters once filtering makes group sizes
+    # differ.
     variance_P = _sum(centered_B**2, group_B, groups) / (count_P - 1).clamp(min=1)
     # A group with equal rewards has variance 0 and would be 0 / 0.
     return torch.where(centered_B == 0, 0.0, centered_B / variance_P.sqrt()[group_B])
@@ -83,6 +86,7 @@ def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 def leave_one_out(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """R - mean of the others in the group = k/(k-1) (R - mean)."""
     count_P = _sum(torch.isfinite(reward_B).double(), group_B, groups)
+    # A group of one has a centered reward of exactly 0. The clamp keeps its factor finite, because 0 * inf is NaN.
     return centered(reward_B, group_B, groups) * (count_P / (count_P - 1).clamp(min=1))[group_B]
 
 
@@ -91,6 +95,8 @@ def rescaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """alpha (R - mean), alpha = scored completions / scored completions in groups with different rewards (GPG)."""
     scored_B = torch.isfinite(reward_B)
     useful_B = scored_B & mixed(reward_B, group_B, groups)[group_B]
+    # Uniform groups have no gradient but stay in the denominator of the loss; alpha makes up for them. The count is of
+    # completions with a signal: a count of nonzero rewards would include groups that are all correct.
     alpha = scored_B.sum() / useful_B.sum().clamp(min=1)
     return alpha * centered(reward_B, group_B, groups)
 
@@ -111,6 +117,7 @@ def whitened_returns(reward_B: Tensor, penalty_N: Tensor, sequences: Sequences) 
     before_N = penalty_N.cumsum(0) - penalty_N
     first_B = torch.zeros(sequences.count, dtype=torch.long, device=penalty_N.device)
     first_B[1:] = sequences.length_B.cumsum(0)[:-1].long()
+    # The last sequences may have no tokens and would start beyond the end. Their value is never read.
     start_B = before_N[first_B.clamp(max=len(before_N) - 1)]
     to_go_N = sequences.expand(sequences.sum(penalty_N)) - (before_N - sequences.expand(start_B))
     return_N = sequences.expand(reward_B.to(penalty_N)) - to_go_N
@@ -166,8 +173,10 @@ def token_advantages(objective: Objective, tokens: Tokens, samples: Sequence[Tra
     if objective.kl and objective.kl_in == "reward":
         penalty_N = objective.kl * KL_ESTIMATORS[objective.resolved_kl_estimator](tokens)
     shaped_B = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    # Before the group's mean and std, so the penalty is rescaled together with the reward.
     reward_B = shaped_B - sequences.sum(penalty_N.double()).cpu()
     if objective.advantage.per_token is not None:
+        # Such a rule subtracts the penalty itself, token by token, so it gets the reward without the penalty.
         return reward_B, objective.advantage.per_token(shaped_B, penalty_N, sequences).float()
     advantage_B = apply_rule(objective.advantage, reward_B, [s.group for s in samples]).float()
     return reward_B, sequences.expand(advantage_B.to(penalty_N.device))

@@ -17,6 +17,7 @@ from gspo.errors import ConfigError
 
 def sequence_mean(length_B: Tensor) -> Tensor:
     """1/B sum_i 1/|y_i| sum_t: every completion has the same weight."""
+    # The clamp only avoids 1 / 0: an empty sequence has no token that would use its weight.
     return 1.0 / (_present(length_B) * length_B.clamp(min=1))
 
 

@@ -122,6 +122,7 @@ def _selecting() -> str:
 def _bool_mask(mask: Tensor) -> Tensor:
     if mask.dim() != 2:
         raise ConfigError(f"mask: must have shape [B, T], not {list(mask.shape)}")
+    # A mask of fractions may be meant as weights, and `bool()` would silently turn each of them into 1.
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ConfigError("mask: must be bool (True at tokens to train on), or hold only 0 and 1")
     return mask.bool()
@@ -133,6 +134,8 @@ def _pack(
     """The tokens at the positions of the mask."""
     # Indexing instead of multiplying by the mask: values at masked positions must not leak (inf * 0 is NaN).
     given = {name: value for name, value in logps.items() if value is not None}
+    # At least float32: in bfloat16 the mean log-prob of a short completion can be off by 2e-4, which is most of
+    # GSPO's clip range.
     dtype = torch.float32
     for value in given.values():
         dtype = torch.promote_types(dtype, value.dtype)
@@ -179,6 +182,8 @@ def _check_inputs(objective: Objective, tokens: Tokens) -> None:
         raise ConfigError(f"mismatch={objective.mismatch}: needs logp_sampler, the sampling engine's log-probs")
     if objective.entropy and tokens.entropy_N is None:
         raise ConfigError("entropy: the bonus needs entropy=, the policy's entropy at each token")
+    # A coefficient that the caller has set needs its reference. The default of a row is only a warning below, so that
+    # `policy_loss("grpo", ...)` works without a reference.
     if objective.kl and objective.kl_in == "loss" and tokens.logp_ref_N is None and "kl" in objective.given:
         raise ConfigError(f"kl={objective.kl:g}: needs logp_ref, the reference policy's log-probs; or set kl=0")
     for text in _doubtful_inputs(objective, tokens):

@@ -27,6 +27,7 @@ def k2(tokens: Tokens) -> Tensor:
 
 def k3(tokens: Tokens) -> Tensor:
     """pi_ref/pi - 1 - log(pi_ref/pi). Unbiased, never negative; as a loss it has the gradient of the forward KL."""
+    # Bounded, so that one token that the policy hardly ever produces does not make the loss infinite.
     log_r_N = (-k1(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(x) - 1 loses the digits of a small x, and k3 is of order x^2.
     return torch.expm1(log_r_N) - log_r_N
@@ -40,6 +41,7 @@ def k3_plus(tokens: Tokens) -> Tensor:
 
 def k3_ratio(tokens: Tokens) -> Tensor:
     """(pi/pi_old) k3 with gradient through both factors. The reverse KL, even off-policy (DeepSeek-V3.2)."""
+    # The token's own ratio for every objective: a sequence ratio does not correct the KL term of a token.
     return token(tokens).exp() * k3(tokens)
 
 

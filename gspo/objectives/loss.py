@@ -47,8 +47,11 @@ def loss_of(objective: Objective, tokens: Tokens, weight_N: Tensor) -> Loss:
         term_N = term_N * mismatch_weight(objective.mismatch, *objective.mismatch_bounds, tokens)
     if objective.off_policy_mask is not None:
         term_N = term_N * off_policy_keep(objective.off_policy_mask, tokens)
+    # A sum: the denominator is part of the weights and covers the whole optimizer step. A mean over a micro-batch would
+    # depend on how the step is split.
     policy = -(weight_N * term_N).sum()
     kl = entropy = torch.zeros_like(policy)
+    # Without a reference there is no KL term. `policy_loss` has refused that, or warned about it.
     if objective.kl and objective.kl_in == "loss" and tokens.logp_ref_N is not None:
         kl = objective.kl * (weight_N * KL_ESTIMATORS[objective.resolved_kl_estimator](tokens)).sum()
     if objective.entropy:
@@ -77,6 +80,7 @@ def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N:
     stats: dict[str, Reduced] = {
         "clip_fraction_tokens": Mean.of(clipped_N.double()),
         "clip_fraction_sequences": Mean.of(clipped_B.double()),
+        # Of the ratio that is clipped. A sequence ratio counts once per completion, however long that is.
         "ratio_mean": Mean.of((ratio_B if objective.clips_sequences else ratio_N).double()),
         "ratio_max": Max.of(ratio_N),
         "ratio_token_log_std": Gather(log_ratio_N, std),

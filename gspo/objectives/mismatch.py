@@ -37,12 +37,15 @@ def mismatch_weight(kind: str, low: float | None, high: float | None, tokens: To
     if kind == "token_tis":
         return rho_N.clamp(max=high)
     if kind == "sequence_tis":
+        # Clamped in log space: the product over a long completion is heavy-tailed and can overflow.
         product_B = sequences.sum(log_rho_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return sequences.expand(product_B.clamp(max=high))
     assert low is not None
     if kind == "icepop":
+        # Zero, not clamped: a token outside the range gets no gradient at all.
         return torch.where((rho_N >= low) & (rho_N <= high), rho_N, 0.0)
     assert kind == "sequence_mask"
+    # The geometric mean, because the product of a long completion would leave so narrow a range by rounding alone.
     geometric_B = sequences.mean(log_rho_N).exp()
     return sequences.expand(((geometric_B >= low) & (geometric_B <= high)).to(rho_N.dtype))
 

@@ -78,6 +78,8 @@ class Objective:
     @property
     def resolved_kl_estimator(self) -> str:
         """The KL estimator: the setting, or its default."""
+        # In the reward, a detached k1 has the expected gradient of k2 in the loss, which is that of the reverse KL. In
+        # the loss, the expected gradient of k1 is 0, so the default there is k3, as in GRPO.
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
@@ -225,6 +227,7 @@ def _check_pairs(objective: Objective) -> None:
     """Check settings that have an effect only together with another setting."""
 
     def refuse(key: str, why: str) -> None:
+        # Only what the user has set: a row's own default may be without effect after another setting has changed.
         if key in objective.given and getattr(objective, key) is not None:
             raise ConfigError(f"objective {objective.name!r}: {key} has no effect: {why}")
 

@@ -45,6 +45,7 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     if log_range is None or not len(rounding_N):
         return None
     low, high = log_range
+    # A sequence without tokens has a mean of 0 and would count as one without noise.
     log_ratio = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
     log_ratio = log_ratio.double()
     return Noise(log_ratio_M=log_ratio, beyond_M=(log_ratio < low) | (log_ratio > high))

@@ -83,6 +83,7 @@ def shaped(score: Score, completion: Completion, objective: Objective, *, max_to
 
 def overlong_range(objective: Objective, *, max_tokens: int) -> tuple[int, int]:
     """The limit of the soft length penalty, and the length of the ramp before it."""
+    # A fifth is DAPO's proportion: a ramp of 4,096 tokens before a limit of 20,480.
     limit = objective.overlong_limit or max_tokens
     return limit, objective.overlong_cache or max(1, limit // 5)
 

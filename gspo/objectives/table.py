@@ -67,7 +67,9 @@ def row(
 
 TABLE: dict[str, Objective] = {
     # Sequence level: one ratio per completion.
+    # GSPO's range was chosen for long completions of a large model. Shorter completions need a wider one.
     "gspo": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
+    # The same value and gradient as gspo, unless the advantage differs between the tokens of a completion.
     "gspo_token": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean),
     "luspo": row("2602.05261", z_score, sequence, Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
     "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, advantage_per="sequence"),
@@ -88,6 +90,7 @@ TABLE: dict[str, Objective] = {
     "kl_cov": row("2505.22617", z_score, token, PenalizeCovariance(), token_mean),
     # No ratio.
     "gpg": row("2504.02546", rescaled, none, Unbounded(), token_mean),
+    # The log-prob of a completion is the sum over its tokens, so RLOO does not divide by the length.
     "rloo": row("2402.14740", leave_one_out, none, Unbounded(), sequence_sum, advantage_per="sequence"),
 }
 

@@ -58,6 +58,7 @@ class TrustRegion:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            # Written as a negation, so that NaN is refused, too.
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{f.name}: must be a finite number, 0 or more, not {value}")
 
@@ -77,6 +78,7 @@ class TrustRegion:
         low, high = self.clip_range
         if self.clips_log_ratio:
             return -low, high
+        # From clip_low = 1 on, the range allows every ratio down to 0, whose log is -inf.
         return (math.log1p(-low) if low < 1 else -math.inf), math.log1p(high)
 
     def warning(self) -> str | None:
@@ -124,6 +126,8 @@ class Clip(ClipRange, TrustRegion):
         objective_N = torch.minimum(ratio_N * a_N, inside_N * a_N)
         clipped_N = pushed_out(ratio_N, a_N, self.clip_low, self.clip_high)
         if self.dual_clip is not None:
+            # Where A < 0 the minimum does not bound a ratio above the range, so the loss of such a token is unbounded
+            # without this.
             objective_N = torch.where(a_N < 0, torch.maximum(objective_N, self.dual_clip * a_N), objective_N)
             clipped_N = clipped_N | ((a_N < 0) & (ratio_N > self.dual_clip))
         return Surrogate(objective_N, ratio_N.detach(), clipped_N)
@@ -155,6 +159,7 @@ class SoftGate(TrustRegion):
     The gradient weight is sech^2(tau (r - 1) / 2) r."""
 
     tau_pos: float = 1.0
+    # A negative advantage raises the many tokens that were not sampled, which is noisier, so its gate is narrower.
     tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
@@ -165,6 +170,7 @@ class SoftGate(TrustRegion):
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
         tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
+        # The factor 4/tau makes the gradient weight 1 at ratio 1 for every tau.
         gate_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0))
         return _soft(gate_N * a_N, ratio_N)
 
@@ -183,8 +189,10 @@ class GammaWeight(TrustRegion):
         a_N, log_w_N = tokens.advantage_N, log_ratio_N.detach()
         k_N = _either(a_N >= 0, self.k_pos, self.k_neg, log_w_N)
         lambda_N = _either(a_N >= 0, self.lambda_pos, self.lambda_neg, log_w_N)
+        # Bounded from above only: a very small W underflows to 0, which is its limit.
         w_N = log_w_N.clamp(max=MAX_LOG_RATIO).exp()
         # exp of a sum, not a product of powers: W^k alone overflows for a long completion.
+        # The first term makes the weight 1 at W = 1.
         phi_N = (lambda_N + k_N * log_w_N - lambda_N * w_N).exp()
         return _soft(phi_N * a_N * tokens.logp_N, w_N)
 
@@ -211,6 +219,7 @@ class MassGate(TrustRegion):
         a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
         r_N = ratio_N.detach()
         mass_N = self.sigma_base * torch.exp(-self.mass_power * tokens.logp_old_N)
+        # Without the upper bound, sigma of a very rare token would be so wide that the gate never acts.
         mass_N = mass_N.clamp(self.sigma_base, self.sigma_high)
         by_sign_N = torch.where(a_N > 0, 1 + self.beta_pos * a_N, 1 / (1 - self.beta_neg * a_N.clamp(max=0)))
         sigma_N = mass_N * by_sign_N.clamp(self.factor_low, self.factor_high)
@@ -224,12 +233,14 @@ class CappedWeight(TrustRegion):
     """sg[min(r, weight_cap)] A log pi (CISPO). The weight is bounded and no token is dropped.
     `weight_cap` bounds the ratio itself; it is not 1 + weight_cap."""
 
+    # MiniMax-M1 does not disclose its bound. 5 is that of ScaleRL.
     weight_cap: float = 5.0
 
     def warning(self) -> str | None:
         return _low_cap(self.weight_cap)
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        # The gradient flows through log pi and not through the ratio, so a capped token still has one.
         ratio_N = log_ratio_N.detach().exp()
         weight_N = ratio_N.clamp(max=self.weight_cap)
         return Surrogate(weight_N * tokens.advantage_N * tokens.logp_N, ratio_N, ratio_N > self.weight_cap)
@@ -296,6 +307,7 @@ class DropCovariance(ClipRange, CovarianceRegion):
     select_fraction: float = 2e-4
     cov_low: float = 1.0
     cov_high: float = 5.0
+    # As in the official code, the clip range is almost disabled: covariance takes its place.
     clip_low: float = 1.0
     clip_high: float = 1.0
     dual_clip: float | None = None
@@ -313,6 +325,7 @@ class DropCovariance(ClipRange, CovarianceRegion):
 
     def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
         cov_N = covariance(tokens)
+        # A clipped token has no gradient left to drop, so it is not a candidate.
         allowed_N = (cov_N >= self.cov_low) & (cov_N <= self.cov_high) & ~self._clip(tokens, log_ratio_N).clipped_N
         candidates = allowed_N.nonzero().squeeze(-1)
         # The permutation is made on the CPU, so the same seed selects the same tokens on every device.
@@ -327,6 +340,7 @@ class DropCovariance(ClipRange, CovarianceRegion):
 class PenalizeCovariance(CovarianceRegion):
     """r A - cov_kl |log pi - log pi_old| on the `select_fraction` of tokens with the largest Cov (KL-Cov). No clip."""
 
+    # The published value for 7B models; it is 2e-4 for 32B.
     select_fraction: float = 2e-3
     cov_kl: float = 1.0
 
@@ -339,6 +353,7 @@ class PenalizeCovariance(CovarianceRegion):
 
     def select(self, tokens: Tokens, log_ratio_N: Tensor, generator: torch.Generator) -> Tensor:
         cov_N = covariance(tokens)
+        # The largest ones, not a random choice, so the generator is not needed.
         top = torch.topk(cov_N, self.selection_count(len(cov_N))).indices
         return torch.zeros_like(cov_N, dtype=torch.bool).index_fill(0, top, True)
 

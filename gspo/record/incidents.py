@@ -76,6 +76,7 @@ class Incidents:
         biased sample."""
         scores = [s for g in collected.gathered.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
+        # Only the first time in a process: a reward that fails now and then would print a message at every step.
         if failed and not self.unscored:
             self._display.message(
                 f"step {step}: {len(failed)} of {len(scores)} completions could not be scored and are not "
@@ -120,6 +121,7 @@ class Incidents:
         Returns the number of skipped updates in a row, which was `in_row` before this step."""
         if learned is None:
             self._report_idle(step, drop_reasons(objective, collected, None))
+            # No update was tried, so nothing is known about the numerics: the count neither grows nor restarts.
             return in_row
         if len(learned.updates) < self._config.learner.mini_batches:
             self._report_few_updates(step, len(learned.updates))
@@ -127,6 +129,7 @@ class Incidents:
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:
                 self._report_skipped(step, index, learned)
+            # A single skip is harmless, but a policy whose weights have diverged is skipped forever and never recovers.
             if in_row >= self._config.learner.max_skipped:
                 lower = self._config.learner.learning_rate / 3
                 raise NumericalError(

@@ -64,6 +64,7 @@ def _completions(
     for number, group in enumerate(collected.gathered.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             index = trained.get((number, sample))
+            # `sampled` lists the groups of the batch first and the discarded ones after them.
             reason = drop_reason(c, s, objective) or ("alone" if number < kept else "uniform")
             yield group, c, s, index, reason if index is None else ""
 
@@ -197,6 +198,7 @@ def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
     return {
         "mismatch/abs_mean": Mean.of(log_rho_M.abs()),
         "mismatch/abs_max": Max.of(log_rho_M.abs()),
+        # Tokens are sampled from mu, so these estimate KL(mu || pi_old), with rho = pi_old / mu.
         "mismatch/k1": Mean(-log_rho_M.sum(), len(log_rho_M)),
         "mismatch/k3": Mean.of(torch.expm1(bounded_M) - log_rho_M),
         "mismatch/chi2": Mean.of(rho_M.square() - 1),
@@ -260,6 +262,7 @@ def _busiest(load: Tensor) -> Tensor:
 
 
 def _load_share(load: Tensor) -> Tensor:
+    # Counts of all ranks are added first, because the mean of entropies is not the entropy of the mean.
     load_LE = load.sum(0)
     return load_LE.double() / load_LE.sum(-1, keepdim=True)
 
@@ -288,6 +291,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         "prompt": group.prompt.text,
         "text": completion.text,
         "token_ids": completion.token_ids,
+        # Most completions are sampled entirely, and a list of ones would only make the file larger.
         **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
         "version": completion.version,
@@ -318,6 +322,7 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
     ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
     flipped = learned.routed.flipped_N.tolist() if learned.routed else None
+    # Whole tensors are copied to the CPU: indexing single elements on a GPU would wait for each of them.
     old = tokens.logp_old_N.tolist()
     new = tokens.logp_N.tolist()
     clipped = learned.clipped_N.tolist()

@@ -148,6 +148,7 @@ class LiveDisplay:
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
 
     def message(self, text: str) -> None:
+        # Without markup: rich would interpret brackets in a path or an error message as a style.
         self._console.print(printed(text), highlight=False, markup=False)
 
     def cold_start(self, step: int, steps: int, loss: float, accuracy: float) -> None:

@@ -136,6 +136,7 @@ class RunDir:
         partial = file.with_suffix(".tmp")
         partial.unlink(missing_ok=True)
         try:
+            # `x` refuses an existing file, so a link that appears after the unlink is not written through.
             with self.writing(f"rollouts/{file.name}"), partial.open("x", encoding="utf-8") as out:
                 out.writelines(_line(record) for record in records)
         except DiskError:
@@ -176,6 +177,7 @@ class RunDir:
         with (self.path / "metrics.jsonl").open("rb") as file:
             # Only the end: the metrics of a long run are large.
             file.seek(max(0, length - LONGEST_ROW))
+            # `end` follows the last newline, so it is empty unless the last line is incomplete.
             *_, last, end = (b"", *file.read(min(length, LONGEST_ROW)).split(b"\n"))
         with suppress(ValueError, RecursionError):
             return _object(json.loads(last)) if not end else None
@@ -208,10 +210,12 @@ class RunDir:
 
     def discard_if_empty(self) -> None:
         """Remove the directory of a run that never started, unless it contains other files."""
+        # Somebody else's directory may be at this path by now. It must not be emptied.
         if not self.started and self._lock.in_place():
             for name in (".lock", "environment.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
             for folder in (self.path / "rollouts", self.checkpoints, self.path):
+                # rmdir refuses a directory that still contains something, which then stays.
                 with suppress(OSError):
                     folder.rmdir()
 
@@ -234,6 +238,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
+        # The trainer may be writing right now, so the text after the last newline is not a whole line yet.
         lines = path.read_text(encoding="utf-8").split("\n")
         return [_object(json.loads(line)) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
@@ -262,6 +267,7 @@ def replace_text(path: Path, text: str) -> None:
     try:
         with writing(path, "make room there, or write to another place"):
             partial.unlink(missing_ok=True)  # It may be a symlink, or a hard link to a file elsewhere.
+            # `x` refuses an existing file, so a link that appears after the unlink is not written through.
             with partial.open("x", encoding="utf-8") as out:
                 out.write(text)
             partial.rename(path)
@@ -293,6 +299,7 @@ def _append_whole(path: Path, data: bytes) -> None:
     try:
         before = os.fstat(file).st_size
         try:
+            # A full disk may take a part of the data without an error. The next write then fails.
             while data:
                 data = data[os.write(file, data) :]
         except OSError:
@@ -304,6 +311,7 @@ def _append_whole(path: Path, data: bytes) -> None:
 
 def _line(values: Mapping[str, Any]) -> str:
     try:
+        # ASCII: U+2028 and similar characters in a completion would split the line for some readers.
         return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
     except (ValueError, TypeError):
         # A NaN, or a mapping that is not a dict. These are rare, and converting every record would be slow.

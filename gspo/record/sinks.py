@@ -94,6 +94,7 @@ class Sinks:
         """Send the numeric values to every sink."""
         # A metric that could not be measured is None, which no sink accepts.
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and k != "step"}
+        # A copy of the names, because a sink that fails is removed while this runs.
         for name in list(self._open):
             self._try(name, lambda sink: sink.log(step, numbers))
 

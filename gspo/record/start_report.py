@@ -19,6 +19,7 @@ from gspo.record.run_dir import RunDir
 def report_setup(context: RunContext, run: RunDir, display: Display, incidents: Incidents) -> None:
     """Display the model, the data and the objective of a new run, and warn about settings that bias training."""
     config, problems = context.config, context.problems
+    # Booleans compare as numbers: `>= False` holds for every parameter, `>= True` only for trained ones.
     size, trained = (
         sum(numbers_in(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
         for only in (False, True)
@@ -60,6 +61,7 @@ def check_disk_space(context: RunContext, run: RunDir, incidents: Incidents, *, 
     """Warn if the checkpoints of the steps after `done` will not fit on the disk."""
     config = context.config
     keep = config.checkpoint.keep
+    # Besides those at intervals there is one before the first step and one after the last.
     saves = 2 + (config.steps - done) // config.checkpoint.every
     existing = len(checkpoint.saved(run.checkpoints))
     # The oldest checkpoint is deleted only after the newest is complete, so one more than `keep` must fit.

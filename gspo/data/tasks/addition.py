@@ -33,6 +33,7 @@ class Addition:
     def generate(self, rng: random.Random) -> Problem:
         a = rng.randint(self.low, self.high)
         b = rng.randint(self.low, self.high)
+        # a+b and b+a are duplicates: one of them must not be trained on if the other is held out.
         key = f"{min(a, b)}+{max(a, b)}"
         return Problem(prompt=f"{a}+{b}", answer=str(a + b), key=key, demonstration=f"{_working(a, b)}|{a + b}")
 

@@ -48,6 +48,7 @@ class Countdown:
             if 1 <= target <= self.max_target:
                 prompt = f"{' '.join(map(str, numbers))} -> {target}"
                 columns = {"numbers": numbers, "target": target}
+                # The order of the numbers does not matter, so problems that differ only in it are duplicates.
                 key = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
                 return Problem(prompt=prompt, answer=solution, key=key, columns=columns, demonstration=solution)
         raise ConfigError(
@@ -109,6 +110,7 @@ class _Malformed(Exception):
 
 def _tokens(text: str) -> list[int | str] | None:
     """Whole numbers and signs; `None` if there is anything else. ASCII digits only: `int` accepts many others."""
+    # Before any conversion: `int` raises a ValueError on thousands of digits.
     if len(text) > MAX_LENGTH:
         return None
     tokens: list[int | str] = []
@@ -159,6 +161,7 @@ def _atom(tokens: list[int | str], at: int, depth: int) -> tuple[Fraction, int]:
     token = tokens[at] if at < len(tokens) else None
     if isinstance(token, int):
         return Fraction(token), at + 1
+    # The parser is recursive, so nesting needs a limit of its own, below that of Python.
     if token != "(" or depth == MAX_DEPTH:
         raise _Malformed
     value, at = _sum(tokens, at + 1, depth + 1)

@@ -39,7 +39,9 @@ def build(variant: str, **options: Any) -> ReasoningGym:
                 f"data.task_options.{option}: reasoning_gym:{variant} has no such option; it has: {', '.join(known)}"
             )
     try:
+        # The seed is fixed, because the random stream of the run already selects the entries.
         return ReasoningGym(reasoning_gym.create_dataset(variant, **{"seed": 0, "size": _SIZE, **options}))
+    # reasoning-gym checks its options with assert.
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task_options: reasoning_gym:{variant} refuses them (size is {_SIZE} unless set): {error}"

@@ -83,6 +83,7 @@ def _product(rng: random.Random, most: int) -> tuple[int, int, int]:
 
 def _quotient(rng: random.Random, most: int) -> tuple[int, int, int]:
     a, b, _ = _product(rng, most)
+    # The dividend is a product, so the division has no remainder.
     return a * b, b, 0
 
 

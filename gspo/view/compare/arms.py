@@ -101,6 +101,7 @@ def parse_seeds(text: str) -> list[int]:
 def slug(label: str) -> str:
     """The label as a file name. A label that had to be changed gets a digest, so that two labels never collide."""
     plain = re.sub(r"[^A-Za-z0-9._+=-]", "_", label)
+    # A leading dot would hide the run directory, and `..` would lead out of the comparison.
     if plain == label and len(label) <= _SLUG_LENGTH and not label.startswith("."):
         return label
     return f"{plain[: _SLUG_LENGTH - 9].lstrip('.')}-{hashlib.blake2b(label.encode(), digest_size=4).hexdigest()}"

@@ -69,6 +69,7 @@ def compare(request: Request) -> int:
             record.read(out) or Record(recipe=request.recipe), recipe=request.recipe, overrides=[*request.overrides]
         )
         saved = saved.extend([arm.label for arm in arms], seeds)
+        # The recorded budget makes a repeated command resume its runs instead of refusing them as different.
         tokens = request.tokens or shared.tokens or saved.tokens
         comparison = _Comparison(
             out=out,

@@ -115,6 +115,7 @@ def read_run(path: Path) -> Run | None:
 
 def _finished(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], last_event: Mapping[str, Any]) -> bool:
     """Whether the run stopped cleanly at the end defined by its own settings."""
+    # A stop event of an earlier process says nothing about steps that were written after it.
     if not rows or last_event.get("event") != "stop" or last_event.get("step") != rows[-1]["step"]:
         return False
     step = rows[-1]["step"]
@@ -154,6 +155,7 @@ def smooth(y: Floats, window: int) -> Floats:
 
 def window_of(series: Sequence[Series]) -> int:
     """Smoothing window: about a twentieth of the longest run, odd."""
+    # Odd, so that a window is symmetric around its value.
     return max((run.step for s in series for run in s.runs), default=0) // 20 | 1
 
 

@@ -55,6 +55,7 @@ def accuracy(series: Sequence[Series]) -> Figure | None:
     panels = [("eval/accuracy", "held-out accuracy, sampled"), ("eval/accuracy_greedy", "held-out accuracy, greedy")]
     figure = _curves_figure(series, panels, markers=True, log=False)
     for axis in figure.axes if figure else ():
+        # From 0, so that noise does not look like a trend.
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     return figure
@@ -91,6 +92,7 @@ def spread(series: Sequence[Series], bins: Sequence[Sequence[LengthBin]]) -> Fig
         look = {**style(number), "marker": MARKERS[number % len(MARKERS)], "markersize": 4.5}
         tokens.plot(length, [_positive(b.token_variance) for b in arm_bins], **look)
         completions.plot(length, [_positive(b.completion_variance) for b in arm_bins], **look)
+        # The variance of a mean of independent tokens is that of one token divided by their number.
         independent = [_positive(b.token_variance / b.length) for b in arm_bins]
         completions.plot(length, independent, color=look["color"], linestyle=":", linewidth=1, alpha=0.8)
     for axis, label in ((tokens, "over tokens: $\\log r_t$"), (completions, "over completions: mean of $\\log r_t$")):
@@ -149,6 +151,7 @@ def _figure(series: Sequence[Series], panels: int, **options: Any) -> tuple[Figu
     """An empty figure with one legend above its panels."""
     # About 100 characters fit on a legend line; 8 is the width of a line sample.
     lines = -(-sum(len(figure_label(s.label)) + 8 for s in series) // 100)
+    # Not pyplot, which keeps every figure in memory until it is closed.
     figure = Figure(figsize=(10, 3.6 + 0.2 * lines), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False, **options)[0]
     handles = [Line2D([], [], **style(number), linewidth=2) for number in range(len(series))]
@@ -222,6 +225,7 @@ def _bars(axis: Any, numbers: Sequence[ArmNumbers]) -> None:
     axis.grid(axis="x", visible=False)
     axis.set_xlim(-0.6, len(numbers) - 0.4)
     if values:
+        # A bar starts at 0, which a log axis does not have: masked instead of clipped, it would vanish.
         axis.set_yscale("log", nonpositive="clip")
         axis.set_ylim(min(values) / 3, max(values) * 3)
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# A table, so that a report does not need scipy.
 _T = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
     2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
@@ -45,6 +46,7 @@ def over_seeds(
     if not known:
         return None
     mean = statistics.fmean(known)
+    # Of a sample, because the seeds stand for all seeds that could have been used.
     spread = statistics.stdev(known) if len(known) > 1 else 0.0
     if not spread:
         return Number(value=mean, seeds=len(known))

@@ -102,8 +102,10 @@ def _start(job: Job, concurrency: int, trust_run: bool) -> subprocess.Popen[byte
     if job.started:
         arguments = ["--resume", str(job.path), *(["--trust-run"] if trust_run else [])]
     # Concurrent runs share the cores: with the default thread count each would oversubscribe all of them.
+    # A value that the user has set wins.
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // concurrency)), **os.environ} if concurrency > 1 else None
     parent = os.getpid()
+    # Appended to, so that the log still shows why an earlier process failed.
     with job.log.open("ab") as log:
         log.write(f"{MARK}{datetime.now():%Y-%m-%d %H:%M:%S} gspo train {' '.join(arguments)}\n".encode())
         log.flush()
@@ -158,6 +160,8 @@ def _pop_exited(running: dict[subprocess.Popen[bytes], Job], say: Say, *, stoppi
         job, code = running.pop(process), process.returncode
         if job.finished:
             say(f"{job.label}: finished; {_final_status(job)}")
+        # A trainer that stops cleanly exits with 128 + SIGTERM. One that is still starting has no handler yet, and the
+        # signal ends it.
         elif stopping and code in (128 + signal.SIGTERM, -signal.SIGTERM):
             say(f"{job.label}: stopped")
         else:
@@ -168,6 +172,7 @@ def _pop_exited(running: dict[subprocess.Popen[bytes], Job], say: Say, *, stoppi
 
 def _terminate(running: dict[subprocess.Popen[bytes], Job]) -> None:
     for process in running:
+        # SIGTERM, which a trainer answers with a checkpoint. After SIGKILL a resume would repeat steps.
         with suppress(ProcessLookupError):
             process.terminate()
 
@@ -188,6 +193,7 @@ class _Progress:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._started = self._last = time.monotonic()
+        # What earlier processes have done must not count as this one's pace.
         self._at_start = sum(job.done for job in jobs)
 
     def report(self, running: Sequence[Job], say: Say) -> None:

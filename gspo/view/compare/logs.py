@@ -17,5 +17,6 @@ def tail(file: Path, lines: int) -> list[str]:
         return []
     with file.open("rb") as log:
         log.seek(max(0, file.stat().st_size - _MOST_BYTES))
+        # The seek may end in the middle of a character.
         text = log.read().decode("utf-8", errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(MARK)][-lines:]

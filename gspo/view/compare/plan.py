@@ -41,6 +41,7 @@ class Job:
     def finished(self) -> bool:
         """Whether the run is complete."""
         run = read_run(self.path)
+        # A cold start is complete only with the checkpoint that its arms start from.
         return run is not None and run.finished and (bool(self.config.steps) or (self.path / CHECKPOINT).is_dir())
 
     @property
@@ -81,6 +82,7 @@ def arm_configs(recipe: Path, overrides: Sequence[str], arms: Sequence[Arm]) -> 
     seen: dict[str, Any] = {}
     for label, config in configs.items():
         effective = _effective_settings(config)
+        # Two such arms would train the same runs twice.
         same = [other for other, theirs in seen.items() if theirs == effective]
         if same:
             raise ConfigError(f"--objectives: {same[0]!r} and {label!r} have the same settings; leave one out")

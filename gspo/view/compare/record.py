@@ -72,6 +72,7 @@ def read(out: Path) -> Record | None:
         check_plain(out, files=(), folders=OUTPUT_FOLDERS)
         _check_runs(out)
         return _from_tree(read_toml(file), file)
+    # A lock file may be left from a comparison that never started.
     if out.exists() and (not out.is_dir() or any(p.name != ".lock" for p in out.iterdir())):
         raise ConfigError(f"{out}: is not empty and not a comparison (no compare.toml); choose another --out")
     return None

@@ -69,6 +69,7 @@ def write_report(out: Path) -> ReportFiles:
     bins = [length_bins(s.runs) for s in runs.series]
     page_figures = write_figures(out, runs.series, arms, bins)
     data = redacted_values(as_data(record, runs, arms, bins), known_secrets())
+    # allow_nan=False: Python would write NaN, which is not JSON and which other tools refuse.
     replace_text(out / "table.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
     replace_text(out / "report.html", page(out, record, runs, arms, page_figures))
     notes = [*runs.notes, *(f"not finished: {line}" for line in runs.missing)]
@@ -124,6 +125,7 @@ def _token_limit(record: Record, runs: Sequence[Run]) -> tuple[int | None, list[
             f"These runs stopped at twice the planned steps before they had sampled {record.tokens:,} tokens: "
             f"{', '.join(short)}. Their final numbers are at fewer tokens."
         )
+        # Every run stops by itself at the budget, so nothing needs to be truncated.
         return None, [note] if short else []
     reached = [run.tokens for run in done or runs]
     if len(set(reached)) < 2:

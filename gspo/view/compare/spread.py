@@ -54,6 +54,7 @@ def length_bins(runs: Sequence[Run]) -> list[LengthBin]:
 
 def _bin(sums_R3: Floats) -> LengthBin:
     length_R, sum_R, square_R = sums_R3.T
+    # Log-ratios have a mean near 0, so the difference of squares below loses few digits.
     mean = sum_R.sum() / length_R.sum()
     return LengthBin(
         length=float(length_R.mean()),

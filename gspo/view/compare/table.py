@@ -193,6 +193,7 @@ def _difference(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers]) -> Nu
 def _clip_ratio(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> float | None:
     clipped = _mean([run.clip_tokens for run in runs if run.clip_tokens is not None])
     reference = _mean([run.clip_tokens for run in first or () if run.finished and run.clip_tokens is not None])
+    # A ratio of means. A mean of ratios would divide by 0 for a seed that clips nothing.
     return clipped / reference if clipped is not None and reference else None
 
 

@@ -75,6 +75,7 @@ class Guard:
             return
         if scope["type"] != "http":
             return
+        # latin-1 decodes any bytes, and a client may send any.
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         refusal = self._refusal(headers)
         bearer = _bearer(headers)
@@ -97,6 +98,7 @@ class Guard:
         # Browsers set it and scripts cannot; it also covers requests without an Origin, such as images.
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "cross-origin requests are not allowed\n"
+        # No handler reads a body, so one could only occupy the connection.
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return 413, "requests must not have a body\n"
         return None
@@ -113,6 +115,7 @@ class Guard:
 
 def _same(given: str, wanted: str) -> bool:
     """Compare in constant time, so that response times leak nothing about the token."""
+    # As bytes, because compare_digest raises an error for text that is not ASCII, and a header may contain any.
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode())
 
 

@@ -38,6 +38,7 @@ def encode(value: Any) -> bytes:
 def _plain(value: Any, secrets: Sequence[str]) -> Any:
     """The value with valid UTF-8, redacted secrets and integers that JSON can hold."""
     if isinstance(value, str):
+        # JSON may escape half of a surrogate pair. It has no UTF-8 form, and orjson refuses it.
         return redacted(value.encode("utf-8", "replace").decode(), secrets)
     if isinstance(value, Mapping):
         return {str(_plain(str(k), secrets)): _plain(v, secrets) for k, v in value.items()}
@@ -65,6 +66,7 @@ def page_setup() -> dict[str, Any]:
 def runs(watchlist: Watchlist) -> dict[str, Any]:
     """All runs with their state."""
     watchlist.scan()
+    # A copy of the list: another request, in another thread, may add a run meanwhile.
     return {"runs": [_summary_or_error(name, watched) for name, watched in list(watchlist.runs.items())]}
 
 
@@ -188,6 +190,7 @@ def _float(query: Mapping[str, str], key: str, default: float) -> float:
         value = float(query.get(key, default))
     except ValueError:
         raise BadQueryError(f"{key}: not a number") from None
+    # NaN compares as false with every step, so the range would be empty without an explanation.
     return default if math.isnan(value) else value
 
 

@@ -129,6 +129,7 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
 
     async def file(request: Any) -> Response:
         name = request.path_params["name"]
+        # A fixed list: whatever a URL contains, it never becomes a path.
         if name not in FILES:
             return Response("not found\n", 404, media_type="text/plain")
         return Response((PAGE / name).read_bytes(), media_type=f"{FILES[name]}; charset=utf-8")
@@ -177,7 +178,9 @@ def _protocol() -> Any:
                 self._since = self.loop.time()
                 self._last_state = (self.cycle, busy)
             idle = CROWDED_IDLE_S if len(self.connections) > CROWD else IDLE_S
+            # A second early, because the next check is a second away.
             if self.loop.time() - self._since > (RESPONSE_S if busy else idle) - 1:
+                # Not `close`, which waits until the client has read what is buffered.
                 self.transport.abort()
             else:
                 self._timer = self.loop.call_later(1.0, self._check)

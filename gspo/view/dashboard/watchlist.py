@@ -33,6 +33,7 @@ class WatchedRun:
         self.run = RunReader(path)
         self.completions = Completions(path)
         self.lock = threading.Lock()
+        # The first call must read the files, and a monotonic clock may start at 0.
         self._refreshed = -REFRESH_EVERY_S
 
     def refresh(self) -> None:
@@ -45,6 +46,7 @@ class WatchedRun:
         self.run.refresh(REFRESH_BYTES)
         self._refreshed = time.monotonic()
         if self.run.partial:
+            # A daemon, so that a long file does not keep the server from exiting.
             threading.Thread(target=self._read_on, daemon=True).start()
 
     def _read_on(self) -> None:
@@ -97,6 +99,7 @@ class Watchlist:
         if path in self._known:
             return
         self._known.add(path)
+        # 60 characters leave room for a suffix such as -501 within the 64 of `NAME`.
         base = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)[:60].strip(".-") or "run"
         names = (base, *(f"{base}-{i}" for i in range(2, MOST_RUNS + 2)))
         self.runs[next(n for n in names if n not in self.runs)] = WatchedRun(path)

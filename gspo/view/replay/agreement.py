@@ -125,6 +125,7 @@ def _difference(recomputed: float, written: float | None) -> float:
 def _relative(recomputed: Any, written: Any) -> float:
     undefined = recomputed is None or (isinstance(recomputed, float) and not math.isfinite(recomputed))
     if written is None or undefined:
+        # A value that only one of the two has is never within a tolerance.
         return 0.0 if undefined and written is None else math.inf
     # A sum of terms that cancel (a policy loss) is as exact as its terms, which are about 1.
     return abs(float(recomputed) - float(written)) / max(abs(float(written)), 1e-2)

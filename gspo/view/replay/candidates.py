@@ -57,6 +57,7 @@ def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidat
             skipped.append(SkippedObjective(label=arm.label, reason=reason))
         elif twin is None:
             found.append(Candidate(label=arm.label, objective=objective))
+        # A plain row of the table that equals another needs no explanation; one with changed settings does.
         elif arm not in table:
             skipped.append(SkippedObjective(label=arm.label, reason=f"it is the same as {twin.label}"))
     return found, skipped
@@ -81,6 +82,7 @@ def _objective(config: Config, arm: Arm) -> Objective:
 
 
 def _same(a: Objective, b: Objective) -> bool:
+    # Without `given`, which records what was typed and not what is computed.
     return replace(a, given=frozenset()) == replace(b, given=frozenset())
 
 

@@ -80,6 +80,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     trainable_B = torch.zeros(sequences.count, dtype=torch.bool, device=advantage_N.device)
     trainable_B[rows] = True
     at_N = sequences.expand(trainable_B).nonzero().squeeze(-1)
+    # float64 until the end, as the learner does it, so that the run's own row has the run's own weights.
     weight_B = torch.zeros(sequences.count, dtype=torch.float64, device=advantage_N.device)
     # The aggregate normalizes over the whole mini-batch, so it must see all of its lengths at once.
     weight_B[rows] = objective.aggregate(sequences.length_B[rows])
@@ -149,6 +150,7 @@ def _as_leaves(tokens: Tokens) -> Tokens:
 
 def _gradients(loss: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     assert tokens.entropy_N is not None
+    # Unused is allowed, because without an entropy bonus the loss does not depend on the entropy.
     gradients = torch.autograd.grad(loss, (tokens.logp_N, tokens.entropy_N), allow_unused=True)
     logp_N, entropy_N = (torch.zeros_like(tokens.logp_N) if g is None else g for g in gradients)
     return logp_N, entropy_N

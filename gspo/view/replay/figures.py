@@ -30,6 +30,7 @@ def cosines(numbers: ReplayNumbers) -> Figure:
     size = 2.2 + 0.42 * len(names)
     figure = Figure(figsize=(size + 0.9, size), layout="constrained")
     axis = figure.subplots()
+    # Shows through where a cell is NaN: a gradient of 0 has no cosine.
     axis.set_facecolor("0.85")
     image = axis.imshow(matrix, cmap="cividis", vmin=lowest, vmax=1.0)
     axis.set_xticks(range(len(names)), names, rotation=90)
@@ -44,6 +45,7 @@ def cosines(numbers: ReplayNumbers) -> Figure:
 
 def _label_cells(axis: object, matrix: np.ndarray, middle: float) -> None:
     for (i, j), value in np.ndenumerate(matrix):
+        # The upper half of cividis is bright, so a label there must be dark.
         color = "black" if not np.isfinite(value) or value > middle else "white"
         axis.text(j, i, _cell(value), ha="center", va="center", fontsize=8, color=color)  # type: ignore[attr-defined]
 
@@ -63,12 +65,14 @@ def weights(numbers: ReplayNumbers) -> Figure:
     bound = float(np.quantile(finite[finite > 0], 0.98)) if (finite > 0).any() else 1.0
     figure = Figure(figsize=(10, 1.6 + 0.28 * len(numbers.rows)), layout="constrained")
     axis = figure.subplots()
+    # Shows through where a cell is NaN: the objective does not train on that completion.
     axis.set_facecolor("0.85")
     image = axis.imshow(shares, cmap="PuOr_r", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
     axis.set_yticks(range(len(numbers.rows)), [r.label for r in numbers.rows])
     axis.get_yticklabels()[0].set_fontweight("bold")
     axis.set_xticks([])
     axis.set_xlabel(f"the {len(order)} completions of the mini-batch, by weight and advantage in the run")
+    # The colors end at the quantile, so the bar has arrows for the values beyond it.
     bar = figure.colorbar(image, ax=axis, extend="both", format=_PERCENT)
     bar.set_label("share of the total weight\nless | more likely")
     return figure
@@ -102,6 +106,7 @@ def sweep(result: SweepResult) -> Figure:
     norm.set_ylim(0, 1.1 * max(p.grad_norm for p in result.points) or 1.0)
     cosine.plot(x, [math.nan if p.cosine is None else p.cosine for p in result.points], color=COLORS[3], **look)
     cosine.set(ylabel="cosine to the run's gradient")
+    # For values near 1, matplotlib would print the distance from an offset instead of the cosine.
     cosine.ticklabel_format(axis="y", useOffset=False)
     for axis in (clipped, norm, cosine):
         axis.set(xscale="log", xlabel=result.setting)

@@ -58,6 +58,7 @@ class Gram:
         """The norm including the load-balancing loss, which a run adds to every objective."""
         if self.balance is None:
             return self.norm(i)
+        # If the two gradients nearly cancel, rounding can leave a sum below 0.
         return float((self.inner[i, i] + 2 * self.balance[i] + self.balance[-1]).clamp(min=0).sqrt())
 
 
@@ -90,6 +91,7 @@ class _GradientStore:
         """
         generator = torch.Generator(device=flat.device).manual_seed(number)
         for part in flat.split(_CHUNK * 16):
+            # One random integer gives both the bucket and, by its last bit, the sign.
             hashes = torch.randint(0, 2 * BUCKETS, (len(part),), generator=generator, device=flat.device)
             self.rows[row].index_add_(0, hashes >> 1, torch.where((hashes & 1).bool(), part, -part))
 
@@ -120,6 +122,7 @@ def gram(
         micro = cpu_batch.to(policy.device)
         with batch.routing.learning(micro) as seen:
             logp_N, entropy_N = completion_logprobs(policy.model, micro, batch.temperature, entropy_gradient=entropy)
+            # Every backward pass keeps the graph, because all directions share this forward pass.
             for row, direction in enumerate(directions):
                 outputs = [logp_N]
                 coefficients = [direction.logp_N[micro.at_N]]

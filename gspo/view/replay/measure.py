@@ -194,6 +194,7 @@ def _completion_numbers(view: View, rows: Sequence[int]) -> dict[str, Any]:
     return {
         "completions": tuple(_completion(view, i, r) for i, r in zip(rows, log_ratio_B.tolist(), strict=True)),
         "tokens": len(mini_batch_N),
+        # Population, as in the metrics of a run. It is also defined for a mini-batch of one completion.
         "token_log_std": float(mini_batch_N.std(correction=0)),
         "sequence_log_std": float(log_ratio_B.std(correction=0)),
     }
@@ -209,6 +210,7 @@ def _view(
         policy.model, batch.plan, batch.temperature, policy.device, update=index, routed=batch.routing.learning
     )
     logp_ref_N = tokens.logp_ref_N
+    # The run's own KL penalty has already needed these log-probs; other objectives may need them without it.
     if reference is not None and logp_ref_N is None:
         logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
     return View(
@@ -240,6 +242,7 @@ def _same_gradient(one: Coefficients, other: Coefficients) -> bool:
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    # Bitwise: coefficients that are nearly the same still have two gradients, and a sweep shows the difference.
     return a is b if a is None or b is None else torch.equal(a, b)
 
 

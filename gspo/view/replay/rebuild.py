@@ -153,8 +153,10 @@ def reference_model(source: Source, device: str | None) -> ModelConfig | None:
     # Checkpoint 0 is the initial policy.
     elif 0 in source.checkpoints:
         config = saved_model(config, source.checkpoints[0], device)
+    # The run did not start from a model on disk: it built one, or fine-tuned it first.
     elif config.build or source.config.cold_start.steps:
         return None
+    # Nothing is trained here, so there is no backward pass for which checkpointing would save memory.
     return dataclasses.replace(config, device=device or config.device, gradient_checkpointing=False)
 
 

@@ -96,9 +96,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot read the file: {error}; replay another step") from None
+    # splitlines also splits at U+2028 and similar characters, but a run writes those as escapes.
     for number, line in enumerate(text.splitlines(), 1):
         try:
             record = aliases.record(json.loads(line))
+        # AttributeError: the line is valid JSON, but not an object.
         except (ValueError, AttributeError):
             raise DataError(f"{file}: line {number}: not JSON; the file is damaged, replay another step") from None
         missing = [key for key in REQUIRED_FIELDS if key not in record]
@@ -130,6 +132,7 @@ def _check_lengths(where: str, record: Mapping[str, Any]) -> None:
 
 def _group(file: Path, lines: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
     first = lines[0]
+    # The recorded text is what the model saw, after the chat template, so it is not applied again.
     prompt = Prompt(id=first["prompt_id"], content=first["prompt"], text=first["prompt"], token_ids=prompt_ids)
     if routes and any("routes" not in line for line in lines):
         raise DataError(

@@ -141,6 +141,7 @@ class _Measurement:
     def __call__(self, learner: LearnContext, recorded: StepRecord, batch: TrainBatch, index: int) -> None:
         last = len(batch.plan.updates)
         wanted = self.request.mini_batch or last
+        # Known only now: a step with few completions has fewer updates than learner.mini_batches.
         if wanted > last:
             raise ConfigError(f"--mini-batch: step {self.step} has {last} mini-batches, not {wanted}")
         if index + 1 != wanted:
@@ -171,8 +172,10 @@ class _Measurement:
 
 
 def _default_out(run: Path, step: int) -> str:
+    # Resolved, because the path `.` has no name.
     return f"runs/replay-{run.resolve().name}-{step:06d}"
 
 
 def _say(text: str) -> None:
+    # Progress goes to stderr, so that stdout holds only the result.
     print(text, file=sys.stderr)

@@ -147,6 +147,7 @@ def write(out: Path, replay: Replay) -> Path:
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     data = redacted_values(as_data(replay), known_secrets())
+    # allow_nan=False: Python would write NaN, which is not JSON. `as_data` has replaced such values by null.
     replace_text(out / "replay.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
     replace_text(out / "replay.html", page(replay, write_figures(folder, replay)))
     return out / "replay.html"

@@ -130,6 +130,7 @@ def open_run(path: str | Path) -> Source:
         path=folder,
         config=from_tree(read_toml(file), where=str(file)),
         checkpoints={int(p.name): p for p in checkpoint.saved(folder / "checkpoints")},
+        # Only files that a run wrote: the folder may hold a user's own.
         recorded=frozenset(int(p.stem) for p in (folder / "rollouts").glob("*.jsonl") if p.stem.isdecimal()),
         events=_validate_events(read_events(folder), folder / "events.jsonl"),
     )
@@ -142,6 +143,7 @@ def _validate_events(events: list[dict[str, Any]], file: Path) -> list[dict[str,
         key = required.get(str(event.get("event")), "")
         changed = event.get("changed", {})
         pairs = isinstance(changed, dict) and all(isinstance(v, list) and len(v) == 2 for v in changed.values())
+        # Not isinstance: JSON's `true` is a bool, which is a subclass of int.
         if key and not (type(event.get(key)) is int and pairs):
             raise DataError(f"{file}: invalid event {event['event']!r}; the file is damaged, restore it from a copy")
     return events

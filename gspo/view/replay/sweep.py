@@ -32,6 +32,7 @@ class Sweep:
 
 def parse_sweep(text: str) -> Sweep:
     """Parse a sweep from the command line."""
+    # At most 9 digits for the count: `int` raises an error on thousands of digits.
     match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\S+?)\s*\.\.\s*([^\s:]+)\s*(?::\s*(\d{1,9})\s*)?", text)
     example = "write for example --sweep clip_high=1e-4..1e-1 or clip_high=1e-4..1e-1:25"
     if not match:
@@ -46,6 +47,7 @@ def parse_sweep(text: str) -> Sweep:
         )
     if not 2 <= points <= MOST_POINTS:
         raise ConfigError(f"--sweep: {text!r}: the count must be from 2 to {MOST_POINTS}, not {points}")
+    # Log-spaced, because useful values of a setting such as a clip range span orders of magnitude.
     ratio = math.log(high / low)
     values = [low * math.exp(ratio * i / (points - 1)) for i in range(points)]
     if setting in INTEGER_SETTINGS:
