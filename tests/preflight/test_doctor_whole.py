@@ -14,7 +14,7 @@ from processes import children_of
 
 from gspo import cli
 from gspo.config import Config, to_toml
-from gspo.preflight import examine, files, model
+from gspo.preflight import examine, files
 from gspo.preflight.examine import CHECKS
 from gspo.preflight.findings import Level
 
@@ -88,7 +88,7 @@ def test_quick_loads_no_weights(recipe: Callable[..., str], capsys: Any, monkeyp
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(model, "load_policy", refuse)
+    monkeypatch.setattr("gspo.build.load_policy", refuse)
     path = recipe()
     assert cli.main(["doctor", path, "--quick", "--steps", "7"]) == 0
     text = capsys.readouterr().out
