@@ -1,6 +1,7 @@
 """From a `Config` to components. `train`, `eval`, `doctor` and `replay` build theirs here and nowhere else.
 
-In: a checked `Config`. Out: the objective, the reward pool, the engine, or the `RunContext` with all of them.
+In: a checked `Config`. Out: the objective, tokenizer, policy, optimizer, reward pool, engine, or the `RunContext` with
+all of them.
 Invariant: a combination of settings that cannot work raises a `ConfigError` that names the key and the fix, before
 anything expensive starts.
 """
@@ -121,6 +122,24 @@ def reward_pool(config: Config) -> RewardPool:
     return RewardPool(config.reward, (data.task, data.task_options) if data.task else None)
 
 
+def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
+    """The tokenizer of the config's model, or of `model` in its place (`saved_model`)."""
+    # A built model has one token per character that its task uses.
+    task = build_task(config.data.task, config.data.task_options) if config.data.task else None
+    return load_tokenizer(model or config.model, alphabet=task.alphabet if task else "")
+
+
+def policy_for(config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True) -> Policy:
+    """The config's model on its device, or `model` in its place. Sampling alone does not need its `routers`."""
+    routing = config.routing if routers else None
+    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing)
+
+
+def optimizer_for(config: Config, policy: Policy) -> Optimizer:
+    """The optimizer of a policy, with the learning-rate schedule of the whole run."""
+    return Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches)
+
+
 def engine_for(config: Config, policy: Policy) -> Engine:
     """The engine that samples from a policy."""
     context = EngineContext(
@@ -133,24 +152,18 @@ def build_run(
     config: Config, objective: Objective, *, run: Path, checkpoint: Path | None, stack: ExitStack
 ) -> RunContext:
     """All components of a run. It resumes from `checkpoint` if there is one. `stack` closes the components."""
-    task = build_task(config.data.task, config.data.task_options) if config.data.task else None
     # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
-    # A built model has one token per character that its task uses.
-    tokenizer = load_tokenizer(model, alphabet=task.alphabet if task else "")
+    tokenizer = tokenizer_for(config, model)
     problems = load_problems(config.data, tokenizer, config.seed)
     rewards.check_columns(set().union(*(p.columns for p in problems.train)))
-    policy = load_policy(model, tokenizer, seed=config.seed, routing=config.routing)
+    policy = policy_for(config, tokenizer, model)
     _check_positions(policy, problems, config.rollout.max_tokens)
     engine = engine_for(config, policy)
     stack.callback(engine.close)
-    if config.routing.replay == "sampler" and not engine.reports_routes:
-        raise ConfigError(
-            f"routing.replay: engine {config.rollout.engine!r} does not report the experts of its completions; "
-            'use engine "local", or replay = "old"'
-        )
+    check_routes(config, engine)
     _check_old_logp(config, objective, policy)
     return RunContext(
         config=config,
@@ -161,9 +174,18 @@ def build_run(
         reference=_reference(run, config.model, objective, policy) if checkpoint else None,
         engine=engine,
         rewards=rewards,
-        optimizer=Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches),
+        optimizer=optimizer_for(config, policy),
         adaptive_clip=run_adaptive_clip(config)[0],
     )
+
+
+def check_routes(config: Config, engine: Engine) -> None:
+    """Routing replay needs the experts that the engine used, if it replays those."""
+    if config.routing.replay == "sampler" and not engine.reports_routes:
+        raise ConfigError(
+            f"routing.replay: engine {config.rollout.engine!r} does not report the experts of its completions; "
+            'use engine "local", or replay = "old"'
+        )
 
 
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:

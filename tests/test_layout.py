@@ -6,10 +6,11 @@ after the stages, and commands come last.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
-import re
 import types
+from collections.abc import Collection
 
 import pytest
 from package_imports import ROOT, cycles, imports
@@ -81,21 +82,29 @@ def test_the_public_names_are_there_and_objective_is_a_function() -> None:
     assert isinstance(gspo.objective, types.FunctionType)
 
 
-def named_outside(names: list[str], home: str) -> list[str]:
-    """Places outside their home where code compares with one of these names or looks one up."""
-    quoted = "|".join(map(re.escape, names))
-    pattern = re.compile(rf"""(?:[=!]=|\bin) \(?\[?["'](?:{quoted})["']""")
+NAMED = {
+    "aliases.py": "old names of rewards",
+    "config/schema.py": "the default of a setting",
+    "record/run_format.py": "format 1 records only the names of objectives",
+}
+"""Files that may name an objective, an engine or a reward that is defined elsewhere, and why."""
+
+
+def named_outside(names: Collection[str], home: str) -> list[str]:
+    """Places outside their home where one of these names is a literal."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
-        if home not in file.relative_to(ROOT).as_posix():
-            for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-                if pattern.search(line):
-                    found.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
+        place = file.relative_to(ROOT).as_posix()
+        if not place.startswith(home) and place not in NAMED:
+            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            found += [f"{place}:{n.lineno}: {n.value}" for n in texts if n.value in names]
     return found
 
 
 def test_objective_names_appear_only_at_home() -> None:
-    assert not named_outside(gspo.objective_names(), "objectives/")
+    # "gspo" is also the name of the package and the command.
+    assert not named_outside(set(gspo.objective_names()) - {"gspo"}, "objectives/")
 
 
 def test_engine_names_appear_only_at_home() -> None:

@@ -219,15 +219,14 @@ def _replace_data(tree: dict[str, Any], data: str) -> None:
 def _eval_components(
     config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
 ) -> tuple[Sequence[Prompt], Engine, RewardPool]:
-    from gspo.build import engine_for, reward_pool
-    from gspo.model.load import load_policy, load_tokenizer
+    from gspo.build import engine_for, policy_for, reward_pool, tokenizer_for
 
     # Before the model, so that a reward that cannot be loaded is found early.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer_for(config)
     prompts = _unseen_problems(config, tokenizer, held_out=held_out, limit=limit)
-    policy = load_policy(config.model, tokenizer, seed=config.seed)
+    policy = policy_for(config, tokenizer, routers=False)
     engine = engine_for(config, policy)
     stack.callback(engine.close)
     return prompts, engine, rewards

@@ -8,7 +8,6 @@ and the range that a run writes, and the step is the one the checkpoint is named
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ def _count(value: Any) -> bool:
 
 
 def _scale(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and LIMITS[0] <= value <= LIMITS[1]
+    # Comparisons alone refuse NaN and infinity too. `math.isfinite` would raise for an integer beyond any float.
+    return type(value) in (int, float) and LIMITS[0] <= value <= LIMITS[1]
 
 
 def _counts(value: Any) -> bool:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from gspo.build import engine_for
+from gspo.build import check_routes, engine_for, policy_for
 from gspo.config import ModelConfig
-from gspo.errors import ConfigError, GspoError
+from gspo.errors import GspoError
 from gspo.model import adapter
-from gspo.model.load import build_model, device_of, load_policy
+from gspo.model.load import build_model, device_of
 from gspo.model.routing import check_replay, says_it_routes
 from gspo.model.source import load_errors, location
 from gspo.preflight.case import Case
@@ -82,15 +82,11 @@ def check_model(case: Case) -> Iterator[Finding]:
         return
     config = case.config
     started = time.monotonic()
-    case.policy = policy = load_policy(config.model, case.tokenizer, seed=config.seed, routing=config.routing)
+    case.policy = policy = policy_for(config, case.tokenizer)
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
     case.engine = engine_for(config, policy)
     case.stack.callback(case.engine.close)
-    if config.routing.replay == "sampler" and not case.engine.reports_routes:
-        raise ConfigError(
-            f"routing.replay: engine {config.rollout.engine!r} does not report the experts of its completions; "
-            'use engine "local", or replay = "old"'
-        )
+    check_routes(config, case.engine)
 
 
 def check_experts(case: Case) -> Iterator[Finding]:

@@ -106,7 +106,8 @@ def _missed(
     numbers: dict[str, Any],
 ) -> Finding:
     abstained = sum(v is None for v in best)
-    at = next(i for i, v in enumerate(best) if v is None or v <= case.config.reward.correct_above)
+    # Not `v <= threshold`: with a threshold of NaN, which the settings check reports, no comparison holds.
+    at = next(i for i, v in enumerate(best) if v is None or not v > case.config.reward.correct_above)
     prompt = known[at].prompt
     tried = shown(known[at].texts[0], 120)
     example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from gspo.build import tokenizer_for
 from gspo.data.chat import render, uses_template
 from gspo.data.problems import shown as put
-from gspo.data.task import build_task
-from gspo.model.load import Policy, load_tokenizer
+from gspo.model.load import Policy
 from gspo.preflight.case import Case
 from gspo.preflight.files import shown
 from gspo.preflight.findings import Finding, fail, note, ok, warning
@@ -26,9 +26,7 @@ CONTENT = "ANSWER"
 
 
 def check_tokenizer(case: Case) -> Iterator[Finding]:
-    data = case.config.data
-    task = build_task(data.task, data.task_options) if data.task else None
-    case.tokenizer = tokenizer = load_tokenizer(case.config.model, alphabet=task.alphabet if task else "")
+    case.tokenizer = tokenizer = tokenizer_for(case.config)
     yield ok(f"{type(tokenizer).__name__} with {len(tokenizer)} tokens.", vocabulary=len(tokenizer))
     if tokenizer.pad_token_id is None:
         yield note(

@@ -724,7 +724,7 @@ METRICS = (
         "Share of the experts used in a forward pass for the loss that the old policy's forward pass did not "
         "use for the same token, over trained tokens of the updates after the first. 0 with replay, which"
         " proves that it took effect. With one update it is measured by one more forward pass over its "
-        "first micro-batch, after the update.",
+        "middle micro-batch, after the update.",
         present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,

@@ -457,6 +457,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "more updates than steps": lambda s: s.update(updates=1000),
     "a scale of 0": lambda s: s.update(clip_scale=0),
     "a scale that is NaN": lambda s: s.update(clip_scale=float("nan")),
+    "a scale beyond any float": lambda s: s.update(clip_scale=10**400),
     "offsets of a file outside": lambda s: s["offsets"].update({"../../x": 1}),
     "a negative offset": lambda s: s["offsets"].update({"metrics.jsonl": -1}),
     "an offset within a line": lambda s: s["offsets"].update({"metrics.jsonl": s["offsets"]["metrics.jsonl"] - 5}),

@@ -36,7 +36,7 @@ def test_the_ratio_is_one_and_no_weight_changes(
         before.update({k: v.clone() for k, v in policy.model.state_dict().items()})
         return policy
 
-    monkeypatch.setattr(model, "load_policy", remember)
+    monkeypatch.setattr("gspo.build.load_policy", remember)
     found = examined(tiny(override, "rollout.temperature=0.7"), *LEARNING, value=varied)
     assert found.levels("ratio") == ["ok"]
     assert found.only("ratio").numbers["deviation"] == 0.0
@@ -59,7 +59,7 @@ def test_a_noisy_model_is_reported(
         policy.model.lm_head.register_forward_hook(lambda m, i, out: out + noise * torch.randn_like(out))
         return policy
 
-    monkeypatch.setattr(model, "load_policy", noisy)
+    monkeypatch.setattr("gspo.build.load_policy", noisy)
     finding = examined(tiny(), *SAMPLED, "ratio", value=varied).only("ratio")
     assert finding.level == level
     assert finding.numbers["deviation"] > 0

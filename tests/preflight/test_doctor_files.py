@@ -169,7 +169,7 @@ def with_template(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) 
         tokenizer.chat_template = template
         for name, value in attributes.items():
             setattr(tokenizer, name, value)
-        monkeypatch.setattr(tokens, "load_tokenizer", lambda *args, **options: tokenizer)
+        monkeypatch.setattr(tokens, "tokenizer_for", lambda *args, **options: tokenizer)
         config = tiny(*overrides)
         return examined(config, "tokenizer", "model files", "data", "chat template", "stop tokens")
 

@@ -167,7 +167,7 @@ def test_on_a_gpu_a_run_would_split_its_micro_batches(
 
 def test_a_model_that_does_not_fit_is_not_loaded(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr(model, "load_policy", lambda *args, **options: loaded.append("loaded"))
+    monkeypatch.setattr("gspo.build.load_policy", lambda *args, **options: loaded.append("loaded"))
     with_memory(monkeypatch, 1000)
     found = examined(tiny(), *PLAN, "model", "memory")
     assert found.levels("model") == ["FAIL"]

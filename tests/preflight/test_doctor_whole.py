@@ -14,7 +14,7 @@ from processes import children_of
 
 from gspo import cli
 from gspo.config import Config, to_toml
-from gspo.preflight import examine, files, model
+from gspo.preflight import examine, files
 from gspo.preflight.examine import CHECKS
 from gspo.preflight.findings import Level
 
@@ -84,11 +84,20 @@ def test_a_model_that_does_not_load(recipe: Callable[..., str], capsys: Any, tmp
     assert any(f["check"] == "not checked" and "ratio" in f["what"] for f in found)
 
 
+def test_a_threshold_that_is_not_a_number_is_one_failure_and_no_exception(
+    recipe: Callable[..., str], capsys: Any
+) -> None:
+    assert cli.main(["doctor", recipe(), "--quick", "--reward.correct_above=nan"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "reward.correct_above: must be a finite number, not nan" in text
+    assert "exception" not in text
+
+
 def test_quick_loads_no_weights(recipe: Callable[..., str], capsys: Any, monkeypatch: Any) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(model, "load_policy", refuse)
+    monkeypatch.setattr("gspo.build.load_policy", refuse)
     path = recipe()
     assert cli.main(["doctor", path, "--quick", "--steps", "7"]) == 0
     text = capsys.readouterr().out

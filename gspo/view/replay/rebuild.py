@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo.build import run_adaptive_clip, run_objective, saved_model
+from gspo.build import optimizer_for, policy_for, run_adaptive_clip, run_objective, saved_model, tokenizer_for
 from gspo.config import ModelConfig
 from gspo.context import LearnContext
 from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from gspo.learner import checkpoint
 from gspo.learner.batch import TrainBatch
-from gspo.learner.optimizer import Optimizer
 from gspo.learner.result import LearnResult
-from gspo.model.load import load_policy, load_tokenizer
 from gspo.model.out_of_memory import out_of_memory
 from gspo.step import learn
 from gspo.view.replay.agreement import Agreement, agreement
@@ -130,8 +128,8 @@ def _load(source: Source, start: int, device: str | None) -> tuple[checkpoint.Tr
         raise CheckpointError(f"{problem}; replay a step after another checkpoint ({others or 'there is none'})")
     state = checkpoint.read_state(path)
     model = saved_model(config.model, path, device)
-    policy = load_policy(model, load_tokenizer(model), seed=config.seed, routing=config.routing)
-    optimizer = Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches)
+    policy = policy_for(config, tokenizer_for(config, model), model)
+    optimizer = optimizer_for(config, policy)
     # With the moments: the update of the first recomputed step depends on them.
     checkpoint.restore(path, optimizer, state.updates)
     reference = None
@@ -166,7 +164,7 @@ def load_reference(source: Source, device: str | None) -> tuple[Any, str]:
     if config is None:
         return None, NO_REFERENCE
     try:
-        model = load_policy(config, load_tokenizer(config), seed=source.config.seed).model
+        model = policy_for(source.config, tokenizer_for(source.config, config), config, routers=False).model
     except ConfigError as error:
         return None, f"the reference model cannot be loaded: {error}"
     return model.requires_grad_(False), ""
