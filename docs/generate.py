@@ -103,6 +103,7 @@ def _renamed_table() -> str:
         "field of an event": aliases.EVENT_FIELDS,
         "field of `rollouts/`": aliases.RECORD_FIELDS,
         "value of `drop_reason`": aliases.DROP_REASONS,
+        "kind of `failure`": aliases.FAILURES,
     }
     rows = [f"| {kind} | `{old}` | `{new}` |\n" for kind, names in kinds.items() for old, new in names.items()]
     return "| what | old name | new name |\n|---|---|---|\n" + "".join(rows)

@@ -39,6 +39,9 @@ RECIPES = {"long-replies": "long-completions", "uneven-replies": "uneven-complet
 EVAL_OPTIONS = {"--replies": "--completions"}
 """Options of `gspo eval`."""
 
+FAILURES = {"nonsense": "invalid", "untried": "not_run"}
+"""Kinds of failures to score a completion: the first word of the reason."""
+
 METRICS = {
     "length/punished_fraction": "length/penalized_fraction",
     "padding/sampler": "sampler/idle_fraction",
@@ -46,8 +49,7 @@ METRICS = {
     "sampler/steps": "sampler/decode_steps",
     "samples/left_out/not_mixed": "samples/dropped/uniform",
     "samples/left_out/": "samples/dropped/",
-    "samples/unscored/nonsense": "samples/unscored/invalid",
-    "samples/unscored/untried": "samples/unscored/not_run",
+    **{f"samples/unscored/{old}": f"samples/unscored/{new}" for old, new in FAILURES.items()},
     **{f"reward/part/{old}": f"reward/part/{new}" for old, new in REWARDS.items()},
     **{f"reward/note/{old}/": f"reward/note/{new}/" for old, new in REWARDS.items()},
 }
@@ -168,6 +170,9 @@ def record(row: Mapping[str, Any]) -> dict[str, Any]:
     found = _keys(RECORD_FIELDS, row)
     if "drop_reason" in found:
         found["drop_reason"] = _name(DROP_REASONS, found["drop_reason"])
+    if isinstance(found.get("failure"), str):
+        kind, colon, reason = found["failure"].partition(":")
+        found["failure"] = FAILURES.get(kind, kind) + colon + reason
     for field in ("parts", "notes"):
         if isinstance(found.get(field), Mapping):
             found[field] = _keys(REWARDS, found[field])

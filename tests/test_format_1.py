@@ -162,12 +162,15 @@ def test_records_of_dropped_completions_are_read(old: Path) -> None:
     file = old / "rollouts/000002.jsonl"
     records = read_jsonl(file)
     for record in records[:4]:
-        record |= {"trained": False, "left_out": "not mixed"}
+        record |= {"trained": False, "left_out": "not mixed", "failure": "untried: the batch ended: too late"}
     write_lines(file, records)
     completions = Completions(old)
     assert [group["discarded"] for group in completions.groups(2)] == [True, False, False, False]
     found = completions.find(2, only="dropped")["completions"]
     assert [c["drop_reason"] for c in found] == ["uniform"] * 4
+    whole = completions.completion(2, 0, 0)
+    assert whole is not None
+    assert whole["failure"] == "not_run: the batch ended: too late"
 
 
 def test_it_opens_in_replay_and_eval(old: Path, tmp_path: Path, capsys: Any) -> None:

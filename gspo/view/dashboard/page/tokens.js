@@ -143,7 +143,7 @@ class TokenView {
     const ratio = log === null ? "not trained on" : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
     const given = c.sampled?.[i] === 0;
     const clipped = c.clipped_tokens && !given ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
-    const position = `  token ${i + 1} of ${c.tokens.length + c.cut}, id ${c.tokens[i]}`;
+    const position = `  token ${i + 1} of ${c.tokens.length + c.omitted_tokens}, id ${c.tokens[i]}`;
     this.inspector.replaceChildren(
       node("p", {},
         node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
