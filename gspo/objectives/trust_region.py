@@ -1,7 +1,8 @@
 """Stage 6: how far the objective trusts a move of the policy.
 
 In: packed tokens and the log-ratio of stage 5. Out: the per-token term of the objective J (to maximize), and which
-tokens the bound acted on. Invariant: at ratio 1 every region gives the gradient A * grad log pi.
+tokens the bound acted on. Invariant: at ratio 1, with the sampler's log-probs equal to the policy's, every region gives
+a token that it has not selected the gradient A * grad log pi.
 
 A region is a frozen dataclass. Its fields are the objective's settings of the same name, and their defaults are the
 published constants. What other code must know about a region is an attribute of `TrustRegion`. Soft regions have no
