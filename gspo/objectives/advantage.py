@@ -1,4 +1,4 @@
-"""Stage 4: how much better a completion is than the others of its group.
+"""How much better a completion is than the others of its group.
 
 In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`, and for a batch of a run
 `advantage_N`. Invariant: an unscored completion gets 0 and is in no mean, std or count. A rule of scope `group` gives

@@ -1,6 +1,6 @@
-"""Stage 6: how far the objective trusts a move of the policy.
+"""How far the objective trusts a move of the policy.
 
-In: packed tokens and the log-ratio of stage 5. Out: the per-token term of the objective J (to maximize), and which
+In: packed tokens and their log-ratio (`ratio.py`). Out: the per-token term of the objective J (to maximize), and which
 tokens the bound acted on. Invariant: at ratio 1, with the sampler's log-probs equal to the policy's, every region gives
 a token that it has not selected the gradient A * grad log pi.
 
