@@ -48,6 +48,8 @@ class EngineTraits:
     """Whether it samples in this process with the learner's own weights, so that only rounding separates the two."""
     accepts_quantized: bool = False
     """Whether it can sample from 4-bit weights."""
+    memory_options: tuple[str, ...] = ()
+    """Settings to lower if this process runs out of memory."""
     foreign_code: Callable[[Mapping[str, Any]], list[tuple[str, str]]] = lambda options: []
     """The options that make it run or contact what somebody else wrote, as (what happens, key to remember)."""
 

@@ -501,11 +501,27 @@ def test_f22_a_single_sequence_that_does_not_fit_stops_the_run_with_a_checkpoint
     config = tiny("steps=2", "eval.every=0")
     with monkeypatch.context() as patch:
         shots = starve(patch, 0, torch.OutOfMemoryError)
-        with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens.*--resume"):
+        with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens or rollout.engine_options.slots.*--resume"):
             train(config, display)
     assert shots[-1] == 1
     assert checkpoint.newest(run_of(config) / "checkpoints")[0].name == "000000"
     assert resume(run_of(config), display).step == 2
+
+
+def test_f22_a_model_that_does_not_fit_leaves_no_directory_behind(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gspo.trainer.build_run", full)
+        with pytest.raises(MemoryLimitError, match="the model does not fit"):
+            train(config, display)
+    assert not run_of(config).exists()
+    assert train(config, display).step == 1
 
 
 # ------------------------------------------------------------------------------------------------- F4, F5: disks

@@ -37,7 +37,7 @@ from gspo.rollout.local.sampling import DecodeResult, Queue, make_queue, sample_
 from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
-TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True)
+TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
 
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
