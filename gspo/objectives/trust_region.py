@@ -59,7 +59,9 @@ class TrustRegion:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            if value is None or isinstance(value, str):
+                continue
+            if not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{f.name}: must be a finite number, 0 or more, not {value}")
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
