@@ -105,7 +105,7 @@ def _tables(tree: Mapping[str, Any], prefix: str, renamed: dict[str, str], where
         old = f"{prefix}{name}"
         new = SETTINGS.get(old, old)
         if new != old and new.rpartition(".")[2] in tree:
-            raise ConfigError(f"{where}: {both(old, new)}")
+            raise ConfigError(f"{where}: {duplicate_name_error(old, new)}")
         if new != old:
             renamed[old] = new
         if isinstance(value, Mapping) and any(key.startswith(f"{new}.") for key in (*SETTINGS, *VALUES)):
@@ -117,12 +117,12 @@ def _tables(tree: Mapping[str, Any], prefix: str, renamed: dict[str, str], where
     return found
 
 
-def both(old: str, new: str) -> str:
+def duplicate_name_error(old: str, new: str) -> str:
     """What is wrong if a setting or an option is given under both of its names."""
     return f"{old} is the old name of {new}, and both are given; keep {new}"
 
 
-def note(old: str, new: str) -> str:
+def renamed_note(old: str, new: str) -> str:
     """Says that a name was replaced."""
     return f"{old} is now called {new}; the old name still works"
 

@@ -11,7 +11,7 @@ from itertools import count
 
 from gspo.context import RunContext
 from gspo.data.chat import render
-from gspo.data.problems import demonstrations, shown
+from gspo.data.problems import demonstrations, with_instructions
 from gspo.errors import RewardError
 from gspo.evaluation import evaluate
 from gspo.learner.sft import FineTuneResult, fine_tune
@@ -65,7 +65,7 @@ def _fresh_problems(context: RunContext) -> Iterator[tuple[Prompt, tuple[int, ..
     tokenizer, data = context.policy.tokenizer, context.config.data
     held_out = {p.key for p in context.problems.held_out}
     for number, problem in zip(count(), demonstrations(data, context.config.seed, exclude=held_out), strict=False):
-        text, ids = render(shown(problem.prompt, data), tokenizer, chat=data.chat)
+        text, ids = render(with_instructions(problem.prompt, data), tokenizer, chat=data.chat)
         columns = {"answer": problem.answer, **problem.columns}
         prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
         completion = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]

@@ -42,6 +42,7 @@ from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.sinks import Sinks
 from gspo.resume_checks import MAY_CHANGE
+from gspo.rollout.engine import engine_traits
 from gspo.signals import StopRequest
 
 OWN_OPTION = ("name", "run_dir", "steps")
@@ -201,7 +202,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
             complain=display.message,
         )
         stack.callback(sinks.close)
-        stack.enter_context(_errors_as_events(run, display))
+        stack.enter_context(_errors_as_events(run, config, display))
         context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
         if begin is None:
             run.describe(config, resolved(objective))
@@ -238,28 +239,39 @@ def _picture(run: RunDir, display: Display) -> Path | None:
 
 
 @contextmanager
-def _errors_as_events(run: RunDir, display: Display) -> Iterator[None]:
-    """Write the error that ended a run to its events, if the disk has room."""
+def _errors_as_events(run: RunDir, config: Config, display: Display) -> Iterator[None]:
+    """Write the error that ended a run to its events, if the disk has room.
+
+    A run that has not started has no events: a file of it would keep its directory from being removed and used again.
+    """
     try:
         yield
     except GspoError as error:
-        if run.started:
-            with suppress(DiskError):
-                run.event("error", error=type(error).__name__, message=str(error))
+        _write_error(run, type(error).__name__, error)
         raise
     except Exception as error:
         if not out_of_memory(error):
             raise
-        with suppress(DiskError):
-            run.event("error", error="MemoryLimitError", message=str(error))
-        raise MemoryLimitError(
-            f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens or rollout.engine_options.slots, "
-            f"then: gspo train --resume {run.path}"
-        ) from error
+        _write_error(run, MemoryLimitError.__name__, error)
+        raise MemoryLimitError(f"{str(error).splitlines()[0]}; {_how_to_save_memory(run, config)}") from error
     except KeyboardInterrupt:
         if run.started:
             display.message(f"Stopped immediately. Continue with:  gspo train --resume {run.path}")
         raise
+
+
+def _write_error(run: RunDir, name: str, error: Exception) -> None:
+    if run.started:
+        with suppress(DiskError):
+            run.event("error", error=name, message=str(error))
+
+
+def _how_to_save_memory(run: RunDir, config: Config) -> str:
+    if not run.started:
+        # Only the weights and the engine are in memory yet, so smaller batches would not help.
+        return "the model does not fit: use a smaller model, a smaller model.dtype or more memory"
+    options = ("learner.micro_batch_tokens", *engine_traits(config.rollout.engine).memory_options)
+    return f"lower {' or '.join(options)}, then: gspo train --resume {run.path}"
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:

@@ -1,8 +1,11 @@
 """The values that travel between the stages of a training step.
 
-Shape legend, used as a suffix on every tensor and list: `P` prompts, `G` completions of one prompt, `B` sequences
+Shape legend, used as a suffix on tensors and lists: `P` prompts, `G` completions of one prompt, `B` sequences
 (= prompts x completions), `N` packed sampled tokens, `T` padded width, `V` vocabulary: `reward_G`, `advantage_B`,
-`logp_N`.
+`logp_N`. Other suffixes that cross module borders: `M` those of the `N` tokens whose log-probs the learner computed
+before training (all, or one mini-batch), `I` input tokens (prompt and completion), `L` MoE layers, `K` experts per
+token, `E` experts, `U` distinct prompts, `R` rows of a forward pass. Any other suffix is defined in the docstring of
+the module that uses it.
 
 Four policies, four names: `logp` (current policy), `logp_old` (the learner at the start of the batch), `logp_sampler`
 (the distribution the engine sampled from), `logp_ref` (frozen reference). Log-probs are always float32.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import types
 from collections.abc import Collection
 
@@ -115,3 +116,14 @@ def test_engine_names_appear_only_at_home() -> None:
 def test_reward_names_appear_only_at_home() -> None:
     rewards = importlib.import_module("gspo.reward.rewards")
     assert not named_outside([m.name for m in pkgutil.iter_modules(rewards.__path__)], "reward/")
+
+
+def test_no_engine_imports_another() -> None:
+    engines = [m.name for m in pkgutil.iter_modules(importlib.import_module("gspo.rollout.engines").__path__)]
+    wrong = []
+    for name in engines:
+        others = "|".join(other for other in engines if other != name)
+        pattern = re.compile(rf"gspo\.rollout\.(?:engines\.)?(?:{others})\b")
+        files = [ROOT / "rollout" / "engines" / f"{name}.py", *(ROOT / "rollout" / name).glob("**/*.py")]
+        wrong += [str(f.relative_to(ROOT)) for f in files if pattern.search(f.read_text(encoding="utf-8"))]
+    assert not wrong

@@ -82,8 +82,8 @@ def _completions_path(options: argparse.Namespace) -> str | None:
     if options.old_completions is not None:
         ((old, new),) = aliases.EVAL_OPTIONS.items()
         if path is not None:
-            raise ConfigError(aliases.both(old, new))
-        warnings.warn(aliases.note(old, new), FutureWarning, stacklevel=2)
+            raise ConfigError(aliases.duplicate_name_error(old, new))
+        warnings.warn(aliases.renamed_note(old, new), FutureWarning, stacklevel=2)
         path = options.old_completions
     return path
 
@@ -171,7 +171,7 @@ def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, ov
     if base_of(model) is None:
         dropped |= {"lora", "quantize"}  # a full model has no adapters, even if the recipe trains some
     tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in dropped} | {"path": model}
-    # The model has had it; repeating it would change the model.
+    # The model was already trained by the cold start of its run; a second one would change what is evaluated.
     tree["cold_start"] = {}
     if data:
         _replace_data(tree, data)

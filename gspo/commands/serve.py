@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
-    from gspo.rollout.vllm.serve import serve
+    from gspo.rollout.vllm.launch_server import serve
 
     return serve(
         options.model,

@@ -74,7 +74,7 @@ def _override_pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
 
 def _report_old_names(renamed: Mapping[str, str], where: str) -> None:
     for old, new in renamed.items():
-        warnings.warn(f"{where}: {aliases.note(old, new)}", FutureWarning, stacklevel=2)
+        warnings.warn(f"{where}: {aliases.renamed_note(old, new)}", FutureWarning, stacklevel=2)
 
 
 def find_recipe(path: str | Path) -> Path:

@@ -1,1 +1,1 @@
-"""Stage 1: problems from files, the hub or generators, as prompts in a seeded order."""
+"""Problems from files, the hub or generators, as prompts in a seeded order."""

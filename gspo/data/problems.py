@@ -119,14 +119,14 @@ def fresh_problems(
 
 def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
     """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the keys of the
-    held-out prompts. Render a problem as in training: `render(shown(problem.prompt, config), ...)`."""
+    held-out prompts. Render a problem as in training: `render(with_instructions(problem.prompt, config), ...)`."""
     task = build_task(config.task, config.task_options)
     if not task.has_demonstrations:
         raise ConfigError(f"cold_start.steps: data.task={config.task} has no demonstrations; set cold_start.steps=0")
     return _demonstrations(task, config.task, seed, frozenset(exclude))
 
 
-def shown(content: str | Messages, config: DataConfig) -> str | Messages:
+def with_instructions(content: str | Messages, config: DataConfig) -> str | Messages:
     """A problem as the model sees it: with the system message before it and the instruction after it."""
     if config.instruction:
         content = _instructed(content, config.instruction)
@@ -188,7 +188,8 @@ class _Candidate:
     index: int
     where: str
     content: str | Messages = ""
-    shown: str | Messages = ""
+    seen: str | Messages = ""
+    """The content with instructions, as the model sees it."""
     key: str = ""
     columns: Mapping[str, Any]
     fault: str = ""
@@ -221,7 +222,7 @@ def _candidate(
     index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: DataConfig, *, key: str
 ) -> _Candidate:
     try:
-        seen = shown(content, config)
+        seen = with_instructions(content, config)
     except DataError as error:
         raise _BadRow(f"field {config.prompt_field!r}: {error}") from None
     length = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
@@ -231,7 +232,7 @@ def _candidate(
             f"field {config.prompt_field!r}: {length} characters, which cannot be data.max_prompt_tokens="
             f"{config.max_prompt_tokens} tokens or fewer; raise that or shorten the prompt"
         )
-    return _Candidate(index=index, where=where, content=content, shown=seen, key=key, columns=columns)
+    return _Candidate(index=index, where=where, content=content, seen=seen, key=key, columns=columns)
 
 
 def _text_key(content: str | Messages) -> str:
@@ -309,7 +310,7 @@ def _prompts(
 ) -> tuple[list[Prompt], int]:
     """Prompts of the good rows, and the number of bad rows. Bad rows are an error unless `on_bad_row` is `skip`."""
     usable = [c for c in candidates if not c.fault]
-    rendered = iter(render_all([c.shown for c in usable], tokenizer, chat=config.chat))
+    rendered = iter(render_all([c.seen for c in usable], tokenizer, chat=config.chat))
     prompts: list[Prompt] = []
     faults: list[str] = []
     for c in candidates:

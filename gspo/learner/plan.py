@@ -2,8 +2,9 @@
 
 In: sequences of prompt and completion token ids. Out: a `Plan`: optimizer steps, each a list of micro-batches of whole
 sequences. Invariant: the plan is made once per rollout batch, and every forward on these sequences uses it, also the
-one for the old log-probs. So at the first update the importance ratio is exactly 1, and the sequences that share a
-micro-batch never change.
+one for the old log-probs. So if the learner computes the old log-probs, the importance ratio is exactly 1 at the first
+update. Which sequences share an update never changes. Which share a micro-batch changes only if memory runs out
+(`Plan.halved`), and then the ratio is 1 up to rounding.
 
 A micro-batch is a matrix of padded sequences, or one long row without padding that contains each prompt once for all of
 its completions (`Packing`). A token attends to the same tokens in both, so its log-prob is the same.

@@ -1,10 +1,11 @@
-"""Stage 4: how much better a completion is than the others of its group.
+"""How much better a completion is than the others of its group.
 
 In: `reward_B` (NaN where unscored) and the group of each completion. Out: `advantage_B`, and for a batch of a run
-`advantage_N`. Invariant: an unscored completion gets 0 and is in no mean, std or count. A group whose scored rewards
-are equal, or that has fewer than two of them, gets exactly 0. Equality is tested on the rewards themselves, because a
-mean of equal floats can be off by an ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| =
-0.95 with eps = 1e-8). A KL penalty that belongs to the reward is detached.
+`advantage_N`. Invariant: an unscored completion gets 0 and is in no mean, std or count. A rule of scope `group` gives
+exactly 0 to a group whose scored rewards are equal, or that has fewer than two of them; a rule of scope `batch` does so
+only if this holds for the whole batch. Equality is tested on the rewards themselves, because a mean of equal floats can
+be off by an ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| = 0.95 with eps = 1e-8). A
+KL penalty that belongs to the reward is detached.
 """
 
 from __future__ import annotations

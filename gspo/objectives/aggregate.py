@@ -1,4 +1,4 @@
-"""Stage 7: per-token loss weights, computed once per optimizer step, before it is split into micro-batches.
+"""Per-token loss weights, computed once per optimizer step, before it is split into micro-batches.
 
 In: the lengths of all sequences of the step, over all micro-batches and ranks. Out: `weight_B`, the weight of every
 token of a sequence. Invariant: the loss of any micro-batch is `(weight_N * loss_N).sum()`, so the objective does not

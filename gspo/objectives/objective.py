@@ -12,7 +12,8 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -107,8 +108,6 @@ OPTIONS = tuple(
     f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "given")
 )
 """The settings of any objective, as far as they make sense with it."""
-NO_VALUE = frozenset(f.name for f in fields(Objective) if f.default is None) | {"dual_clip"}
-"""Settings that may be `None`."""
 
 
 def settings_of(objective: Objective) -> dict[str, Any]:
@@ -173,15 +172,22 @@ def _refusals(objective: Objective) -> dict[str, str]:
     return refused
 
 
+def _declared_types(objective: Objective) -> dict[str, tuple[Any, ...]]:
+    """The types that each setting accepts, by the annotation of its field: (float, NoneType) for `float | None`."""
+    parts = [part for part in (objective, objective.trust_region, objective.aggregate) if is_dataclass(part)]
+    hints = {name: hint for part in parts for name, hint in get_type_hints(type(part)).items()}
+    return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
 def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
-    words = {"keep", "shape", "kl_estimator", "kl_in", "mismatch"}
+    declared = _declared_types(objective)
     for key, value in settings.items():
-        if value is None and key in NO_VALUE:
+        if value is None and NoneType in declared[key]:
             continue
-        wanted: Any = str if key in words else numbers.Real
+        wanted: Any = str if str in declared[key] else numbers.Real
         # bool is a Real, but `kl=True` is a mistake.
         if not isinstance(value, wanted) or isinstance(value, bool):
-            kind = "text" if key in words else "a number"
+            kind = "text" if wanted is str else "a number"
             adaptive = str(value).startswith("auto:")
             hint = "; a range that adapts is for runs (objective.clip_low in a recipe)" if adaptive else ""
             raise ConfigError(f"objective {objective.name!r}: {key} must be {kind}, not {value!r}{hint}")

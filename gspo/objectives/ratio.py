@@ -1,4 +1,4 @@
-"""Stage 5: the importance ratio of the policy to an older one, as a log-ratio per token.
+"""The importance ratio of the policy to an older one, as a log-ratio per token.
 
 In: packed tokens. Out: `log_ratio_N`, with the value of the log-ratio and the gradient of `logp_N`. Invariant: a
 sequence-level ratio has one value for all tokens of a sequence. Its gradient flows through the token's own log-prob

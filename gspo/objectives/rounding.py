@@ -3,7 +3,8 @@
 In: log-probs of the same tokens under the same weights, computed in two ways (by the sampling engine token by token,
 by the learner in one forward pass). Out: the size of their difference at the objective's own level, and how much of
 it lies beyond the clip range. Invariant: a sequence-level ratio averages the noise of its tokens, so the same
-rounding is measured per completion for objectives that clip sequences and per token for the others.
+rounding is measured per completion for objectives that clip sequences and per token for the others. `M` is the number
+of these measurements.
 
 Forward passes of weights that differ by a small update round as differently as two ways to compute one forward pass. So
 this estimates the noise in a ratio and tends to underestimate it; docs/precision.md compares the two.

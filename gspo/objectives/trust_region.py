@@ -1,7 +1,8 @@
-"""Stage 6: how far the objective trusts a move of the policy.
+"""How far the objective trusts a move of the policy.
 
-In: packed tokens and the log-ratio of stage 5. Out: the per-token term of the objective J (to maximize), and which
-tokens the bound acted on. Invariant: at ratio 1 every region gives the gradient A * grad log pi.
+In: packed tokens and their log-ratio (`ratio.py`). Out: the per-token term of the objective J (to maximize), and which
+tokens the bound acted on. Invariant: at ratio 1, with the sampler's log-probs equal to the policy's, every region gives
+a token that it has not selected the gradient A * grad log pi.
 
 A region is a frozen dataclass. Its fields are the objective's settings of the same name, and their defaults are the
 published constants. What other code must know about a region is an attribute of `TrustRegion`. Soft regions have no
@@ -58,8 +59,10 @@ class TrustRegion:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            if value is None or isinstance(value, str):
+                continue
             # Written as a negation, so that NaN is refused, too.
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            if not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{f.name}: must be a finite number, 0 or more, not {value}")
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:

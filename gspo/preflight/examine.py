@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from gspo import config as settings
+from gspo.config import find_recipe, override, read_toml
 from gspo.errors import GspoError
 from gspo.objectives.objective import ObjectiveWarning
-from gspo.preflight import disk, files, memory, model, pace, ratio, rewards, sampling, setup, tokens
+from gspo.preflight import data, disk, memory, model, ratio, rewards, sampling, settings, step_time, tokens
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, note, warning
 from gspo.reward.function import RewardWarning, describe
@@ -50,12 +50,12 @@ class Check:
 # Cheap checks first, and each after those that build what it needs. `memory` comes after `ratio`, which measures
 # activations.
 CHECKS = (
-    Check(name="settings", run=setup.check_settings),
-    Check(name="objective", run=setup.check_objective),
+    Check(name="settings", run=settings.check_settings),
+    Check(name="objective", run=settings.check_objective),
     Check(name="tokenizer", run=tokens.check_tokenizer),
     Check(name="model files", run=model.check_files, needs=("tokenizer",)),
-    Check(name="data", run=files.check_data),
-    Check(name="prompt lengths", run=files.check_lengths, needs=("tokenizer", "problems")),
+    Check(name="data", run=data.check_data),
+    Check(name="prompt lengths", run=data.check_lengths, needs=("tokenizer", "problems")),
     Check(name="chat template", run=tokens.check_template, needs=("tokenizer",)),
     Check(name="stop tokens", run=tokens.check_ends, needs=("tokenizer", "skeleton")),
     Check(name="reward functions", run=rewards.check_functions, needs=("problems",)),
@@ -71,15 +71,15 @@ CHECKS = (
     Check(name="memory", run=memory.check_memory, needs=("skeleton",)),
     Check(name="disk", run=disk.check_disk, needs=("skeleton",)),
     Check(name="run directory", run=disk.check_directory),
-    Check(name="time", run=pace.check_time, needs=("groups",), weights=True),
+    Check(name="time", run=step_time.check_time, needs=("groups",), weights=True),
 )
 
 
 def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int | None, show: Show) -> list[Finding]:
     """Run the pre-flight checks of a recipe; `show` receives each finding as it comes."""
-    path = settings.find_recipe(recipe)
+    path = find_recipe(recipe)
     try:
-        config = settings.override(settings.read_toml(path), overrides, where=str(path))
+        config = override(read_toml(path), overrides, where=str(path))
     except GspoError as error:
         refused = _refused("settings", error)
         show(refused)

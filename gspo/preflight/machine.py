@@ -76,6 +76,6 @@ def human(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def counted(number: int, name: str) -> str:
+def pluralize(number: int, name: str) -> str:
     """1 warning, 2 warnings."""
     return f"{number} {name}{'s' * (number != 1)}"

@@ -290,7 +290,8 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
         kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
         return f"Weights, gradients and optimizer alone take {human(fixed)}: use more memory{kept}."
     if need.worst == "sampling":
-        return "Lower rollout.engine_options.slots or rollout.max_tokens."
+        options = (*engine_traits(case.config.rollout.engine).memory_options, "rollout.max_tokens")
+        return f"Lower {' or '.join(options)}."
     if fitting >= width:
         return f"Set learner.micro_batch_tokens = {_round(fitting)}; the gradient stays the same."
     more = "" if case.config.model.gradient_checkpointing else "Set model.gradient_checkpointing = true, "

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from gspo.preflight.examine import examine
 from gspo.preflight.findings import Finding, Level
-from gspo.preflight.machine import counted
+from gspo.preflight.machine import pluralize
 from gspo.safe_output import printed, terminal
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
@@ -93,8 +93,8 @@ class _Page:
 
     def verdict(self, findings: Sequence[Finding]) -> None:
         counts = {level: sum(f.level is level for f in findings) for level in (Level.FAIL, Level.WARNING, Level.NOTE)}
-        failures = counted(counts[Level.FAIL], "failure") if counts[Level.FAIL] else "Nothing would fail"
-        others = f"{counted(counts[Level.WARNING], 'warning')}, {counted(counts[Level.NOTE], 'note')}"
+        failures = pluralize(counts[Level.FAIL], "failure") if counts[Level.FAIL] else "Nothing would fail"
+        others = f"{pluralize(counts[Level.WARNING], 'warning')}, {pluralize(counts[Level.NOTE], 'note')}"
         worst = Level.FAIL if counts[Level.FAIL] else Level.WARNING if counts[Level.WARNING] else Level.OK
         print(f"\n{self._painted(f'{failures}; {others}.', worst)}", file=self.out, flush=True)
 

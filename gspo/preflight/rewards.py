@@ -19,9 +19,9 @@ from gspo.data.problems import PromptOrder, demonstrations
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
 from gspo.preflight.case import Case
-from gspo.preflight.files import shown
+from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.pace import duration, rollout_seconds
+from gspo.preflight.step_time import duration, rollout_seconds
 from gspo.reward.function import chosen_functions
 from gspo.reward.traits import RewardTraits, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
@@ -109,7 +109,7 @@ def _missed(
     # Not `v <= threshold`: with a threshold of NaN, which the settings check reports, no comparison holds.
     at = next(i for i, v in enumerate(best) if v is None or not v > case.config.reward.correct_above)
     prompt = known[at].prompt
-    tried = shown(known[at].texts[0], 120)
+    tried = excerpt(known[at].texts[0], 120)
     example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]
     if not traits.has_known_form:
         return note(
@@ -153,7 +153,7 @@ def _wrong_answers(case: Case, name: str, known: Sequence[KnownAnswer]) -> Itera
         count = sum(len(texts) for _, texts in planted)
         first, text = fooled[0]
         answer = first.prompt.columns.get("answer")
-        example = [f"{first.prompt.id}: expected {answer!r:.80}, tried {shown(text, 240)!r}"]
+        example = [f"{first.prompt.id}: expected {answer!r:.80}, tried {excerpt(text, 240)!r}"]
         yield warning(
             f"{name} scores {len(fooled)} of {count} completions as correct whose final answer is wrong after correct "
             "working.",
@@ -219,7 +219,7 @@ def _tests(case: Case) -> Iterator[Finding]:
         yield level(
             f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
             "Fix or remove these rows; docs/sandbox.md says what tests can do.",
-            detail=[f"{where}: {shown(reason, 400)}" for where, reason in reasons[:3]],
+            detail=[f"{where}: {excerpt(reason, 400)}" for where, reason in reasons[:3]],
             unusable=len(reasons),
         )
 

@@ -18,7 +18,7 @@ from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
 from gspo.preflight.case import PATIENCE_S, Case, Timings
-from gspo.preflight.files import shown
+from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import estimate
@@ -101,7 +101,7 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
         f"{len(groups)} prompts x {rollout.group_size} completions of {case.completion_length:.0f} tokens on average; "
         f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
     )
-    detail = [f"completion: {shown(completions[0].text) or '(empty)'}"]
+    detail = [f"completion: {excerpt(completions[0].text) or '(empty)'}"]
     numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "truncated": truncated}
     if case.cold:
         sentence = f"{what} The model has not had its cold start yet, so its completions say little."

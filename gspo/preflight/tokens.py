@@ -15,10 +15,10 @@ import torch
 
 from gspo.build import tokenizer_for
 from gspo.data.chat import render, uses_template
-from gspo.data.problems import shown as put
+from gspo.data.problems import with_instructions
 from gspo.model.load import Policy
 from gspo.preflight.case import Case
-from gspo.preflight.files import shown
+from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 
 CONTENT = "ANSWER"
@@ -46,18 +46,18 @@ def check_template(case: Case) -> Iterator[Finding]:
     data = case.config.data
     tokenizer = case.tokenizer
     prompt = case.problems.train[0] if case.problems else None
-    example = prompt.text if prompt else render(put("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
+    example = prompt.text if prompt else render(with_instructions("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
     if not uses_template(tokenizer, chat=data.chat):
         reason = "data.chat = no" if data.chat == "no" else "the tokenizer has no chat template"
         yield note(
             f"Prompts are given to the model as plain text ({reason}).",
             "A chat model needs its template; a base model needs a prompt that is to be continued.",
-            detail=[f"example: {shown(example)}"],
+            detail=[f"example: {excerpt(example)}"],
             prompt=example,
         )
         return
     yield ok(
-        "Prompts are wrapped in the tokenizer's chat template.", detail=[f"example: {shown(example)}"], prompt=example
+        "Prompts are wrapped in the tokenizer's chat template.", detail=[f"example: {excerpt(example)}"], prompt=example
     )
     yield _generation_prompt(tokenizer)
 

@@ -51,7 +51,7 @@ def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]
     return holds
 
 
-def jumped(rows: Sequence[Row], steps: int) -> bool:
+def reward_jump(rows: Sequence[Row], steps: int) -> bool:
     """Whether the mean reward of each of the last steps is far above that of the steps before them."""
     scored = [row for row in rows if row.get("reward/mean") is not None]
     before = scored[-steps - BEFORE : -steps]
@@ -65,7 +65,7 @@ def jumped(rows: Sequence[Row], steps: int) -> bool:
     return min(float(row["reward/mean"]) for row in recent) > statistics.fmean(values) + JUMP * spread
 
 
-def drifted(rows: Sequence[Row], steps: int) -> bool:
+def mismatch_jump(rows: Sequence[Row], steps: int) -> bool:
     """Whether the mismatch between engine and learner is far larger in the last step than before.
 
     One step is enough: an engine that samples with other weights than the learner's is wrong from the first token."""
@@ -75,7 +75,7 @@ def drifted(rows: Sequence[Row], steps: int) -> bool:
     return values[-1] > max(APART * statistics.median(values[:-1]), ROUNDING)
 
 
-def parted(rows: Sequence[Row], steps: int) -> bool:
+def held_out_drop(rows: Sequence[Row], steps: int) -> bool:
     """Whether held-out accuracy has fallen while more training completions are correct.
 
     It has fallen if the confidence intervals of two evaluations in a row lie below that of an earlier one."""
@@ -150,7 +150,7 @@ ALARMS = (
     ),
     Alarm(
         name="reward jump",
-        holds=jumped,
+        holds=reward_jump,
         what=(
             "the reward has jumped, which can mean reward hacking; "
             "read completions of this step in rollouts/ before you trust it"
@@ -158,7 +158,7 @@ ALARMS = (
     ),
     Alarm(
         name="held-out drop",
-        holds=parted,
+        holds=held_out_drop,
         what=(
             "more training completions count as correct while held-out accuracy has fallen: the policy exploits the "
             "reward or overfits the training problems; read completions, and resume from an earlier checkpoint"
@@ -174,7 +174,7 @@ ALARMS = (
     ),
     Alarm(
         name="engine mismatch",
-        holds=drifted,
+        holds=mismatch_jump,
         what=(
             "the engine's log-probs are ten times further from the learner's than in earlier steps, as if a weight "
             "sync had failed or a kernel still used old weights; stop and resume (the engine is rebuilt and gets all "
@@ -193,7 +193,7 @@ ALARMS = (
 NAMES = tuple(alarm.name for alarm in ALARMS)
 
 
-def holding(rows: Sequence[Row], steps: int) -> list[Alarm]:
+def active_alarms(rows: Sequence[Row], steps: int) -> list[Alarm]:
     """The alarms that are active after these rows. A sign must last for `steps` steps."""
     return [alarm for alarm in ALARMS if alarm.holds(rows[-HISTORY:], steps)]
 

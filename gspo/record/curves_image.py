@@ -1,19 +1,20 @@
 """Plot the training curves of a run.
 
-In: a run directory. Out: `curves.png` in it. Invariant: reads only `metrics.jsonl`.
+In: a run directory. Out: `curves.png` in it, with the panels that `metric_definitions.py` marks with `in_image`.
+Invariant: reads only `metrics.jsonl`.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from gspo.record.metric_definitions import PANELS, Metric, Panel, metrics_of
 from gspo.record.run_dir import read_metrics
 
-DRAWN = ("learning", "clipping", "signal", "ratio", "length", "entropy")
-"""Panels of the image: what tells first whether a run learns, and why not."""
-ROWS, COLUMNS = 2, 3
+COLUMNS = 3
 
 
 def draw_curves(run: Path) -> Path:
@@ -24,9 +25,14 @@ def draw_curves(run: Path) -> Path:
     import matplotlib.pyplot as plt
 
     rows = read_metrics(run)
-    figure, axes = plt.subplots(ROWS, COLUMNS, figsize=(14, 6.5), constrained_layout=True)
-    for axis, panel in zip(axes.flat, (p for p in PANELS if p.id in DRAWN), strict=True):
-        _draw(axis, rows, panel)
+    panels = [panel for panel in PANELS if panel.in_image]
+    lines = math.ceil(len(panels) / COLUMNS)
+    figure, axes = plt.subplots(lines, COLUMNS, figsize=(14, 3.25 * lines), squeeze=False, constrained_layout=True)
+    for axis, panel in zip_longest(axes.flat, panels):
+        if panel is None:
+            axis.set_axis_off()  # The last line has room for more panels.
+        else:
+            _draw(axis, rows, panel)
     figure.suptitle(run.name)
     path = run / "curves.png"
     try:

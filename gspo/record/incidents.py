@@ -18,7 +18,7 @@ from gspo.errors import AlarmError, NumericalError, RewardError
 from gspo.evaluation import Evaluation
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
-from gspo.record.alarms import HISTORY, holding
+from gspo.record.alarms import HISTORY, active_alarms
 from gspo.record.metrics import drop_reasons
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir
@@ -185,12 +185,12 @@ class Incidents:
     def remember_alarms(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take over the metrics of a resumed run. Its active alarms are not reported again, and do not stop it."""
         self._recent.extend(rows)
-        self._active_alarms = {alarm.name for alarm in holding(rows, self._config.alarms.steps)}
+        self._active_alarms = {alarm.name for alarm in active_alarms(rows, self._config.alarms.steps)}
 
     def check_alarms(self, step: int, metrics: Mapping[str, Any]) -> AlarmError | None:
         """Report alarms that are newly raised. The error, if one of them is in `alarms.stop`."""
         self._recent.append(metrics)
-        now = holding(list(self._recent), self._config.alarms.steps)
+        now = active_alarms(list(self._recent), self._config.alarms.steps)
         new = [alarm for alarm in now if alarm.name not in self._active_alarms]
         for alarm in new:
             self._run.event("alarm", step=step, name=alarm.name, message=alarm.what)

@@ -72,11 +72,14 @@ class Panel:
     """Whether the axis is logarithmic by default."""
     hide_zero: bool = False
     """Whether the panel is hidden while all values are 0."""
+    in_image: bool = False
+    """Whether `curves.png` has the panel: those that tell first whether a run learns, and why not."""
 
 
 PANELS = (
     Panel(
         id="learning",
+        in_image=True,
         title="Reward and held-out accuracy",
         what=(
             "Mean reward of the sampled completions, and accuracy on the held-out set with its 95 % interval. If the "
@@ -85,6 +88,7 @@ PANELS = (
     ),
     Panel(
         id="clipping",
+        in_image=True,
         title="Clip fraction",
         form="share",
         what=(
@@ -94,6 +98,7 @@ PANELS = (
     ),
     Panel(
         id="signal",
+        in_image=True,
         title="Training signal",
         form="share",
         what=(
@@ -103,11 +108,13 @@ PANELS = (
     ),
     Panel(
         id="entropy",
+        in_image=True,
         title="Entropy",
         what="Entropy of the policy in nats per token. After a fast drop the policy no longer explores.",
     ),
     Panel(
         id="length",
+        in_image=True,
         title="Completion length",
         form="count",
         what=(
@@ -134,6 +141,7 @@ PANELS = (
     ),
     Panel(
         id="ratio",
+        in_image=True,
         title="Importance ratio",
         log=True,
         what=(

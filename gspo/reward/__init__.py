@@ -1,1 +1,1 @@
-"""Stage 3: scores, from functions that run in worker processes."""
+"""Scores, from functions that run in worker processes."""

@@ -29,7 +29,7 @@ from typing import IO, Any
 import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, Source, one_line
-from gspo.reward.process_usage import held, processor_seconds
+from gspo.reward.process_usage import memory_bytes, processor_seconds
 
 START_LIMIT_S = 120.0
 """Time limit for importing the functions. A user's file may import torch."""
@@ -124,7 +124,7 @@ class WorkerProcess:
         self.needs, self.about, self.bounded_s = answer["needs"], answer["about"], answer["bounded_s"]
         if self._memory_mb and self._process:
             # Measured after loading, so the limit covers scoring only: importing torch alone takes hundreds of MB.
-            self._memory_limit = held(self._process.pid) + self._memory_mb * 2**20
+            self._memory_limit = memory_bytes(self._process.pid) + self._memory_mb * 2**20
         else:
             self._memory_limit = 0
         self._ready = True
@@ -237,7 +237,7 @@ class WorkerProcess:
 
     def _check_memory(self, pid: int) -> None:
         if self._memory_limit and time.monotonic() >= self._memory_checked + _SLICE_S:
-            if held(pid, at_least=self._memory_limit) > self._memory_limit:
+            if memory_bytes(pid, at_least=self._memory_limit) > self._memory_limit:
                 raise WorkerOverMemory(
                     f"it used more than {self._memory_mb} MB; raise reward.memory_mb if it needs more"
                 )

@@ -14,7 +14,7 @@ import os
 _PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
-def held(pid: int, at_least: int = 0) -> int:
+def memory_bytes(pid: int, at_least: int = 0) -> int:
     """Bytes held by a process and its descendants. Below `at_least`, a cheaper upper bound is returned."""
     tree = [pid, *descendants(pid)]
     rough = sum(map(_resident, tree))  # counts shared pages several times, but smaps_rollup is far slower to read

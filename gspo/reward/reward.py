@@ -1,4 +1,4 @@
-"""Stage 3: score completions with reward functions in worker processes.
+"""Score completions with reward functions in worker processes.
 
 In: prompts with their completions. Out: a `Score` per completion, in the same order. Invariant: a reward function that
 raises, hangs, dies or returns an invalid value leaves exactly the completions it failed on UNSCORED, with the reason.

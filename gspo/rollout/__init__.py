@@ -1,1 +1,1 @@
-"""Stage 2: an engine samples completions from the current policy."""
+"""An engine samples completions from the current policy."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-from gspo.errors import ConfigError, EngineError, is_panic
+from gspo.errors import ConfigError, DataError, EngineError, is_panic
 from gspo.model.routing import Routers
 from gspo.types import Completion, Prompt, Sampling
 
@@ -48,6 +48,8 @@ class EngineTraits:
     """Whether it samples in this process with the learner's own weights, so that only rounding separates the two."""
     accepts_quantized: bool = False
     """Whether it can sample from 4-bit weights."""
+    memory_options: tuple[str, ...] = ()
+    """Settings to lower if this process runs out of memory."""
     foreign_code: Callable[[Mapping[str, Any]], list[tuple[str, str]]] = lambda options: []
     """The options that make it run or contact what somebody else wrote, as (what happens, key to remember)."""
 
@@ -156,6 +158,22 @@ def engine_names() -> list[str]:
     from gspo.rollout import engines
 
     return sorted(m.name for m in pkgutil.iter_modules(engines.__path__))
+
+
+def check_fits(positions: int | None, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    """Raise before sampling if a completion could exceed the model's number of positions; `None` if unlimited."""
+    if sampling.max_tokens < 1:
+        raise ConfigError(f"rollout.max_tokens: must be at least 1, is {sampling.max_tokens}")
+    empty = next((prompt for prompt in prompts if not prompt.token_ids), None)
+    if empty is not None:
+        raise DataError(f"prompt {empty.id}: has no tokens; a completion needs at least one to start from")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if positions is not None and longest + sampling.max_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_tokens: the longest prompt has {longest} tokens, and with {sampling.max_tokens} more it "
+            f"exceeds the model's {positions} positions; set it to at most {positions - longest}, or use shorter "
+            "prompts"
+        )
 
 
 def stream_key(seed: int, stream: str, prompt_id: str, sample: int) -> int:

@@ -22,7 +22,7 @@ from gspo.redact import redacted_values
 from gspo.safe_files import ReadPosition, open_regular, read_regular
 from gspo.view.diagnosis import WINDOW, Finding, RunFacts, diagnose
 from gspo.view.jsonl_columns import Columns, downsample
-from gspo.view.panels import panel_keys, phases
+from gspo.view.panel_data import panel_keys, phases
 
 MOST_EVENTS = 500
 EVENT_BYTES = 4 << 20

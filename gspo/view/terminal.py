@@ -22,7 +22,7 @@ from gspo.errors import ConfigError
 from gspo.safe_output import line, terminal
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import WINDOW, seconds
-from gspo.view.panels import panels, phases
+from gspo.view.panel_data import panels, phases
 from gspo.view.run_reader import STEP_TIME
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gspo.config import DataConfig
 from gspo.data import sources
-from gspo.data.problems import PromptOrder, demonstrations, fresh_problems, load_problems, shown
+from gspo.data.problems import PromptOrder, demonstrations, fresh_problems, load_problems, with_instructions
 from gspo.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i} for i in range(20)]
@@ -627,9 +627,9 @@ def test_demonstrations_are_endless_seeded_and_never_held_out(load):
 def test_shown_does_not_change_its_argument():
     chat = [{"role": "user", "content": "a"}]
     config = DataConfig(instruction="i", system="s")
-    assert shown(chat, config) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\ni"}]
+    assert with_instructions(chat, config) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\ni"}]
     assert chat == [{"role": "user", "content": "a"}]
-    assert shown("a", DataConfig()) == "a"
+    assert with_instructions("a", DataConfig()) == "a"
 
 
 # ------------------------------------------------------------------------------------------------- order

@@ -26,7 +26,7 @@ from gspo.config import Config
 from gspo.errors import AlarmError, CheckpointError, ConfigError, DiskError, MemoryLimitError, NumericalError
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import Optimizer
-from gspo.record.alarms import ALARMS, holding
+from gspo.record.alarms import ALARMS, active_alarms
 from gspo.record.run_dir import read_jsonl
 from gspo.reward.reward import RewardPool
 from gspo.rollout.buffer import RolloutBuffer
@@ -303,10 +303,10 @@ def test_f18_every_alarm_is_covered_here() -> None:
 def test_f18_an_alarm_needs_its_symptom_in_every_step(name: str) -> None:
     healthy = [{"step": 0}] + [{"step": i, **HEALTHY} for i in range(1, 6)]
     faulty = [{"step": i, **HEALTHY, **FAULTY[name]} for i in range(6, 11)]
-    assert holding(healthy, 5) == []
-    assert [alarm.name for alarm in holding(healthy + faulty, 5)] == [name]
-    assert holding(healthy + faulty[:4], 5) == []
-    assert holding([*healthy, *faulty[:4], healthy[-1], faulty[4]], 5) == []
+    assert active_alarms(healthy, 5) == []
+    assert [alarm.name for alarm in active_alarms(healthy + faulty, 5)] == [name]
+    assert active_alarms(healthy + faulty[:4], 5) == []
+    assert active_alarms([*healthy, *faulty[:4], healthy[-1], faulty[4]], 5) == []
 
 
 def healthy_metrics(steps: int, seed: int) -> list[dict[str, Any]]:
@@ -340,17 +340,17 @@ def test_f18_a_healthy_climb_raises_no_alarm() -> None:
         for steps in (60, 200):
             rows = healthy_metrics(steps, seed)
             for end in range(1, len(rows) + 1):
-                assert holding(rows[:end], 5) == [], (seed, steps, end)
+                assert active_alarms(rows[:end], 5) == [], (seed, steps, end)
 
 
 def test_f18_a_reward_jump_is_an_alarm() -> None:
     rows = healthy_metrics(200, seed=1)[:60]
     jump = [{**rows[-1], "step": 60 + i, "reward/mean": 0.98} for i in range(5)]
-    assert holding(rows + jump[:4], 5) == []
-    assert [alarm.name for alarm in holding(rows + jump, 5)] == ["reward jump"]
+    assert active_alarms(rows + jump[:4], 5) == []
+    assert [alarm.name for alarm in active_alarms(rows + jump, 5)] == ["reward jump"]
     without_reward = [{**row, "reward/mean": 0.0, "reward/std": 0.0} for row in rows]
     first_successes = [{**row, "reward/mean": 0.02, "reward/std": 0.14} for row in jump]
-    assert holding(without_reward + first_successes, 5) == []
+    assert active_alarms(without_reward + first_successes, 5) == []
 
 
 def test_f18_held_out_accuracy_that_falls_while_reward_rises_is_an_alarm() -> None:
@@ -358,11 +358,11 @@ def test_f18_held_out_accuracy_that_falls_while_reward_rises_is_an_alarm() -> No
     for row in rows:
         if row["step"] > 60 and "eval/accuracy" in row:
             row |= {"eval/accuracy": 0.3, "eval/accuracy_low": 0.24, "eval/accuracy_high": 0.36}
-    assert holding(rows[:71], 5) == []  # a single drop may be noise
-    assert [alarm.name for alarm in holding(rows[:81], 5)] == ["held-out drop"]
+    assert active_alarms(rows[:71], 5) == []  # a single drop may be noise
+    assert [alarm.name for alarm in active_alarms(rows[:81], 5)] == ["held-out drop"]
     for row in rows[60:]:
         row |= {"reward/correct_fraction": 0.1, "reward/mean": 0.1}
-    assert holding(rows[:81], 5) == []  # both fall: not reward hacking
+    assert active_alarms(rows[:81], 5) == []  # both fall: not reward hacking
 
 
 def test_f15_an_engine_that_diverges_from_the_learner_is_an_immediate_alarm() -> None:
@@ -371,24 +371,26 @@ def test_f15_an_engine_that_diverges_from_the_learner_is_an_immediate_alarm() ->
         row["mismatch/abs_mean"] = 0.015
     for value, expected in ((0.201, ["engine mismatch"]), (0.12, [])):
         diverged = {**rows[-1], "step": 61, "mismatch/abs_mean": value}
-        assert [alarm.name for alarm in holding([*rows, diverged], 5)] == expected
+        assert [alarm.name for alarm in active_alarms([*rows, diverged], 5)] == expected
     faulty = [{**rows[-1], "step": 61 + i, "mismatch/abs_mean": 0.201} for i in range(20)]
-    assert [alarm.name for alarm in holding(rows + faulty, 5)] == ["engine mismatch"], (
+    assert [alarm.name for alarm in active_alarms(rows + faulty, 5)] == ["engine mismatch"], (
         "a persistent fault does not become the baseline"
     )
-    assert holding([*rows, *faulty[:1], rows[-1]], 5) == []
-    assert holding([*rows[:4], faulty[0]], 5) == [], "too few steps for a baseline"
+    assert active_alarms([*rows, *faulty[:1], rows[-1]], 5) == []
+    assert active_alarms([*rows[:4], faulty[0]], 5) == [], "too few steps for a baseline"
 
 
 def test_f15_growing_rounding_noise_within_float32_is_no_alarm() -> None:
     rows = [{"step": i, **HEALTHY, "mismatch/abs_mean": 1e-7 if i < 30 else 5e-6} for i in range(1, 31)]
-    assert holding(rows, 5) == []
-    assert [alarm.name for alarm in holding([*rows, {**rows[-1], "mismatch/abs_mean": 1e-3}], 5)] == ["engine mismatch"]
+    assert active_alarms(rows, 5) == []
+    assert [alarm.name for alarm in active_alarms([*rows, {**rows[-1], "mismatch/abs_mean": 1e-3}], 5)] == [
+        "engine mismatch"
+    ]
 
 
 def test_f18_low_entropy_on_a_solved_task_is_no_alarm() -> None:
     rows = [{"step": i, **HEALTHY, "entropy/mean": 1e-6, "reward/correct_fraction": 1.0} for i in range(1, 6)]
-    assert holding(rows, 5) == []
+    assert active_alarms(rows, 5) == []
 
 
 @pytest.fixture
@@ -501,11 +503,27 @@ def test_f22_a_single_sequence_that_does_not_fit_stops_the_run_with_a_checkpoint
     config = tiny("steps=2", "eval.every=0")
     with monkeypatch.context() as patch:
         shots = starve(patch, 0, torch.OutOfMemoryError)
-        with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens.*--resume"):
+        with pytest.raises(MemoryLimitError, match=r"micro_batch_tokens or rollout.engine_options.slots.*--resume"):
             train(config, display)
     assert shots[-1] == 1
     assert checkpoint.newest(run_of(config) / "checkpoints")[0].name == "000000"
     assert resume(run_of(config), display).step == 2
+
+
+def test_f22_a_model_that_does_not_fit_leaves_no_directory_behind(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("steps=1", "eval.every=0")
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gspo.trainer.build_run", full)
+        with pytest.raises(MemoryLimitError, match="the model does not fit"):
+            train(config, display)
+    assert not run_of(config).exists()
+    assert train(config, display).step == 1
 
 
 # ------------------------------------------------------------------------------------------------- F4, F5: disks

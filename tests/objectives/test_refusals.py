@@ -1,6 +1,7 @@
 """Settings that make no sense are refused by name, and suspicious ones warn."""
 
 import warnings
+from dataclasses import dataclass, replace
 
 import pytest
 from cases import (
@@ -18,6 +19,9 @@ from cases import (
 )
 
 import gspo
+from gspo.errors import ConfigError
+from gspo.objectives.objective import change
+from gspo.objectives.trust_region import Clip
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -200,3 +204,21 @@ def test_refuses_a_setting_without_effect(row, kw, named):
     """An option that is set but has no effect is an error that says so."""
     with pytest.raises(ValueError, match=named):
         gspo.objective(row, **kw)
+
+
+@dataclass(frozen=True)
+class _RegionWithText(Clip):
+    side: str = "both"
+    limit: float | None = 1.0
+
+
+def test_the_annotation_of_a_field_decides_which_values_a_setting_takes() -> None:
+    row = replace(gspo.objective("grpo"), trust_region=_RegionWithText())
+    region = change(row, {"side": "low", "limit": None}).trust_region
+    assert region == _RegionWithText(side="low", limit=None)
+    with pytest.raises(ConfigError, match="side must be text"):
+        change(row, {"side": 1})
+    with pytest.raises(ConfigError, match="limit must be a number"):
+        change(row, {"limit": "1"})
+    with pytest.raises(ConfigError, match="clip_low must be a number, not None"):
+        change(row, {"clip_low": None})

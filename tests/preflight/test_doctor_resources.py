@@ -19,7 +19,7 @@ from gspo.learner.plan import make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.model.micro_batch import TokenSequence
-from gspo.preflight import disk, machine, memory, model, pace, ratio, sampling
+from gspo.preflight import disk, machine, memory, model, ratio, sampling, step_time
 from gspo.preflight.case import Timings
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
@@ -308,7 +308,7 @@ def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examine
     case = examined(config, *PLAN).case
     case.groups = [group([0.0, 1.0])]
     case.pace = Timings(completions=40, rollout_s=2.0, reward_s=0.4, trained=20, train_s=3.0)
-    (finding,) = pace.check_time(case)
+    (finding,) = step_time.check_time(case)
     low, high = finding.numbers["step_s"]
     assert finding.numbers["reward_s"] == pytest.approx(4.0)  # ten times as many completions
     assert finding.numbers["learn_s"] == pytest.approx(60.0)
@@ -323,7 +323,7 @@ def test_refills_and_references_take_time(tiny: Callable[..., Config], examined:
         case = examined(tiny(*overrides), *PLAN).case
         case.groups = [group([0.0, 1.0]), group([0.0, 0.0])]
         case.pace = Timings(completions=16, rollout_s=1.0, reward_s=0.5, trained=16, train_s=1.0)
-        (finding,) = pace.check_time(case)
+        (finding,) = step_time.check_time(case)
         return finding.numbers["step_s"][1]
 
     plain = step()
@@ -332,7 +332,7 @@ def test_refills_and_references_take_time(tiny: Callable[..., Config], examined:
 
 
 def test_durations() -> None:
-    shown = [pace.duration(s) for s in (0.0123, 3.42, 42, 130, 7300, 1e6)]
+    shown = [step_time.duration(s) for s in (0.0123, 3.42, 42, 130, 7300, 1e6)]
     assert shown == ["12 ms", "3.4 s", "42 s", "2.2 min", "2 h", "12 days"]
 
 
@@ -374,7 +374,7 @@ def test_page_cache_of_a_container_counts_as_free(
     ],
 )
 def test_durations_read_as_people_write_them(seconds: float, text: str) -> None:
-    assert pace.duration(seconds) == text
+    assert step_time.duration(seconds) == text
 
 
 @pytest.mark.parametrize(

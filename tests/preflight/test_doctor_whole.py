@@ -14,7 +14,7 @@ from processes import children_of
 
 from gspo import cli
 from gspo.config import Config, to_toml
-from gspo.preflight import examine, files
+from gspo.preflight import data, examine
 from gspo.preflight.examine import CHECKS
 from gspo.preflight.findings import Level
 
@@ -135,5 +135,5 @@ def test_a_narrow_terminal_and_colors(recipe: Callable[..., str], monkeypatch: A
 
 
 def test_long_texts_are_shortened() -> None:
-    assert files.shown("a\nb") == "a⏎b"
-    assert len(files.shown("x" * 1000)) < 420
+    assert data.excerpt("a\nb") == "a⏎b"
+    assert len(data.excerpt("x" * 1000)) < 420

@@ -15,7 +15,6 @@ from rich.console import Console
 from shown_runs import make_run, metrics, write_lines
 
 from gspo.record import metric_definitions as definitions
-from gspo.record.curves_image import DRAWN
 from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Metric, Panel, Reduction
 from gspo.view.report import write_report
 from gspo.view.terminal import watch_text
@@ -90,7 +89,6 @@ def test_every_panel_and_label_is_in_the_data_of_the_page(tmp_path: Path) -> Non
 def test_definitions_are_consistent() -> None:
     panels = {panel.id for panel in (*PANELS, PHASES)}
     assert len(panels) == len(PANELS) + 1
-    assert set(DRAWN) <= panels
     every = (*METRICS, *TIMINGS)
     assert not [key for key, count in Counter(m.key for m in every).items() if count > 1]
     for metric in every:

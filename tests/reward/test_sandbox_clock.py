@@ -20,8 +20,8 @@ from gspo.reward.sandbox.box import Box, DeadlinePassed
 from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, Clock, MachineBusy, ProgramWaited
 from gspo.reward.sandbox.grade import End, Grade, grade_all
 from gspo.reward.sandbox.level import NAMES, Level
+from gspo.reward.sandbox.machine_lock import machine_lock
 from gspo.reward.sandbox.suite import read_suite
-from gspo.reward.sandbox.turn import turn
 
 
 @pytest.fixture(scope="module", params=[5, 6], ids=lambda number: NAMES[number])
@@ -209,19 +209,19 @@ def test_exclusive_turn_excludes_all_others() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with turn(alone=False, patience_s=60.0):
+        with machine_lock(alone=False, patience_s=60.0):
             inside.set()
             leave.wait()
             events.append("other ends")
 
     def alone() -> None:
-        with turn(alone=True, patience_s=60.0):
+        with machine_lock(alone=True, patience_s=60.0):
             events.append("alone")
 
     first = threading.Thread(target=other)
     first.start()
     inside.wait()
-    with turn(alone=False, patience_s=60.0):
+    with machine_lock(alone=False, patience_s=60.0):
         pass  # shared turns do not block each other
     second = threading.Thread(target=alone)
     second.start()
@@ -233,6 +233,10 @@ def test_exclusive_turn_excludes_all_others() -> None:
     assert events == ["other ends", "alone"]
 
 
-def test_waiting_for_a_turn_is_bounded() -> None:
-    with turn(alone=True, patience_s=60.0), turn(alone=True, patience_s=0.05), turn(alone=False, patience_s=0.05):
+def test_waiting_for_the_lock_is_bounded() -> None:
+    with (
+        machine_lock(alone=True, patience_s=60.0),
+        machine_lock(alone=True, patience_s=0.05),
+        machine_lock(alone=False, patience_s=0.05),
+    ):
         pass

@@ -23,10 +23,10 @@ from vllm_cases import small_moe
 from gspo.errors import ConfigError, EngineError, WeightSyncError
 from gspo.rollout.engine import EngineContext, build_engine
 from gspo.rollout.engines.vllm import VllmEngine
-from gspo.rollout.vllm import guard, served
+from gspo.rollout.vllm import guard, server_host
 from gspo.rollout.vllm.host import Request
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.served import TRIES, Limits, ServedHost, Server
+from gspo.rollout.vllm.server_host import TRIES, Limits, Server, ServerHost
 from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
 from gspo.types import Sampling
 
@@ -47,13 +47,13 @@ def fake() -> Iterator[Callable[..., FakeVllm]]:
 
 
 @pytest.fixture
-def hosted() -> Iterator[Callable[..., ServedHost]]:
+def hosted() -> Iterator[Callable[..., ServerHost]]:
     """A host over fake servers, with weights sent."""
-    hosts: list[ServedHost] = []
+    hosts: list[ServerHost] = []
 
-    def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> ServedHost:
+    def host(*fakes: FakeVllm, in_flight: int = 4, limits: Limits = QUICK) -> ServerHost:
         servers = [Server(client=Client(f.address, "token")) for f in fakes]
-        made = ServedHost(
+        made = ServerHost(
             servers, in_flight=in_flight, limits=limits, transfer="file", warn=lambda text: None, experts=False
         )
         hosts.append(made)
@@ -236,13 +236,13 @@ def test_tokens_of_unverified_weights_are_not_used(fake: Any, hosted: Any) -> No
 def test_only_the_calling_thread_reads_the_model(fake: Any, hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that comes back during or after a call must not read weights while they are being trained."""
     threads: set[int] = set()
-    offer = served.Offer
+    offer = server_host.Offer
 
     def recording(*args: Any, **options: Any) -> Any:
         threads.add(threading.get_ident())
         return offer(*args, **options)
 
-    monkeypatch.setattr(served, "Offer", recording)
+    monkeypatch.setattr(server_host, "Offer", recording)
     bad = fake(fault="status 500", after=2)
     host = hosted(bad, fake())
     for _ in range(3):
@@ -288,7 +288,7 @@ def test_a_server_that_cannot_be_restarted_is_no_longer_used(fake: Any, hosted: 
     while not host.servers[0].gone and time.monotonic() < until:
         assert len(host.generate(requests(), routes=False)) == 12
     assert host.servers[0].gone
-    assert host.servers[0].restarts == served.RESTARTS
+    assert host.servers[0].restarts == server_host.RESTARTS
     host.sync(model(), "1.1", lambda generate: None)
     assert len(host.generate(requests(), routes=False)) == 12
 
@@ -423,7 +423,7 @@ def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_token_is_in_no_command_line() -> None:
-    from gspo.rollout.vllm.serve import command, environment
+    from gspo.rollout.vllm.launch_server import command, environment
 
     argv = command("model", host="127.0.0.1", port=1, experts=True)
     assert environment("secret-word")[guard.TOKEN] == "secret-word"
@@ -431,7 +431,7 @@ def test_the_token_is_in_no_command_line() -> None:
 
 
 def test_a_server_starts_in_the_dtype_of_the_model_with_dummy_weights(tmp_path: Path) -> None:
-    from gspo.rollout.vllm.serve import _defaults
+    from gspo.rollout.vllm.launch_server import _defaults
 
     (tmp_path / "config.json").write_text('{"dtype": "float32"}')
     assert _defaults(str(tmp_path), []) == ["--load-format", "dummy", "--dtype", "float32"]

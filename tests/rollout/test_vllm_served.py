@@ -27,7 +27,7 @@ from vllm_cases import (
 )
 
 from gspo.rollout.engine import build_engine
-from gspo.rollout.vllm.serve import TOKEN
+from gspo.rollout.vllm.launch_server import TOKEN
 from gspo.types import Completion, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -223,6 +223,8 @@ class WordProblems:
             other=other,
             things=rng.choice(_THINGS),
             boxes=rng.choice(_BOXES),
+            # Formatted for every kind, and only shown for `plain`, where c is the number of a question. The c of other
+            # kinds may be larger.
             plain=_plain(a, b, c % 6)[0],
         )
         answer = kind.value(a, b, c)

@@ -24,8 +24,8 @@ from gspo.reward.sandbox.clock import PATIENCE, PATIENCE_ALONE, SLACK, Clock, Ma
 from gspo.reward.sandbox.inside.candidate import no_references
 from gspo.reward.sandbox.inside.values import ValueRefused, decode, encode, parse
 from gspo.reward.sandbox.level import Level
+from gspo.reward.sandbox.machine_lock import machine_lock
 from gspo.reward.sandbox.suite import Suite
-from gspo.reward.sandbox.turn import turn
 
 PROGRAM = 2**18
 """Maximum length of a program in characters."""
@@ -143,10 +143,10 @@ class Grader:
         grade = self._by_output if self._suite.pairs else self._by_judge
         patience_s = PATIENCE * self._limits.limit_s
         try:
-            with turn(alone=False, patience_s=patience_s):
+            with machine_lock(alone=False, patience_s=patience_s):
                 return grade(source, None)
         except ProgramWaited:
-            with turn(alone=True, patience_s=patience_s), self._reference_process() as reference:
+            with machine_lock(alone=True, patience_s=patience_s), self._reference_process() as reference:
                 return grade(source, reference)
 
     @contextmanager

@@ -25,18 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.errors import ConfigError, DataError, NumericalError
+from gspo.errors import ConfigError, NumericalError
+from gspo.model.inference import eval_mode
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
-from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits
+from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
 from gspo.rollout.local.sampling import DecodeResult, Queue, make_queue, sample_from_logits, uniform, with_greedy
-from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, eval_mode, obstacle_to_cache
+from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
-TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True)
+TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
 
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
@@ -168,22 +169,6 @@ def _can_page(model: Any) -> bool:
             f"engine 'local' decodes without CUDA graphs, which is slower: {obstacle}", RuntimeWarning, stacklevel=4
         )
     return obstacle is None
-
-
-def check_fits(positions: int | None, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    """Raise before sampling if a completion could exceed the model's number of positions; `None` if unlimited."""
-    if sampling.max_tokens < 1:
-        raise ConfigError(f"rollout.max_tokens: must be at least 1, is {sampling.max_tokens}")
-    empty = next((prompt for prompt in prompts if not prompt.token_ids), None)
-    if empty is not None:
-        raise DataError(f"prompt {empty.id}: has no tokens; a completion needs at least one to start from")
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    if positions is not None and longest + sampling.max_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_tokens: the longest prompt has {longest} tokens, and with {sampling.max_tokens} more it "
-            f"exceeds the model's {positions} positions; set it to at most {positions - longest}, or use shorter "
-            "prompts"
-        )
 
 
 class _RouteLog:

@@ -23,8 +23,7 @@ from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
 from gspo.model.load import position_limit
 from gspo.model.routing import Routers
-from gspo.rollout.engine import EngineContext, EngineTraits, stream_key
-from gspo.rollout.engines.local import check_fits
+from gspo.rollout.engine import EngineContext, EngineTraits, check_fits, stream_key
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Generate, Host, Request, RequestOutput

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from transformers.cache_utils import Cache
 
+from gspo.model.inference import padded
 from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.patching import patched_forward
@@ -24,7 +25,7 @@ from gspo.model.routing import Routers
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
-from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, padded, prefill_options
+from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
 KNOWN = (
     "LlamaAttention",
@@ -61,7 +62,7 @@ class Decoder:
         """Prefill prompts together into their blocks; the experts of each token, [U, T, L, K], if recorded."""
         if not len(prompt_U[0]):
             return None
-        ids_UT = padded(list(prompt_U), self.model.device)
+        ids_UT = padded(prompt_U, self.model.device)
         width = blocks_for(ids_UT.shape[1])
         # Padding goes to block 0, which nobody reads.
         table = [[*blocks, *[0] * (width - len(blocks))] for blocks in block_U]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,28 +18,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from gspo.errors import KernelWarning
+from gspo.model.inference import eval_mode, padded
 from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
 
 BLOCK = 64
 """The minimum number of columns by which a cache grows."""
-
-
-@contextmanager
-def eval_mode(model: Any) -> Iterator[None]:
-    """Put every module into eval mode, and restore the mode of each afterwards.
-
-    In train mode, models apply dropout, and with gradient checkpointing they also ignore the KV cache."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        # Not model.eval(): that would lose which modules were in training mode.
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class DecodeState(Protocol):
@@ -72,12 +56,6 @@ class RouteRecorder:
         with self.routers.watch() as trace:
             output = forward()
         return output, trace.used_ILK
-
-
-def padded(prompt_U: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Token ids, padded on the right. In a causal model no earlier position attends to the padding."""
-    width = max(map(len, prompt_U))
-    return torch.tensor([ids + (0,) * (width - len(ids)) for ids in prompt_U], dtype=torch.int64, device=device)
 
 
 class KVCacheState:

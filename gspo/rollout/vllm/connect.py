@@ -1,6 +1,6 @@
 """Servers for the vLLM engine: given by address, or started for the run.
 
-In: the engine's options. Out: a `ServedHost` whose servers all responded. Invariant: if a server cannot be reached,
+In: the engine's options. Out: a `ServerHost` whose servers all responded. Invariant: if a server cannot be reached,
 every server that was started here is stopped before the error is raised.
 """
 
@@ -23,8 +23,8 @@ from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
-from gspo.rollout.vllm.serve import Process, as_arguments
-from gspo.rollout.vllm.served import Limits, ServedHost, Server
+from gspo.rollout.vllm.launch_server import Process, as_arguments
+from gspo.rollout.vllm.server_host import Limits, Server, ServerHost
 from gspo.rollout.vllm.transfer import can_read
 
 TRANSFERS = ("auto", "file", "gloo", "nccl")
@@ -77,7 +77,7 @@ def check(options: Options) -> None:
             raise ConfigError(f"{where}.servers: {address!r} is not an address; write HOST:PORT")
 
 
-def connect(model: Any, options: Options) -> ServedHost:
+def connect(model: Any, options: Options) -> ServerHost:
     """Connect to the servers, or start them first."""
     limits = Limits(
         request_s=options.request_s, check_s=options.check_s, absent_s=options.absent_s, sync_s=options.absent_s
@@ -89,7 +89,7 @@ def connect(model: Any, options: Options) -> ServedHost:
         adapters = (
             options.adapters and options.transfer in ("auto", "file") and _support_adapters(model, servers, limits)
         )
-        return ServedHost(
+        return ServerHost(
             servers,
             adapters=adapters,
             in_flight=options.in_flight,

@@ -25,7 +25,7 @@ from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import pack_experts, vllm_returns_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
-from gspo.rollout.vllm.serve import EXTENSION
+from gspo.rollout.vllm.launch_server import EXTENSION
 from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -23,7 +23,7 @@ from gspo.errors import WeightSyncError
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.serve import free_port
+from gspo.rollout.vllm.launch_server import free_port
 from gspo.rollout.vllm.transfer_folder import transfer_folder
 from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
 

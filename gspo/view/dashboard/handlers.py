@@ -15,7 +15,7 @@ from gspo.record.run_format import ObjectiveFacts
 from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
-from gspo.view.panels import panels, phases, step_headings
+from gspo.view.panel_data import panels, phases, step_headings
 
 MOST_POINTS = 2000
 

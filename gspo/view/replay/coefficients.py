@@ -22,7 +22,7 @@ from gspo.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class MiniBatchView:
     """A rollout batch at the weights of one optimizer step."""
 
     tokens: Tokens
@@ -71,7 +71,7 @@ class Coefficients:
         return -sequences.sum(self.logp_N.double())
 
 
-def coefficients(objective: Objective, view: View) -> Coefficients:
+def coefficients(objective: Objective, view: MiniBatchView) -> Coefficients:
     """Evaluate an objective on a mini-batch, with its own filters, reward shaping and advantages."""
     trainable = _trainable(objective, view)
     advantage_N = _advantages(objective, view, trainable)
@@ -107,7 +107,7 @@ def coefficients(objective: Objective, view: View) -> Coefficients:
     )
 
 
-def _trainable(objective: Objective, view: View) -> list[tuple[int, TrainSample]]:
+def _trainable(objective: Objective, view: MiniBatchView) -> list[tuple[int, TrainSample]]:
     """The batch's completions that this objective trains on, by sequence index, with its shaped rewards."""
     rows_by_group: dict[int, list[int]] = {}
     for i, sample in enumerate(view.samples):
@@ -125,7 +125,7 @@ def _group(samples: Sequence[TrainSample]) -> Group:
     )
 
 
-def _advantages(objective: Objective, view: View, trainable: Sequence[tuple[int, TrainSample]]) -> Tensor:
+def _advantages(objective: Objective, view: MiniBatchView, trainable: Sequence[tuple[int, TrainSample]]) -> Tensor:
     """The advantage of every token, over all completions of the batch that the objective trains on."""
     advantage_N = torch.zeros_like(view.tokens.logp_old_N)
     if not trainable:

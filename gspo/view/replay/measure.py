@@ -23,7 +23,7 @@ from gspo.objectives.samples import trainable
 from gspo.objectives.sequences import Sequences
 from gspo.types import Group
 from gspo.view.replay.candidates import Candidate
-from gspo.view.replay.coefficients import Coefficients, RatioSides, View, coefficients
+from gspo.view.replay.coefficients import Coefficients, MiniBatchView, RatioSides, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
 from gspo.view.replay.sweep import Sweep, swept, value_in_run
 
@@ -183,7 +183,7 @@ class _ObjectiveResult:
         return weight_B
 
 
-def _completion_numbers(view: View, rows: Sequence[int]) -> dict[str, Any]:
+def _completion_numbers(view: MiniBatchView, rows: Sequence[int]) -> dict[str, Any]:
     """The mini-batch's completions and the spread of their log-ratios."""
     sequences = view.tokens.sequences
     log_ratio_N = (view.tokens.logp_N - view.tokens.logp_old_N).detach()
@@ -202,7 +202,7 @@ def _completion_numbers(view: View, rows: Sequence[int]) -> dict[str, Any]:
 
 def _view(
     learner: LearnContext, groups: Sequence[Group], batch: TrainBatch, index: int, step: int, reference: Any
-) -> View:
+) -> MiniBatchView:
     config = learner.config
     policy = learner.policy
     tokens = batch.tokens
@@ -213,7 +213,7 @@ def _view(
     # The run's own KL penalty has already needed these log-probs; other objectives may need them without it.
     if reference is not None and logp_ref_N is None:
         logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
-    return View(
+    return MiniBatchView(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
         samples=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
         rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.sequence_ids),
@@ -309,7 +309,7 @@ def _point(value: float, result: _ObjectiveResult) -> Point:
     )
 
 
-def _completion(view: View, row: int, log_ratio: float) -> CompletionNumbers:
+def _completion(view: MiniBatchView, row: int, log_ratio: float) -> CompletionNumbers:
     sample = view.samples[row]
     return CompletionNumbers(
         prompt_id=sample.completion.prompt_id,

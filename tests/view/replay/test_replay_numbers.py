@@ -22,7 +22,7 @@ from gspo.objectives.objective import Objective, ObjectiveWarning
 from gspo.types import Group
 from gspo.view.replay import gradients
 from gspo.view.replay.candidates import Candidate, candidates
-from gspo.view.replay.coefficients import View, coefficients
+from gspo.view.replay.coefficients import MiniBatchView, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
 from gspo.view.replay.measure import ReplayNumbers, _view, effective_count, measure
 from gspo.view.replay.rebuild import load_reference
@@ -42,7 +42,7 @@ class Snapshot:
     groups: Any
     batch: TrainBatch
     reference: Any
-    view: View
+    view: MiniBatchView
     found: list[Candidate]
     numbers: ReplayNumbers
     inner: Gram

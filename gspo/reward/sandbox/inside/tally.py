@@ -32,7 +32,7 @@ class Tally:
         self._link = link
         self._steps: list[dict[int, bool]] = []
         self._cuts: set[int] = set()
-        self._set_state: set[int] = set()
+        self._reached: set[int] = set()
         self._busy: set[int] = set()
         self.why = ""
 
@@ -46,7 +46,7 @@ class Tally:
 
     def holds(self, number: int, value: Any) -> None:
         """Report an assert's condition, or its last part. No assert passes after the program is gone."""
-        self._set_state.add(number)
+        self._reached.add(number)
         if value and not self._link.gone:
             # Not an assignment: an assert in a loop that failed once stays failed.
             self._step_of(number).setdefault(number, True)
@@ -73,14 +73,14 @@ class Tally:
     def entered(self, *numbers: int) -> None:
         """Report the start of a `with` whose block has these asserts."""
         self._link.caught = False
-        self._set_state.difference_update(numbers)
+        self._reached.difference_update(numbers)
 
     def left(self, *numbers: int) -> None:
         """Report its end. If a context manager of the program swallowed an exception, unreached asserts failed."""
         caught = self._link.caught
         self._link.caught = False
         for number in numbers:
-            if caught and number not in self._set_state:
+            if caught and number not in self._reached:
                 self.failure(number, AssertionError("it was not reached"))
 
     def failure(self, number: int, error: BaseException) -> None:

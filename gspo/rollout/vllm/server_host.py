@@ -26,7 +26,7 @@ from gspo.errors import EngineError
 from gspo.rollout.vllm.experts import pack_served_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.serve import Process
+from gspo.rollout.vllm.launch_server import Process
 from gspo.rollout.vllm.transfer import Offer, send
 from gspo.rollout.vllm.weights import ADAPTER
 
@@ -77,7 +77,7 @@ class _Job:
     avoid: Server | None = None
 
 
-class ServedHost:
+class ServerHost:
     """A `Host` of several servers."""
 
     def __init__(
@@ -323,7 +323,7 @@ class ServedHost:
 class _Batch:
     """The requests of one call: waiting, running, done."""
 
-    def __init__(self, host: ServedHost, requests: Sequence[Request], routes: bool) -> None:
+    def __init__(self, host: ServerHost, requests: Sequence[Request], routes: bool) -> None:
         self.host = host
         self.routes = routes
         # Reversed, so that `pop` takes the first.

@@ -19,7 +19,7 @@ from gspo.errors import DataError
 from gspo.model.load import position_limit
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import counted
+from gspo.preflight.machine import pluralize
 from gspo.types import Prompt
 
 MANY = 0.05
@@ -48,7 +48,7 @@ def check_data(case: Case) -> Iterator[Finding]:
     answers = sum("answer" in p.columns for p in problems.train)
     fields = sorted(set().union(*(p.columns for p in problems.train)))
     yield ok(
-        f"{source}: {counted(len(problems.train), 'training problem')}, {len(problems.held_out)} held out; rewards "
+        f"{source}: {pluralize(len(problems.train), 'training problem')}, {len(problems.held_out)} held out; rewards "
         f"receive the fields {', '.join(fields) or 'none'}.",
         train=len(problems.train),
         held_out=len(problems.held_out),
@@ -100,7 +100,7 @@ def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
         copies = count - len({p.text for p in problems.train})
         yield note(
             f"{copies} training rows repeat the prompt of another row; the most common one occurs {times} times.",
-            detail=[shown(text)],
+            detail=[excerpt(text)],
             repeated=copies,
         )
     if config.rollout.prompts > count:
@@ -165,12 +165,12 @@ def _unknown(case: Case, prompts: Sequence[Prompt]) -> Iterator[Finding]:
             f"{len(lost)} of {len(prompts)} prompts contain characters that are not in the tokenizer's vocabulary; the "
             "model cannot see them.",
             "Use a tokenizer that covers them, or clean the data.",
-            detail=[shown(lost[0].text)],
+            detail=[excerpt(lost[0].text)],
             unknown=len(lost),
         )
 
 
-def shown(text: str, limit: int = 400) -> str:
+def excerpt(text: str, limit: int = 400) -> str:
     """Text on one line; the middle of a long text is omitted."""
     line = text.replace("\n", "⏎")
     return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"

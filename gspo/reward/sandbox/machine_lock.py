@@ -23,7 +23,7 @@ _TICK_S = 0.01
 
 
 @contextmanager
-def turn(*, alone: bool, patience_s: float) -> Iterator[None]:
+def machine_lock(*, alone: bool, patience_s: float) -> Iterator[None]:
     """Hold the shared or exclusive lock. After `patience_s`, continue without it."""
     until = time.monotonic() + patience_s
     with open(_ROOM, "rb") as room:

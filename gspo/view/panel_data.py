@@ -1,4 +1,4 @@
-"""The panels of a run with their curves, for the dashboard, the report and the terminal.
+"""The panels with their metrics, as the dashboard, the report and the terminal take them.
 
 In: `record/metric_definitions.py`, which says what is on a panel and how it is called. Out: panels, phases and keys.
 """
