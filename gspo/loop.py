@@ -111,7 +111,7 @@ class Loop:
             assert collected.version == context.optimizer.updates, "the policy changed after it sampled this batch"
             self._check_scores(step, collected, state)
             with clock.measure("learn"):
-                learned = learn(context, collected.gathered.groups, step=step)
+                learned = learn(context, collected.rollouts.groups, step=step)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         metrics = combined([step_metrics(context.objective, collected, learned)])

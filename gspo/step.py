@@ -33,7 +33,7 @@ from gspo.learner.forward import attempts, training_forward
 from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, trainable
-from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, distinct, sample_groups
+from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, sample_groups, with_unique_ids
 from gspo.types import Group
 
 
@@ -46,7 +46,7 @@ def collect(run: RunContext, start: RolloutState, *, clock: Clock) -> CollectRes
         groups = sample_groups(
             run.engine,
             run.rewards,
-            distinct([run.problems.train[i] for i in run.order.take(request.cursor, request.count)]),
+            with_unique_ids([run.problems.train[i] for i in run.order.take(request.cursor, request.count)]),
             samples=rollout.group_size,
             sampling=rollout.sampling,
             seed=run.config.seed,

@@ -30,7 +30,7 @@ RUN_OBJECTIVES = [name for name in gspo.objective_names() if name != "ppo_clip"]
 
 
 def groups_of(parts: RunContext) -> tuple[Group, ...]:
-    return collect(parts, RolloutState(), clock=Clock()).gathered.groups
+    return collect(parts, RolloutState(), clock=Clock()).rollouts.groups
 
 
 class GradientRecorder:

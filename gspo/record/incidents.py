@@ -74,7 +74,7 @@ class Incidents:
     def check_scores(self, step: int, collected: CollectResult) -> RewardError | None:
         """Count unscored completions. The error, if there are too many: the reward is broken, and the scored rest is a
         biased sample."""
-        scores = [s for g in collected.gathered.sampled for s in g.scores]
+        scores = [s for g in collected.rollouts.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
         if failed and not self.unscored:
             self._display.message(

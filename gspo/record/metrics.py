@@ -60,8 +60,8 @@ def _completions(
 ) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
     """Every completion with its index among the trained ones (`None` if it is not among them) and its drop reason."""
     trained = {(c.group, c.sample): i for i, c in enumerate(learned.samples)} if learned else {}
-    kept = len(collected.gathered.groups)
-    for number, group in enumerate(collected.gathered.sampled):
+    kept = len(collected.rollouts.groups)
+    for number, group in enumerate(collected.rollouts.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             index = trained.get((number, sample))
             reason = drop_reason(c, s, objective) or ("alone" if number < kept else "uniform")
@@ -69,7 +69,7 @@ def _completions(
 
 
 def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
-    groups = collected.gathered.sampled
+    groups = collected.rollouts.sampled
     pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
     scores = [s for _, s in pairs]
     rewards = [s.reward for s in scores if s.reward is not None]
@@ -81,7 +81,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "reward/part/NAME": _parts(scores),
         "groups/sampled": Sum(len(groups)),
         "groups/uniform_fraction": Mean.of([g.uniform for g in groups]),
-        "groups/discarded": Sum(len(collected.gathered.discarded)),
+        "groups/discarded": Sum(len(collected.rollouts.discarded)),
         "samples/unscored": Sum(sum(s.status is Status.UNSCORED for s in scores)),
         "samples/unscored/KIND": _counts(Counter(s.failure.partition(":")[0] for s in scores if s.failure)),
         "reward/note/FUNCTION/WORD": _notes(scores),

@@ -471,7 +471,7 @@ def test_out_of_memory_halves_packed_micro_batches(
 
             return instead
 
-        groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
+        groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
         with monkeypatch.context() as patch:
             patch_forward(patch, limited, training=True)
             result = learn(parts, groups, step=1)

@@ -227,7 +227,7 @@ def test_routing_replay_finds_the_experts_of_every_token(
 def test_metrics_count_sampled_tokens(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     groups = groups_of(parts)
-    collected = CollectResult(gathered=RolloutBatch(groups=tuple(groups), discarded=()), cursor=0)
+    collected = CollectResult(rollouts=RolloutBatch(groups=tuple(groups), discarded=()), cursor=0)
     metrics = step_metrics(parts.objective, collected, learn(parts, groups, step=1))
     lengths: Sequence[int] = [sum(mask) for mask in MASKS]
     assert metrics["tokens/generated"] == sum(lengths)
