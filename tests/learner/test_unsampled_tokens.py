@@ -24,7 +24,8 @@ from gspo.learner.optimizer import Update
 from gspo.model.routing import ForcedExperts
 from gspo.objectives.samples import TrainSample
 from gspo.record.metrics import step_metrics
-from gspo.rollout.gather import CollectResult, RolloutBatch
+from gspo.reduction import combined
+from gspo.rollout.gather import CollectResult, RolloutBatch, RolloutState
 from gspo.step import learn
 from gspo.types import Completion, Group, Routes, Score, Status, StopReason
 
@@ -227,8 +228,10 @@ def test_routing_replay_finds_the_experts_of_every_token(
 def test_metrics_count_sampled_tokens(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     groups = groups_of(parts)
-    collected = CollectResult(rollouts=RolloutBatch(groups=tuple(groups), discarded=()), cursor=0)
-    metrics = step_metrics(parts.objective, collected, learn(parts, groups, step=1))
+    collected = CollectResult(
+        rollouts=RolloutBatch(groups=tuple(groups), discarded=()), version=0, after=RolloutState()
+    )
+    metrics = combined([step_metrics(parts.objective, collected, learn(parts, groups, step=1))])
     lengths: Sequence[int] = [sum(mask) for mask in MASKS]
     assert metrics["tokens/generated"] == sum(lengths)
     assert metrics["length/mean"] == pytest.approx(statistics.mean(lengths))
