@@ -30,7 +30,7 @@ from gspo.clock import Clock
 from gspo.context import LearnContext, RunContext
 from gspo.learner.batch import TrainBatch, loss_weights, micro_tokens, prepare, token_selection
 from gspo.learner.forward import attempts, training_forward
-from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
+from gspo.learner.result import GradientResult, GradientStats, LearnResult, LearnStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, trainable
 from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, sample_groups, with_unique_ids
@@ -87,12 +87,12 @@ def learn(
     return stats.result(batch, context.policy.model)
 
 
-def accumulate_gradients(context: LearnContext, batch: TrainBatch, index: int) -> UpdateResult:
+def accumulate_gradients(context: LearnContext, batch: TrainBatch, index: int) -> GradientResult:
     """Add up the gradient of optimizer step `index` over its micro-batches."""
     objective, device = context.objective, context.policy.device
     weight_N = loss_weights(objective, batch.plan, index).to(device)  # fixed before micro-batching
     selected_N = token_selection(context, batch, index)  # only objectives that single out tokens
-    stats = UpdateStats()
+    stats = GradientStats()
     for micro in (m.to(device) for m in batch.plan.updates[index]):
         # The backward pass stays inside: gradient checkpointing repeats the forward, with the same experts.
         with training_forward(context, batch, micro, index) as out:
