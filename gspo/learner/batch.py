@@ -89,7 +89,9 @@ class TrainBatch:
     """Seed of objectives that select tokens at random."""
 
 
-def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool) -> TrainBatch:
+def prepare_batch(
+    context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool
+) -> TrainBatch:
     """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward`, the first
     training forward also gives the old log-probs."""
     config = context.config
@@ -140,32 +142,33 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
     )
 
 
-def loss_weights(objective: Objective, plan: Plan, index: int) -> Tensor:
-    """The weight of each packed token in the loss of optimizer step `index`; 0 for tokens of the others."""
-    chosen = [s for micro in plan.updates[index] for s in micro.sequence_ids]
+def loss_weights(objective: Objective, plan: Plan, update_index: int) -> Tensor:
+    """The weight of each packed token in the loss of optimizer step `update_index`; 0 for tokens of the others."""
+    chosen = [s for micro in plan.updates[update_index] for s in micro.sequence_ids]
     # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
     weight_B = torch.zeros(len(plan.sequences), dtype=torch.float64)
     weight_B[chosen] = objective.aggregate(plan.lengths(chosen))
     return weight_B[plan.sequence_N].float()
 
 
-def token_selection(context: LearnContext, batch: TrainBatch, index: int) -> Tensor | None:
-    """The tokens that the objective selects in optimizer step `index`; None if it uses all.
+def token_selection(context: LearnContext, batch: TrainBatch, update_index: int) -> Tensor | None:
+    """The tokens that the objective selects in optimizer step `update_index`; None if it uses all.
 
     The choice depends on statistics of the whole step, so it needs a forward over all of it first."""
     objective, policy = context.objective, context.policy
     if not objective.trust_region.selects_tokens:
         return None
-    at_N = torch.cat([micro.at_N for micro in batch.plan.updates[index]]).sort().values.to(policy.device)
+    at_N = torch.cat([micro.at_N for micro in batch.plan.updates[update_index]]).sort().values.to(policy.device)
     logp_N, _ = plan_logprobs(
         policy.model,
         batch.plan,
         batch.temperature,
         policy.device,
-        update=index,
+        update=update_index,
         routed=batch.routing.learning,
     )
-    chosen = select(objective, replace(batch.tokens.take(at_N), logp_N=logp_N[at_N]), selection_seed(batch, index))
+    tokens = replace(batch.tokens.take(at_N), logp_N=logp_N[at_N])
+    chosen = select(objective, tokens, selection_seed(batch, update_index))
     assert chosen is not None
     return torch.zeros_like(logp_N, dtype=torch.bool).index_put((at_N,), chosen)
 
@@ -181,9 +184,9 @@ def micro_tokens(batch: TrainBatch, micro: MicroBatch, out: TrainForward, select
     )
 
 
-def selection_seed(batch: TrainBatch, index: int) -> int:
+def selection_seed(batch: TrainBatch, update_index: int) -> int:
     """The seed of `token_selection` in an optimizer step."""
-    return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{index}".encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{update_index}".encode(), digest_size=7).digest(), "big")
 
 
 def batch_routing(

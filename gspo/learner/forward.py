@@ -173,8 +173,10 @@ class CachedForward:
 
 
 @contextmanager
-def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
-    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too."""
+def training_forward(
+    context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
+) -> Iterator[TrainForward]:
+    """The forward of a micro-batch of an optimizer step. The backward pass belongs inside the context too."""
     cached = batch.old.cached
     reused = cached.take(micro) if cached is not None else None
     if reused is not None:
@@ -191,7 +193,7 @@ def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch
         yield TrainForward(
             logp_N=logp_N,
             entropy_N=entropy_N,
-            balance_loss=lambda: batch.routing.balance_loss(micro, trace, index),
+            balance_loss=lambda: batch.routing.balance_loss(micro, trace, update_index),
         )
 
 
@@ -201,11 +203,11 @@ def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch
 class Attempt:
     """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
 
-    def __init__(self, batch: TrainBatch, index: int, halvings: int) -> None:
+    def __init__(self, batch: TrainBatch, update_index: int, halvings: int) -> None:
         self.batch = batch
         self.halvings = halvings
         self.smaller: Plan | None = None
-        self._index = index
+        self._update_index = update_index
 
     def __enter__(self) -> Attempt:
         return self
@@ -214,17 +216,18 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if error is not None and out_of_memory(error):
-            self.smaller = self.batch.plan.halved(self._index)  # None for single sequences, which are not split
+            # None for single sequences, which are not split.
+            self.smaller = self.batch.plan.halved(self._update_index)
         return self.smaller is not None
 
 
-def attempts(context: LearnContext, batch: TrainBatch, index: int) -> Iterator[Attempt]:
+def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Iterator[Attempt]:
     """Attempts at an update, each with micro-batches of half the size: `for attempt in attempts(...): with attempt:`.
 
     The last one succeeds or raises."""
     halvings = 0
     while True:
-        attempt = Attempt(batch, index, halvings)
+        attempt = Attempt(batch, update_index, halvings)
         yield attempt
         if attempt.smaller is None:
             return

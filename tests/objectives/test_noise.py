@@ -15,7 +15,7 @@ from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
 from gspo.objectives.rounding import clip_limit, rounding_noise
-from gspo.objectives.samples import trainable
+from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.record.metrics import step_metrics
@@ -116,7 +116,7 @@ def test_rounding_noise_has_the_size_of_the_noise_in_real_ratios(
     float32."""
     parts = parts_of(tiny(f"model.build={build_as}", "model.dtype=bfloat16", "rollout.max_tokens=24"))
     groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
-    samples = trainable(groups, parts.objective, max_tokens=24)
+    samples = train_samples(groups, parts.objective, max_tokens=24)
     plan, model = plan_batch(parts, samples, 1), parts.policy.model
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
