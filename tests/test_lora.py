@@ -169,7 +169,7 @@ def test_the_reference_equals_a_separate_copy(
     def keep(loop: Loop) -> None:
         loop.context = replace(loop.context, reference=base_model)
 
-    monkeypatch.setattr(Loop, "_keep_reference", keep)
+    monkeypatch.setattr(Loop, "_freeze_reference", keep)
     train(separate, display)
     mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (disabled, separate))
     assert mine == theirs
