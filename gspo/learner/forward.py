@@ -117,7 +117,7 @@ class RoutingReplay(Protocol):
     def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
         """The context of a training forward and its backward pass."""
 
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, update_index: int) -> Tensor | float:
         """This micro-batch's share of the auxiliary load-balancing loss."""
 
     def outcome(self, model: Any) -> RoutingStats | None:
@@ -135,7 +135,7 @@ class NoRouting:
     def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, update_index: int) -> float:
         return 0.0
 
     def outcome(self, model: Any) -> None:
