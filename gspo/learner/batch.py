@@ -36,7 +36,7 @@ from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.adapter import switched_off
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.out_of_memory import out_of_memory, release_memory
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective
@@ -138,7 +138,7 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
         token_budget=config.learner.micro_batch_tokens,
         pad_id=context.policy.pad_id,
         seed=f"{config.seed}/mini-batches/{step}",
-        packed=all(reads_packed(model) for model in models),
+        packed=all(supports_packing(model) for model in models),
     )
 
 

@@ -22,7 +22,7 @@ from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
-from gspo.model.packed_forward import read
+from gspo.model.packed_forward import run_forward
 from gspo.model.sharding import full
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def completion_logprobs(
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
     with bypass_head(head):
-        hidden = read(model, batch)
+        hidden = run_forward(model, batch)
     # Read after the forward pass, while the layers that FSDP gathers for it are whole.
     weight = full(head.weight)
     logp_N, entropy_N = fused_linear_logprobs(
@@ -59,7 +59,7 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if keeps_last(model) else 0
-    logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normalizer_N

@@ -25,7 +25,7 @@ from gspo.learner.plan import Plan
 from gspo.model.lm_head import keeps_last
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory
-from gspo.model.packed_forward import read
+from gspo.model.packed_forward import run_forward
 from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
 from gspo.types import Routes
 
@@ -200,7 +200,7 @@ class RecordedRouting:
         forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
         try:
             with self.routers.watch(forced) as trace, torch.no_grad():
-                read(model, micro, **options)
+                run_forward(model, micro, **options)
         except Exception as error:
             if not out_of_memory(error):
                 raise
