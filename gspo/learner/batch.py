@@ -33,7 +33,7 @@ from gspo.learner.forward import (
 )
 from gspo.learner.plan import Plan, make_plan
 from gspo.learner.routing_replay import RecordedRouting
-from gspo.model.adapter import switched_off
+from gspo.model.adapter import adapters_disabled
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import supports_packing
@@ -208,7 +208,7 @@ def batch_routing(
 def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
     """Log-probs under the reference. If that is the policy's own model, its adapters are disabled."""
     own = context.reference is context.policy.model
-    with switched_off(context.reference) if own else nullcontext():
+    with adapters_disabled(context.reference) if own else nullcontext():
         return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspo.learner.plan import Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
-from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
+from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import run_forward
@@ -58,7 +58,7 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     # Outputs before the first position that predicts a sampled token are never read, so the LM head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
-    first = int(column_N.min()) if keeps_last(model) else 0
+    first = int(column_N.min()) if supports_logits_to_keep(model) else 0
     logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)

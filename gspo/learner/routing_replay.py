@@ -22,11 +22,11 @@ from torch import Tensor
 
 from gspo.errors import ConfigError
 from gspo.learner.plan import Plan
-from gspo.model.lm_head import keeps_last
+from gspo.model.lm_head import supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.packed_forward import run_forward
-from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
+from gspo.model.routing import ForcedExperts, Routers, RouterTrace, count_expert_changes
 from gspo.types import Routes
 
 
@@ -133,7 +133,7 @@ class RecordedRouting:
             self.native_ILK[at_I[real_I]] = trace.native_ILK[real_I]
         self._count_load(used_ILK, micro.times.flatten())
         at_N = self._input_of(micro)
-        differ_N = changed(used_ILK[micro.output_N], self.sampler_ILK[at_N])
+        differ_N = count_expert_changes(used_ILK[micro.output_N], self.sampler_ILK[at_N])
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
 
     @contextmanager
@@ -146,8 +146,8 @@ class RecordedRouting:
     def _count_flips(self, micro: MicroBatch, trace: RouterTrace) -> None:
         old_NLK = self.old_ILK[self._input_of(micro)]
         output_N = micro.output_N
-        self.flipped_N[micro.at_N] = changed(trace.used_ILK[output_N], old_NLK).to(torch.int16)
-        self.native_N[micro.at_N] = changed(trace.native_ILK[output_N], old_NLK).to(torch.int16)
+        self.flipped_N[micro.at_N] = count_expert_changes(trace.used_ILK[output_N], old_NLK).to(torch.int16)
+        self.native_N[micro.at_N] = count_expert_changes(trace.native_ILK[output_N], old_NLK).to(torch.int16)
 
     def _forced_experts(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
         at_I = micro.input_at.flatten()
@@ -196,7 +196,7 @@ class RecordedRouting:
     def _probe(self, model: Any, cpu_batch: MicroBatch, updates_N: Tensor) -> None:
         """Count the flips of a forward without training, over a micro-batch or, if memory runs out, half of it."""
         micro = cpu_batch.to(updates_N.device)
-        options = {"logits_to_keep": 1} if keeps_last(model) else {}
+        options = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
         try:
             with self.routers.watch(forced) as trace, torch.no_grad():

@@ -10,7 +10,7 @@ import shutil
 
 from gspo.context import RunContext
 from gspo.learner import checkpoint
-from gspo.model.quantization import numbers_in
+from gspo.model.quantization import parameter_count
 from gspo.record.incidents import Incidents
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir
@@ -20,7 +20,7 @@ def report_setup(context: RunContext, run_dir: RunDir, display: Display, inciden
     """Display the model, the data and the objective of a new run, and warn about settings that bias training."""
     config, problems = context.config, context.problems
     size, trained = (
-        sum(numbers_in(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
+        sum(parameter_count(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
         for only in (False, True)
     )
     share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
