@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-import statistics as st
+import statistics
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
-from gspo.objectives.loss import statistics
+from gspo.objectives.loss import loss_statistics
 from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
@@ -76,7 +76,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
     lengths = [c.sampled_count for c, _ in pairs]
     return {
         "reward/mean": Mean.of(rewards),
-        "reward/std": Gather(rewards, lambda r: st.pstdev(r) if r else NAN),
+        "reward/std": Gather(rewards, lambda r: statistics.pstdev(r) if r else NAN),
         "reward/correct_fraction": Mean.of([s.correct for s in scores if s.correct is not None]),
         "reward/part/NAME": _parts(scores),
         "groups/sampled": Sum(len(groups)),
@@ -145,7 +145,7 @@ def _counts(counts: Mapping[str, int]) -> Family:
 
 
 def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
-    stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
+    stats = loss_statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
     positions = learned.positions
     metrics: dict[str, Reduced] = {
         # Token weights belong to the update as a whole, so the losses of its ranks add up as those of micro-batches do.
