@@ -613,7 +613,8 @@ def test_the_message_without_a_group_to_train_on_gives_the_reasons(
     messages = [m for m in display.messages if "no group to train on" in m]
     assert len(messages) == len(found) == 2
     assert all(
-        "were cut at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m for m in messages
+        "were truncated at rollout.max_tokens" in m and "could not be scored" in m and "uniform" not in m
+        for m in messages
     )
 
 
