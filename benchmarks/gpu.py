@@ -31,7 +31,7 @@ from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.micro_batch import MicroBatch, TokenSequence
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The LM head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
@@ -253,7 +253,7 @@ def bench_learn(repeats: int, budget: int = 20480) -> None:
     models = {"plain": qwen3(), "checkpointed": qwen3(checkpointing=True)}
     for model in models.values():
         Optimizer(model, LearnerConfig(), 1)  # sets up float32 gradients, as in a run
-    assert all(reads_packed(model) for model in models.values())
+    assert all(supports_packing(model) for model in models.values())
     settings: dict[str, Any] = {"mini_batches": 1, "token_budget": budget, "pad_id": 0, "seed": ""}
     padded, packed = (make_plan(rows, groups, **settings, packed=packed) for packed in (False, True))
     gain_N = torch.randn(padded.tokens, device=CUDA) / padded.tokens

@@ -21,7 +21,7 @@ from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import make_plan
 from gspo.model.adapter import attach
 from gspo.model.micro_batch import TokenSequence
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.local import LocalEngine, build
 from gspo.types import Completion, Prompt, Sampling
@@ -185,7 +185,7 @@ def learner_logp(model: Any, prompts: list[Prompt], groups: list[list[Completion
         token_budget=20480,
         pad_id=0,
         seed="",
-        packed=reads_packed(model),
+        packed=supports_packing(model),
     )
     return plan_logprobs(model, plan, 1.0, CUDA)[0]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import local
 from gspo.types import Prompt, Sampling
@@ -99,7 +99,7 @@ def prompts(count: int = PROMPTS, lengths: tuple[int, int] = (8, 17)) -> list[Pr
 
 
 def engine_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tuple[int, ...], slots: int) -> Run:
-    reads_packed(model)  # selects the attention implementation, as in a run
+    supports_packing(model)  # selects the attention implementation, as in a run
     engine = local.build(EngineContext(model=model, tokenizer=NoText(), stop_ids=stop_ids), slots=slots)
     sampling = Sampling(max_tokens=max_tokens)
 

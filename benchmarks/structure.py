@@ -83,7 +83,7 @@ def show_step() -> None:
         }
         config = settings.from_tree(tree, where="structure")
         context = build_run(config, run_objective(config), run=Path(folder), checkpoint=None, stack=stack)
-        learn(context, collect(context, RolloutState(), clock=Clock()).gathered.groups, step=1)
+        learn(context, collect(context, RolloutState(), clock=Clock()).rollouts.groups, step=1)
         files: Counter[str] = Counter()
         back = 0
 
@@ -98,7 +98,7 @@ def show_step() -> None:
                 back += not caller.endswith("gspo/step.py")
 
         sys.setprofile(trace)
-        groups = collect(context, RolloutState(batch=1, cursor=4), clock=Clock()).gathered.groups
+        groups = collect(context, RolloutState(batch=1, cursor=4), clock=Clock()).rollouts.groups
         learn(context, groups, step=2)
         sys.setprofile(None)
     print(f"one step runs {len(files)} files of the package; {back} calls back into step.py")

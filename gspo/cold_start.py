@@ -29,6 +29,7 @@ def run_cold_start(context: RunContext, display: Display) -> FineTuneResult:
     fresh = _fresh_problems(context)
 
     def accuracy(step: int) -> float:
+        # Fine-tuning reads the same endless stream, so it does not get these problems unless the task repeats one.
         prompts = [next(fresh)[0] for _ in range(CHECKED)]
         sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature)
         evaluation = evaluate(

@@ -92,7 +92,7 @@ def evaluate(
         engine,
         rewards,
         prompts,
-        samples=samples + greedy,
+        samples=samples + 1 if greedy else samples,  # the greedy completion comes last
         sampling=dataclasses.replace(sampling, greedy_last=greedy),
         seed=seed,
         stream=stream,

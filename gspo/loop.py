@@ -49,16 +49,18 @@ from gspo.step import collect, learn
 class Loop:
     """The training loop of one run."""
 
-    def __init__(self, *, run: RunDir, context: RunContext, display: Display, sinks: Sinks, stop: StopRequest) -> None:
-        self.run = run
+    def __init__(
+        self, *, run_dir: RunDir, context: RunContext, display: Display, sinks: Sinks, stop: StopRequest
+    ) -> None:
+        self.run_dir = run_dir
         self.context = context
         self.display = display
         self.sinks = sinks
         self.stop = stop
         self.config = context.config
         """The settings of the run. `context.config` may have smaller micro-batches, after a step ran out of memory."""
-        self.incidents = Incidents(run=run, display=display, config=context.config)
-        self.began = 0
+        self.incidents = Incidents(run_dir=run_dir, display=display, config=context.config)
+        self.start_step = 0
         """The step from which this process started or resumed."""
         self._saved_step: int | None = None
         self._latest: TrainerState | None = None
@@ -73,16 +75,16 @@ class Loop:
             state = self._resume(begin, initial) if begin else self._start(initial)
             # Room for one batch: collect and learn take turns, and every batch is on-policy.
             buffer = RolloutBuffer(capacity=1, start=state.rollout)
-            while not self.over(state) and not self.stop:
+            while not self.is_finished(state) and not self.stop:
                 state = self._step(state, buffer)
                 if state.step % self.config.checkpoint.every == 0:
-                    self._save(state, must=False)
+                    self._save(state, required=False)
         if self._latest is None:
             return initial
         self._save(self._latest)
         return self._latest
 
-    def over(self, state: TrainerState) -> bool:
+    def is_finished(self, state: TrainerState) -> bool:
         """Whether the run is finished in this state."""
         if not self.config.tokens:
             return state.step >= self.config.steps
@@ -96,7 +98,7 @@ class Loop:
         if not tokens:
             return steps
         expected = math.ceil(state.step * tokens / state.tokens) if state.tokens else steps
-        return state.step if self.over(state) else min(max(expected, state.step + 1), 2 * steps)
+        return state.step if self.is_finished(state) else min(max(expected, state.step + 1), 2 * steps)
 
     # ---- one step
 
@@ -104,6 +106,8 @@ class Loop:
         """Collect a batch, train on it, evaluate if it is time, and record all of it."""
         step = state.step + 1
         clock = Clock()
+        # The step trains with the scaled clip range. `self.context` keeps the range of the settings, because
+        # `_next_clip_scale` measures how far ratios move in units of it.
         context = self._with_clip_range(state.clip_scale)
         with clock.measure("step"):
             self._fill(buffer, context, clock)
@@ -111,9 +115,10 @@ class Loop:
             assert collected.version == context.optimizer.updates, "the policy changed after it sampled this batch"
             self._check_scores(step, collected, state)
             with clock.measure("learn"):
-                learned = learn(context, collected.gathered.groups, step=step)
+                learned = learn(context, collected.rollouts.groups, step=step)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
+        # The metrics of every rank are combined. A run has one rank.
         metrics = combined([step_metrics(context.objective, collected, learned)])
         pending = {"step": step, "tokens/sampled": tokens, **metrics}
         self._write_rollouts(step, context, collected, learned)
@@ -129,7 +134,7 @@ class Loop:
         )
         self._keep_micro_batch_size(step, learned)
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted.
-        return self._finish(self._set_state(learned_state), clock)
+        return self._evaluate_and_record(self._set_state(learned_state), clock)
 
     def _fill(self, buffer: RolloutBuffer, context: RunContext, clock: Clock) -> None:
         """Collect batches until the buffer is full. A stop discards the batch that is being collected."""
@@ -139,7 +144,7 @@ class Loop:
             buffer.put(collected)
             self.incidents.report_faults(collected.batch, context.rewards)
 
-    def _finish(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
+    def _evaluate_and_record(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
         """Evaluate, if due, and record the step. A stop during the evaluation leaves the step pending."""
         assert state.pending is not None
         clock = clock or Clock()
@@ -147,7 +152,7 @@ class Loop:
             evaluation = self._evaluate(state)
         metrics = {**state.pending, **evaluation}
         self._record(state, metrics, step_timings(state.step, clock))
-        state = self._set_state(replace(state, pending=None, offsets=self.run.offsets()))
+        state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         alarm = self.incidents.check_alarms(state.step, metrics)
         if alarm is not None:
             self._save(state)
@@ -155,19 +160,19 @@ class Loop:
         return state
 
     def _record(self, state: TrainerState, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
-        self.run.metrics(metrics)
+        self.run_dir.write_metrics(metrics)
         # Step 0 is the evaluation before training. It has metrics, but no training step to time.
         if not state.step:
             self.display.evaluated(metrics)
             return
-        self.run.timings(timings)
+        self.run_dir.write_timings(timings)
         self.sinks.log(state.step, {**metrics, **timings})
         self.display.step(state.step, self.planned_steps(state), metrics, timings)
 
     def _evaluate(self, state: TrainerState) -> dict[str, Any]:
         """The metrics of an evaluation on the held-out problems; empty if none is due."""
         context, settings = self.context, self.config.eval
-        if not settings.every or (state.step % settings.every and not self.over(state)):
+        if not settings.every or (state.step % settings.every and not self.is_finished(state)):
             return {}
         done = evaluate(
             context.engine,
@@ -203,7 +208,7 @@ class Loop:
             return
         try:
             routes = self.config.routing.replay == "sampler"
-            self.run.rollouts(step, rollout_records(context.objective, collected, learned, routes=routes))
+            self.run_dir.write_rollouts(step, rollout_records(context.objective, collected, learned, routes=routes))
         except OSError as error:
             self.display.message(f"warning: step {step}: the completions could not be written ({error})")
 
@@ -243,23 +248,23 @@ class Loop:
 
     def _start(self, state: TrainerState) -> TrainerState:
         # An earlier attempt may have stopped before its first checkpoint and left files behind.
-        self.run.rewind(-1, {})
-        self.run.event("start", steps=self.config.steps)
+        self.run_dir.rewind(-1, {})
+        self.run_dir.event("start", steps=self.config.steps)
         self._preflight(done=0)
-        report_setup(self.context, self.run, self.display, self.incidents)
-        with self.run.writing("tokenizer"):
-            self.context.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
+        report_setup(self.context, self.run_dir, self.display, self.incidents)
+        with self.run_dir.writing("tokenizer"):
+            self.context.policy.tokenizer.save_pretrained(self.run_dir.path / "tokenizer")
         if self.config.cold_start.steps:
             self._cold_start()
         if self.context.objective.kl:
-            self._keep_reference()
-        state = self._finish(self._set_state(replace(state, pending={"step": 0, "tokens/sampled": 0})))
+            self._freeze_reference()
+        state = self._evaluate_and_record(self._set_state(replace(state, pending={"step": 0, "tokens/sampled": 0})))
         self._save(state)
         return state
 
     def _preflight(self, *, done: int) -> None:
-        report_components(self.context, self.run, self.display)
-        check_disk_space(self.context, self.run, self.incidents, done=done)
+        report_components(self.context, self.run_dir, self.display)
+        check_disk_space(self.context, self.run_dir, self.incidents, done=done)
 
     def _cold_start(self) -> None:
         try:
@@ -268,9 +273,9 @@ class Loop:
         except Interrupted:
             self.display.message("cold start interrupted: a resume repeats it, with the same result")
             raise
-        self.run.event("cold_start", steps=done.steps, accuracy=done.accuracy)
+        self.run_dir.event("cold_start", steps=done.steps, accuracy=done.accuracy)
 
-    def _keep_reference(self) -> None:
+    def _freeze_reference(self) -> None:
         """Make the current policy the frozen reference of the KL penalty.
 
         It is saved for a resume, unless `model.path` already holds the same weights."""
@@ -280,8 +285,8 @@ class Loop:
             self.context = replace(context, reference=context.policy.model)
             return
         if self.config.model.build or self.config.cold_start.steps:
-            with self.run.writing("reference"):
-                checkpoint.save_model(context.policy, self.run.path / "reference")
+            with self.run_dir.writing("reference"):
+                checkpoint.save_model(context.policy, self.run_dir.path / "reference")
         reference = copy.deepcopy(context.policy.model).eval().requires_grad_(False)
         self.context = replace(context, reference=reference)
 
@@ -293,53 +298,53 @@ class Loop:
         changed = changed_settings(state, initial)
         if changed:
             self.display.message("settings changed since the checkpoint: " + "; ".join(change_texts(changed).values()))
-        check_may_change(changed, self.run.path)
+        check_may_change(changed, self.run_dir.path)
         checkpoint.restore(path, self.context.optimizer, state.updates)
-        self.run.rewind(state.step, state.offsets)
+        self.run_dir.rewind(state.step, state.offsets)
         self._write_changes(state, changed)
-        self.run.event("resume", step=state.step, **({"changed": changed} if changed else {}))
+        self.run_dir.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
-        self.display.message(f"resumed {self.run.path} at step {state.step}")
-        rows = read_metrics(self.run.path)
+        self.display.message(f"resumed {self.run_dir.path} at step {state.step}")
+        rows = read_metrics(self.run_dir.path)
         self.incidents.remember_alarms(rows)
         for row in rows:
             self.display.evaluated(row)
-        self._saved_step = self.began = state.step
+        self._saved_step = self.start_step = state.step
         state = self._set_state(replace(state, settings=initial.settings))
-        return self._finish(state) if state.pending is not None else state
+        return self._evaluate_and_record(state) if state.pending is not None else state
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
         """Write changed settings into the run directory, once every check has accepted them."""
         before = state.settings.get("steps")
         steps = self.config.steps
         if steps != before:
-            self.run.event("steps_changed", steps=steps, before=before)
+            self.run_dir.event("steps_changed", steps=steps, before=before)
         # Names of settings may have changed since a directory of an older format was written.
-        if steps != before or changed or self.run.format < FORMAT:
-            self.run.describe(self.config, resolved(self.context.objective))
+        if steps != before or changed or self.run_dir.format < FORMAT:
+            self.run_dir.describe(self.config, resolved(self.context.objective))
 
     # ---- checkpoints
 
-    def _save(self, state: TrainerState, *, must: bool = True) -> None:
-        """Write a checkpoint. If that fails (a full disk), raise if it `must` be saved, otherwise warn and continue."""
+    def _save(self, state: TrainerState, *, required: bool = True) -> None:
+        """Write a checkpoint. If that fails (a full disk), raise if it is `required`, otherwise warn and continue."""
         if self._saved_step == state.step:
             return
         policy, optimizer, keep = self.context.policy, self.context.optimizer, self.config.checkpoint.keep
         try:
-            self.run.check_held()
-            saved = checkpoint.save(self.run.checkpoints, policy, optimizer, state, keep=keep)
+            self.run_dir.check_held()
+            saved = checkpoint.save(self.run_dir.checkpoints, policy, optimizer, state, keep=keep)
         except OSError as error:
             text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
             with suppress(OSError):
-                self.run.event("checkpoint_failed", step=state.step, message=str(error))
-            if must:
-                raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run.path}") from error
+                self.run_dir.event("checkpoint_failed", step=state.step, message=str(error))
+            if required:
+                raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run_dir.path}") from error
             self.display.message(f"warning: {text}; the next attempt is in {self.config.checkpoint.every} steps")
             return
         self._saved_step = state.step
         # This process has run the model code that it saves with the weights, so a resume may trust it.
-        trust.remember(self.run.path, trust.model_code(self.config.model, [saved]))
-        self.run.event("checkpoint", step=state.step)
+        trust.remember(self.run_dir.path, trust.model_code(self.config.model, [saved]))
+        self.run_dir.event("checkpoint", step=state.step)
 
     @contextmanager
     def _checkpoint_on_engine_error(self) -> Iterator[None]:
@@ -350,7 +355,7 @@ class Loop:
             if self._latest is None:
                 raise
             self._save(self._latest)
-            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run.path}") from error
+            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run_dir.path}") from error
 
     @contextmanager
     def _checkpoint_on_full_disk(self) -> Iterator[None]:

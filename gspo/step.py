@@ -28,35 +28,36 @@ from functools import partial
 
 from gspo.clock import Clock
 from gspo.context import LearnContext, RunContext
-from gspo.learner.batch import TrainBatch, loss_weights, micro_tokens, prepare, token_selection
+from gspo.learner.batch import TrainBatch, loss_weights, micro_tokens, prepare_batch, token_selection
 from gspo.learner.forward import attempts, training_forward
-from gspo.learner.result import LearnResult, LearnStats, UpdateResult, UpdateStats
+from gspo.learner.result import GradientResult, GradientStats, LearnResult, LearnStats
 from gspo.objectives.loss import loss_of
-from gspo.objectives.samples import keeps_group, trainable
-from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, distinct, sample_groups
+from gspo.objectives.samples import keeps_group, train_samples
+from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, sample_groups, with_unique_ids
 from gspo.types import Group
 
 
-def collect(run: RunContext, start: RolloutState, *, clock: Clock) -> CollectResult:
+def collect(context: RunContext, start: RolloutState, *, clock: Clock) -> CollectResult:
     """Sample a group of completions for each prompt, score them, and keep the groups worth training on."""
-    rollout, version, decoded_before = run.config.rollout, run.optimizer.updates, run.engine.decoded
-    keep = partial(keeps_group, run.objective)
+    engine, rollout, version = context.engine, context.config.rollout, context.optimizer.updates
+    decoded_before = engine.decoded
+    keep = partial(keeps_group, context.objective)
     gatherer = Gatherer(want=rollout.prompts, budget=rollout.refill_budget, start=start, keep=keep)
     for request in gatherer:
         groups = sample_groups(
-            run.engine,
-            run.rewards,
-            distinct([run.problems.train[i] for i in run.order.take(request.cursor, request.count)]),
+            engine,
+            context.rewards,
+            with_unique_ids([context.problems.train[i] for i in context.order.take(request.cursor, request.count)]),
             samples=rollout.group_size,
             sampling=rollout.sampling,
-            seed=run.config.seed,
+            seed=context.config.seed,
             stream=f"train/{gatherer.batch}/{request.cursor}",
-            version=version,  # an engine of its own weights gets the current ones first
+            version=version,  # an engine with its own copy of the weights receives them first
             clock=clock,
-            routes=True,
+            routes=True,  # the experts of an MoE model, for routing replay; a dense model has none
         )
         gatherer.add(groups)
-    return gatherer.result(version, decoded_before, run.engine.decoded)
+    return gatherer.result(version, decoded_before, engine.decoded)
 
 
 def learn(
@@ -70,34 +71,34 @@ def learn(
 
     `before_update` may read the batch and use the model before each optimizer step."""
     objective, optimizer = context.objective, context.optimizer
-    samples = trainable(groups, objective, max_tokens=context.config.rollout.max_tokens)
+    samples = train_samples(groups, objective, max_tokens=context.config.rollout.max_tokens)
     if not samples:
         return None
-    batch = prepare(context, samples, step=step, reuse_forward=before_update is None)
+    batch = prepare_batch(context, samples, step=step, reuse_forward=before_update is None)
     stats = LearnStats(batch)
-    for index in range(len(batch.plan.updates)):
+    for update_index in range(len(batch.plan.updates)):
         if before_update is not None:
-            before_update(batch, index)
-        for attempt in attempts(context, batch, index):  # with smaller micro-batches each time memory runs out
-            with attempt:
-                result = accumulate_gradients(context, attempt.batch, index)
-        batch = attempt.batch
+            before_update(batch, update_index)
+        for attempt in attempts(context, batch, update_index):
+            with attempt:  # swallows an out-of-memory error; the next attempt has micro-batches of half the size
+                result = accumulate_gradients(context, attempt.batch, update_index)
+        batch = attempt.batch  # of the attempt that succeeded
         update = optimizer.step(loss_finite=result.finite)
         stats.add(result, update, attempt.halvings)
     return stats.result(batch, context.policy.model)
 
 
-def accumulate_gradients(context: LearnContext, batch: TrainBatch, index: int) -> UpdateResult:
-    """Add up the gradient of optimizer step `index` over its micro-batches."""
+def accumulate_gradients(context: LearnContext, batch: TrainBatch, update_index: int) -> GradientResult:
+    """Add up the gradient of optimizer step `update_index` over its micro-batches."""
     objective, device = context.objective, context.policy.device
-    weight_N = loss_weights(objective, batch.plan, index).to(device)  # fixed before micro-batching
-    selected_N = token_selection(context, batch, index)  # only objectives that single out tokens
-    stats = UpdateStats()
-    for micro in (m.to(device) for m in batch.plan.updates[index]):
+    weight_N = loss_weights(objective, batch.plan, update_index).to(device)  # fixed before micro-batching
+    selected_N = token_selection(context, batch, update_index)  # only objectives that single out tokens
+    stats = GradientStats()
+    for micro in (m.to(device) for m in batch.plan.updates[update_index]):
         # The backward pass stays inside: gradient checkpointing repeats the forward, with the same experts.
-        with training_forward(context, batch, micro, index) as out:
+        with training_forward(context, batch, micro, update_index) as out:
             tokens = micro_tokens(batch, micro, out, selected_N)
             loss = loss_of(objective, tokens, weight_N[micro.at_N])
-            (loss.total + out.balance_loss()).backward()
+            (loss.total + out.balance_loss()).backward()  # only MoE models have a balance loss
         stats.add(micro, out.logp_N, loss)
     return stats.result()

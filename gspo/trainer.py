@@ -55,7 +55,7 @@ class Outcome:
 
     run: Path
     step: int
-    began: int
+    start_step: int
     """The step that this process resumed from; 0 for a new run."""
     steps: int
     """Steps after which the run ends. Estimated from the pace so far if a token budget ends it."""
@@ -206,7 +206,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
         if begin is None:
             run.describe(config, resolved(objective))
-        loop = Loop(run=run, context=context, display=display, sinks=sinks, stop=stop)
+        loop = Loop(run_dir=run, context=context, display=display, sinks=sinks, stop=stop)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
@@ -214,10 +214,10 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
     return Outcome(
         run=run.path,
         step=state.step,
-        began=loop.began,
+        start_step=loop.start_step,
         steps=loop.planned_steps(state),
         idle=loop.incidents.idle,
-        stopped_by=None if loop.over(state) else stop.signal,
+        stopped_by=None if loop.is_finished(state) else stop.signal,
         before=before,
         after=after,
         greedy=greedy,

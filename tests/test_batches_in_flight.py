@@ -30,7 +30,7 @@ from gspo.trainer import resume, train
 def learn_from(context: RunContext, collected: CollectResult, step: int) -> int:
     """Train on a batch. Returns its lag: the optimizer steps since its weights."""
     lag = context.optimizer.updates - collected.version
-    learn(context, collected.gathered.groups, step=step)
+    learn(context, collected.rollouts.groups, step=step)
     return lag
 
 
@@ -60,7 +60,7 @@ def test_a_batch_knows_its_number_version_and_place_in_the_data(
     assert [(c.version, lag) for c, lag in synchronous] == [(0, 0), (2, 0), (4, 0)]
     assert [(c.version, lag) for c, lag in ahead] == [(0, 0), (0, 2), (2, 2)]
     for collected, _ in synchronous + ahead:
-        versions = {c.version for g in collected.gathered.sampled for c in g.completions}
+        versions = {c.version for g in collected.rollouts.sampled for c in g.completions}
         assert versions == {collected.version}
 
 
@@ -74,7 +74,7 @@ def test_sampling_ahead_changes_neither_data_order_nor_random_streams(
     assert [lag for _, lag in ahead] == [0, 2, 4]
     for (ours, _), (theirs, _) in zip(ahead, synchronous, strict=True):
         assert ours.after == theirs.after
-        assert [text_of(g) for g in ours.gathered.sampled] == [text_of(g) for g in theirs.gathered.sampled]
+        assert [text_of(g) for g in ours.rollouts.sampled] == [text_of(g) for g in theirs.rollouts.sampled]
 
 
 def text_of(group: Any) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def test_the_records_of_a_batch_name_the_version_that_sampled_it(tiny: Callable[
         buffer.put(collect(context, buffer.end, clock=Clock()))
     learn_from(context, buffer.take(), 1)
     second = buffer.take()
-    learned = learn(context, second.gathered.groups, step=2)
+    learned = learn(context, second.rollouts.groups, step=2)
     records = list(rollout_records(context.objective, second, learned, routes=False))
     assert {r["version"] for r in records} == {0}
     assert context.optimizer.updates == 4

@@ -21,7 +21,7 @@ from gspo.errors import ConfigError
 from gspo.loop import Loop
 from gspo.model import adapter
 from gspo.model.load import build_model, char_tokenizer, load_policy, load_tokenizer
-from gspo.model.quantization import linear_layers, numbers_in, plain
+from gspo.model.quantization import dequantize_layer, linear_layers, parameter_count
 from gspo.record.run_dir import read_jsonl
 from gspo.trainer import resume, train
 
@@ -137,7 +137,7 @@ def test_disabled_adapters_give_the_base_model_and_stay_trainable(
     plain = load_policy(ModelConfig(path=config.model.path, device="cpu"), load_tokenizer(config.model), seed=0).model
     enabled = logits(model)
     trainable = [p.requires_grad for p in model.parameters()]
-    with adapter.switched_off(model):
+    with adapter.adapters_disabled(model):
         assert torch.equal(logits(model), logits(plain))
         assert [p.requires_grad for p in model.parameters()] == trainable
     assert torch.equal(logits(model), enabled)
@@ -169,7 +169,7 @@ def test_the_reference_equals_a_separate_copy(
     def keep(loop: Loop) -> None:
         loop.context = replace(loop.context, reference=base_model)
 
-    monkeypatch.setattr(Loop, "_keep_reference", keep)
+    monkeypatch.setattr(Loop, "_freeze_reference", keep)
     train(separate, display)
     mine, theirs = (read_jsonl(Path(c.run_dir, "metrics.jsonl")) for c in (disabled, separate))
     assert mine == theirs
@@ -240,7 +240,7 @@ def test_4_bit_weights_are_small_and_close_to_the_base_weights(base: Callable[..
     layer = small.model.layers[0].mlp.down_proj.get_base_layer()
     assert layer.weight.numel() * layer.weight.element_size() == layer.in_features * layer.out_features / 2
     assert type(small.lm_head) is torch.nn.Linear
-    assert [numbers_in(p) for p in small.parameters()] == [p.numel() for p in whole.parameters()]
+    assert [parameter_count(p) for p in small.parameters()] == [p.numel() for p in whole.parameters()]
     assert {n for n, p in small.named_parameters() if p.requires_grad} == {
         n for n, p in whole.named_parameters() if p.requires_grad
     }
@@ -301,7 +301,7 @@ def test_4_bit_layers_compute_with_their_dequantized_weights_on_every_cpu(
     tokenizer = load_tokenizer(config)
     small, whole = (load_policy(config, tokenizer, seed=0).model for _ in range(2))
     for layer in adapter.layers(whole).values():
-        layer.base_layer = plain(layer.base_layer, whole.dtype).requires_grad_(False)
+        layer.base_layer = dequantize_layer(layer.base_layer, whole.dtype).requires_grad_(False)
     for model in (small, whole):
         torch.manual_seed(0)
         for name, weight in model.named_parameters():

@@ -19,7 +19,7 @@ from gspo.learner.forward import NoRouting, completion_logprobs, plan_logprobs
 from gspo.learner.plan import make_plan
 from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.advantage import advantage_rule
-from gspo.objectives.samples import trainable
+from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.rollout.gather import RolloutState
@@ -30,7 +30,7 @@ RUN_OBJECTIVES = [name for name in gspo.objective_names() if name != "ppo_clip"]
 
 
 def groups_of(parts: RunContext) -> tuple[Group, ...]:
-    return collect(parts, RolloutState(), clock=Clock()).gathered.groups
+    return collect(parts, RolloutState(), clock=Clock()).rollouts.groups
 
 
 class GradientRecorder:
@@ -81,7 +81,7 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
     from gspo.objectives.advantage import apply_rule
     from gspo.objectives.sequences import Tokens
 
-    samples = trainable(groups, objective, max_tokens=10)
+    samples = train_samples(groups, objective, max_tokens=10)
     rows = [TokenSequence(prompt_ids=r.prompt.token_ids, completion_ids=r.completion.token_ids) for r in samples]
     group_ids = [r.group for r in samples]
     plan = make_plan(rows, group_ids, mini_batches=1, token_budget=budget, pad_id=0, seed=str(shuffle))
@@ -227,7 +227,7 @@ def test_unscored_completions_are_in_no_mean_and_no_denominator(tiny: Callable[.
     assert torch.equal(recorder.gradients[1], recorder.gradients[3])
     # A completion that is the only scored one of its group is excluded too.
     alone = [replace(groups[0], scores=[groups[0].scores[0], unscored, unscored, unscored])]
-    assert trainable(alone, parts.objective, max_tokens=10) == []
+    assert train_samples(alone, parts.objective, max_tokens=10) == []
     assert learn(fake, alone, step=1) is None
 
 
@@ -236,9 +236,9 @@ def test_overlong_shaping(tiny: Callable[..., Config], parts_of: Any) -> None:
     groups = groups_of(parts)
     truncated = [c for g in groups for c in g.completions if c.stop is StopReason.LENGTH]
     assert truncated
-    filtered = trainable(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
+    filtered = train_samples(groups, build("gspo", shape="overlong_filter"), max_tokens=10)
     assert all(r.completion.stop is StopReason.EOS for r in filtered)
-    soft = trainable(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
+    soft = train_samples(groups, build("gspo", shape="soft_overlong", overlong_cache=5), max_tokens=10)
     for r in soft:
         assert r.score.reward is not None
         assert r.reward == pytest.approx(r.score.reward + min(0.0, (5 - len(r.completion.token_ids)) / 5))

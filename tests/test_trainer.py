@@ -517,7 +517,7 @@ def test_steps_without_a_group_to_train_on_are_reported_and_skipped(
     assert any("no group to train on" in m and "all have the same reward" in m for m in display.messages)
     assert any("ALARM at step 2, no trainable samples" in m for m in display.messages)
     assert read_jsonl(run_of(config) / "metrics.jsonl")[-1]["tokens/trained"] == 0
-    assert (outcome.idle, outcome.step, outcome.began) == (3, 3, 0)
+    assert (outcome.idle, outcome.step, outcome.start_step) == (3, 3, 0)
 
 
 def test_fewer_completions_than_mini_batches_is_reported_once(

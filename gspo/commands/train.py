@@ -64,13 +64,13 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _report(outcome: Outcome) -> int:
-    taken = outcome.step - outcome.began
+    taken = outcome.step - outcome.start_step
     print()
     if outcome.stopped_by is not None:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
         print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
     else:
-        total = f" ({outcome.step} in total)" if outcome.began else ""
+        total = f" ({outcome.step} in total)" if outcome.start_step else ""
         print(f"Finished {taken} step{'s' * (taken != 1)}{total} in {outcome.seconds / 60:.1f} minutes.")
     _report_accuracy(outcome)
     if outcome.idle:

@@ -33,10 +33,10 @@ from gspo.learner.forward import (
 )
 from gspo.learner.plan import Plan, make_plan
 from gspo.learner.routing_replay import RecordedRouting
-from gspo.model.adapter import switched_off
+from gspo.model.adapter import adapters_disabled
 from gspo.model.micro_batch import MicroBatch, TokenSequence
 from gspo.model.out_of_memory import out_of_memory, release_memory
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective
@@ -89,7 +89,9 @@ class TrainBatch:
     """Seed of objectives that select tokens at random."""
 
 
-def prepare(context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool) -> TrainBatch:
+def prepare_batch(
+    context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool
+) -> TrainBatch:
     """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward`, the first
     training forward also gives the old log-probs."""
     config = context.config
@@ -137,37 +139,38 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
         token_budget=config.learner.micro_batch_tokens,
         pad_id=context.policy.pad_id,
         seed=f"{config.seed}/mini-batches/{step}",
-        packed=all(reads_packed(model) for model in models),
+        packed=all(supports_packing(model) for model in models),
     )
 
 
-def loss_weights(objective: Objective, plan: Plan, index: int) -> Tensor:
-    """The weight of each packed token in the loss of optimizer step `index`; 0 for tokens of the others."""
-    chosen = [s for micro in plan.updates[index] for s in micro.sequence_ids]
+def loss_weights(objective: Objective, plan: Plan, update_index: int) -> Tensor:
+    """The weight of each packed token in the loss of optimizer step `update_index`; 0 for tokens of the others."""
+    chosen = [s for micro in plan.updates[update_index] for s in micro.sequence_ids]
     # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
     weight_B = torch.zeros(len(plan.sequences), dtype=torch.float64)
     weight_B[chosen] = objective.aggregate(plan.lengths(chosen))
     return weight_B[plan.sequence_N].float()
 
 
-def token_selection(context: LearnContext, batch: TrainBatch, index: int) -> Tensor | None:
-    """The tokens that the objective selects in optimizer step `index`; None if it uses all.
+def token_selection(context: LearnContext, batch: TrainBatch, update_index: int) -> Tensor | None:
+    """The tokens that the objective selects in optimizer step `update_index`; None if it uses all.
 
     The choice depends on statistics of the whole step, so it needs a forward over all of it first."""
     objective, policy = context.objective, context.policy
     if not objective.trust_region.selects_tokens:
         return None
     # In packed order, so that a selection at random does not depend on the order of micro-batches.
-    at_N = torch.cat([micro.at_N for micro in batch.plan.updates[index]]).sort().values.to(policy.device)
+    at_N = torch.cat([micro.at_N for micro in batch.plan.updates[update_index]]).sort().values.to(policy.device)
     logp_N, _ = plan_logprobs(
         policy.model,
         batch.plan,
         batch.temperature,
         policy.device,
-        update=index,
+        update=update_index,
         routed=batch.routing.learning,
     )
-    chosen = select(objective, replace(batch.tokens.take(at_N), logp_N=logp_N[at_N]), selection_seed(batch, index))
+    tokens = replace(batch.tokens.take(at_N), logp_N=logp_N[at_N])
+    chosen = select(objective, tokens, selection_seed(batch, update_index))
     assert chosen is not None
     return torch.zeros_like(logp_N, dtype=torch.bool).index_put((at_N,), chosen)
 
@@ -183,10 +186,10 @@ def micro_tokens(batch: TrainBatch, micro: MicroBatch, out: TrainForward, select
     )
 
 
-def selection_seed(batch: TrainBatch, index: int) -> int:
+def selection_seed(batch: TrainBatch, update_index: int) -> int:
     """The seed of `token_selection` in an optimizer step."""
     # Not `hash`, which differs between processes. Seven bytes always fit into torch's 64-bit seed.
-    return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{index}".encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(f"{batch.seed}/{update_index}".encode(), digest_size=7).digest(), "big")
 
 
 def batch_routing(
@@ -208,7 +211,7 @@ def batch_routing(
 def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
     """Log-probs under the reference. If that is the policy's own model, its adapters are disabled."""
     own = context.reference is context.policy.model
-    with switched_off(context.reference) if own else nullcontext():
+    with adapters_disabled(context.reference) if own else nullcontext():
         return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
 
 

@@ -77,7 +77,8 @@ class TrainerState:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings by dotted key, for the same reason."""
     pending: Mapping[str, Any] | None = None
-    """Metrics of a step whose evaluation was interrupted and whose record is not written yet; None if there is none."""
+    """Metrics of a step that has trained but is not in `metrics.jsonl` yet, because its evaluation comes first. A
+    resume evaluates and then writes them. None if there is no such step."""
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:

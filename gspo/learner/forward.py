@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gspo.learner.plan import Plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
-from gspo.model.lm_head import bypass_head, gradient_buffer, keeps_last, lm_head
+from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
-from gspo.model.packed_forward import read
+from gspo.model.packed_forward import run_forward
 from gspo.model.sharding import full
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def completion_logprobs(
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
     with bypass_head(head):
-        hidden = read(model, batch)
+        hidden = run_forward(model, batch)
     # Read after the forward pass, while the layers that FSDP gathers for it are whole.
     weight = full(head.weight)
     logp_N, entropy_N = fused_linear_logprobs(
@@ -58,8 +58,8 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     # Outputs before the first position that predicts a sampled token are never read, so the LM head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
-    first = int(column_N.min()) if keeps_last(model) else 0
-    logits = read(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    first = int(column_N.min()) if supports_logits_to_keep(model) else 0
+    logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     # In float32 from here on: log-ratios are compared with clip ranges of a few 1e-4, which bfloat16 rounding reaches.
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)
@@ -120,7 +120,7 @@ class RoutingReplay(Protocol):
     def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
         """The context of a training forward and its backward pass."""
 
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, update_index: int) -> Tensor | float:
         """This micro-batch's share of the auxiliary load-balancing loss."""
 
     def outcome(self, model: Any) -> RoutingStats | None:
@@ -138,7 +138,7 @@ class NoRouting:
     def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, update_index: int) -> float:
         return 0.0
 
     def outcome(self, model: Any) -> None:
@@ -176,8 +176,10 @@ class CachedForward:
 
 
 @contextmanager
-def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch, index: int) -> Iterator[TrainForward]:
-    """The forward of a micro-batch in optimizer step `index`. The backward pass belongs inside the context too."""
+def training_forward(
+    context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
+) -> Iterator[TrainForward]:
+    """The forward of a micro-batch of an optimizer step. The backward pass belongs inside the context too."""
     cached = batch.old.cached
     reused = cached.take(micro) if cached is not None else None
     if reused is not None:
@@ -194,7 +196,7 @@ def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch
         yield TrainForward(
             logp_N=logp_N,
             entropy_N=entropy_N,
-            balance_loss=lambda: batch.routing.balance_loss(micro, trace, index),
+            balance_loss=lambda: batch.routing.balance_loss(micro, trace, update_index),
         )
 
 
@@ -204,11 +206,11 @@ def training_forward(context: LearnContext, batch: TrainBatch, micro: MicroBatch
 class Attempt:
     """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
 
-    def __init__(self, batch: TrainBatch, index: int, halvings: int) -> None:
+    def __init__(self, batch: TrainBatch, update_index: int, halvings: int) -> None:
         self.batch = batch
         self.halvings = halvings
         self.smaller: Plan | None = None
-        self._index = index
+        self._update_index = update_index
 
     def __enter__(self) -> Attempt:
         return self
@@ -218,17 +220,18 @@ class Attempt:
     ) -> bool:
         # Any other error is not about memory, and smaller micro-batches would only repeat it.
         if error is not None and out_of_memory(error):
-            self.smaller = self.batch.plan.halved(self._index)  # None for single sequences, which are not split
+            # None for single sequences, which are not split.
+            self.smaller = self.batch.plan.halved(self._update_index)
         return self.smaller is not None
 
 
-def attempts(context: LearnContext, batch: TrainBatch, index: int) -> Iterator[Attempt]:
+def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Iterator[Attempt]:
     """Attempts at an update, each with micro-batches of half the size: `for attempt in attempts(...): with attempt:`.
 
     The last one succeeds or raises."""
     halvings = 0
     while True:
-        attempt = Attempt(batch, index, halvings)
+        attempt = Attempt(batch, update_index, halvings)
         yield attempt
         if attempt.smaller is None:
             return

@@ -67,7 +67,8 @@ class Optimizer:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
-            # The fused kernel makes one pass over each tensor instead of a dozen small operations. It does not increase
+            # The fused kernel makes one pass over each tensor instead of a dozen small operations. It was measured on a
+            # CPU only (docs/log.md); on other devices `None` leaves the choice to PyTorch. The kernel does not increase
             # the version counter of the tensors that it writes.
             fused=all(master.device.type == "cpu" for master in self._masters.values()) or None,
         )

@@ -62,12 +62,14 @@ class Plan:
     @property
     def positions(self) -> Positions:
         """How many positions a pass over the batch computes."""
-        micros = [micro for step in self.updates for micro in step]
-        widths = [[self.sequences[s].length for micro in step for s in micro.sequence_ids] for step in self.updates]
+        micros = [micro for update in self.updates for micro in update]
+        lengths = [
+            [self.sequences[s].length for micro in update for s in micro.sequence_ids] for update in self.updates
+        ]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
-            padded=sum(len(lengths) * max(lengths) for lengths in widths),
+            padded=sum(len(own) * max(own) for own in lengths),
         )
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:

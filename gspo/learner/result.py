@@ -1,7 +1,8 @@
 """Results of training on a batch: per optimizer step while it runs, and for the whole batch at the end.
 
-In: each micro-batch's log-probs and loss. Out: an `UpdateResult` per optimizer step and a `LearnResult` per batch, both
-frozen. Invariant: token i of every tensor here is token i of the batch's packed tokens.
+In: each micro-batch's log-probs and loss. Out: a `GradientResult` per optimizer step, from before the optimizer acts,
+and a `LearnResult` per batch, both frozen. Invariant: token i of every tensor here is token i of the batch's packed
+tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateResult:
-    """The forwards of one optimizer step."""
+class GradientResult:
+    """The forward and backward passes of one optimizer step. `Update` says what the optimizer then did."""
 
     loss: Loss
     """Sums over its micro-batches."""
@@ -74,8 +75,8 @@ class LearnResult:
     differ; None otherwise."""
 
 
-class UpdateStats:
-    """Collects the micro-batches of one optimizer step."""
+class GradientStats:
+    """Collects the micro-batches of one optimizer step, before the optimizer acts."""
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Tensor, Tensor, Loss]] = []
@@ -84,10 +85,10 @@ class UpdateStats:
         """Add a micro-batch after its backward pass."""
         self._micro_batches.append((micro.at_N, logp_N.detach(), loss.detached()))
 
-    def result(self) -> UpdateResult:
-        """The whole optimizer step."""
+    def result(self) -> GradientResult:
+        """All micro-batches of the optimizer step."""
         at, logp, losses = zip(*self._micro_batches, strict=True)
-        return UpdateResult(
+        return GradientResult(
             loss=_sum(losses),
             at_N=torch.cat(at),
             logp_N=torch.cat(logp),
@@ -101,11 +102,11 @@ class LearnStats:
 
     def __init__(self, batch: TrainBatch) -> None:
         self._positions = batch.plan.positions  # of the original plan, before any halving
-        self._results: list[UpdateResult] = []
+        self._results: list[GradientResult] = []
         self._updates: list[Update] = []
         self._halvings = 0
 
-    def add(self, result: UpdateResult, update: Update, halvings: int) -> None:
+    def add(self, result: GradientResult, update: Update, halvings: int) -> None:
         """Add an optimizer step, what the optimizer did with it, and how often its micro-batches were halved."""
         self._halvings = max(self._halvings, halvings)
         self._results.append(result)
@@ -114,6 +115,7 @@ class LearnStats:
     def result(self, batch: TrainBatch, model: Any) -> LearnResult:
         """The whole batch."""
         tokens = batch.tokens
+        # Only starting values: every token is in exactly one optimizer step, which overwrites them below.
         logp_N = tokens.logp_old_N.clone()
         ratio_N = torch.ones_like(logp_N)
         clipped_N = torch.zeros_like(logp_N, dtype=torch.bool)
@@ -143,5 +145,5 @@ def _sum(losses: tuple[Loss, ...]) -> Loss:
     """The terms of a loss add up over micro-batches, because token weights belong to the optimizer step."""
     names = ("total", "policy", "kl", "entropy")
     sums = {name: torch.stack([getattr(loss, name) for loss in losses]).sum() for name in names}
-    # Per-token surrogates do not add up. `UpdateResult` holds those of all micro-batches.
+    # Per-token surrogates do not add up. `GradientResult` holds those of all micro-batches.
     return Loss(**sums, surrogate=losses[-1].surrogate)

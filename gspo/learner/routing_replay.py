@@ -22,11 +22,11 @@ from torch import Tensor
 
 from gspo.errors import ConfigError
 from gspo.learner.plan import Plan
-from gspo.model.lm_head import keeps_last
+from gspo.model.lm_head import supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory
-from gspo.model.packed_forward import read
-from gspo.model.routing import ForcedExperts, Routers, RouterTrace, changed
+from gspo.model.packed_forward import run_forward
+from gspo.model.routing import ForcedExperts, Routers, RouterTrace, count_expert_changes
 from gspo.types import Routes
 
 
@@ -76,7 +76,7 @@ class RecordedRouting:
         """The experts it would have used without replay."""
         self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
         self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
-        self.flipped_N, self.changed_N, self.sampler_N = (
+        self.flipped_N, self.native_N, self.sampler_N = (
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
         )
         self._balance: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -134,7 +134,7 @@ class RecordedRouting:
             self.native_ILK[at_I[real_I]] = trace.native_ILK[real_I]
         self._count_load(used_ILK, micro.times.flatten())
         at_N = self._input_of(micro)
-        differ_N = changed(used_ILK[micro.output_N], self.sampler_ILK[at_N])
+        differ_N = count_expert_changes(used_ILK[micro.output_N], self.sampler_ILK[at_N])
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
 
     @contextmanager
@@ -147,8 +147,8 @@ class RecordedRouting:
     def _count_flips(self, micro: MicroBatch, trace: RouterTrace) -> None:
         old_NLK = self.old_ILK[self._input_of(micro)]
         output_N = micro.output_N
-        self.flipped_N[micro.at_N] = changed(trace.used_ILK[output_N], old_NLK).to(torch.int16)
-        self.changed_N[micro.at_N] = changed(trace.native_ILK[output_N], old_NLK).to(torch.int16)
+        self.flipped_N[micro.at_N] = count_expert_changes(trace.used_ILK[output_N], old_NLK).to(torch.int16)
+        self.native_N[micro.at_N] = count_expert_changes(trace.native_ILK[output_N], old_NLK).to(torch.int16)
 
     def _forced_experts(self, micro: MicroBatch, chosen_ILK: Tensor, known_I: Tensor | None) -> ForcedExperts:
         at_I = micro.input_at.flatten()
@@ -170,7 +170,7 @@ class RecordedRouting:
         updates_N = self._updates_between(model)
         return RoutingStats(
             flipped_N=self.flipped_N,
-            native_N=self.changed_N,
+            native_N=self.native_N,
             sampler_N=self.sampler_N,
             update_N=updates_N,
             load_LE=self.load_LE,
@@ -180,8 +180,8 @@ class RecordedRouting:
         )
 
     def _balance_losses(self) -> tuple[float, ...]:
-        steps = sorted({step for step, _ in self._balance})
-        return tuple(sum(loss for (at, _), loss in self._balance.items() if at == step) for step in steps)
+        updates = sorted({update for update, _ in self._balance})
+        return tuple(sum(loss for (at, _), loss in self._balance.items() if at == update) for update in updates)
 
     def _updates_between(self, model: Any) -> Tensor:
         """How many updates came before each token's training forward."""
@@ -198,11 +198,11 @@ class RecordedRouting:
         """Count the flips of a forward without training, over a micro-batch or, if memory runs out, half of it."""
         micro = cpu_batch.to(updates_N.device)
         # Only the routers matter here, so the LM head computes as little as it can.
-        options = {"logits_to_keep": 1} if keeps_last(model) else {}
+        options = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
         try:
             with self.routers.watch(forced) as trace, torch.no_grad():
-                read(model, micro, **options)
+                run_forward(model, micro, **options)
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -215,7 +215,7 @@ class RecordedRouting:
 
     # ---- auxiliary load-balancing loss
 
-    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, step: int) -> Tensor | float:
+    def balance_loss(self, micro: MicroBatch, trace: RouterTrace | None, update_index: int) -> Tensor | float:
         """Coefficient x E sum_e f_e P_e, mean over layers; 1 when the load is even (Switch, arXiv:2101.03961).
 
         Both factors use native routing, without replay. `f`, the share of selections that fall on an expert, comes
@@ -224,7 +224,7 @@ class RecordedRouting:
         change it."""
         if not self.balance or trace is None:
             return 0.0
-        share_LE, tokens = self._shares(step)
+        share_LE, tokens = self._shares(update_index)
         times_I = micro.times.flatten().float()
         terms = [
             (share_LE[layer] * (times_I @ torch.softmax(logits_IE.float(), dim=-1))).sum()
@@ -232,21 +232,22 @@ class RecordedRouting:
         ]
         loss = self.balance * self.routers.experts * torch.stack(terms).mean() / tokens
         # After an out-of-memory error the update restarts with smaller micro-batches, whose losses replace these.
-        outdated = [key for key in self._balance if key[0] == step and not set(key[1]).isdisjoint(micro.sequence_ids)]
+        same_update = [key for key in self._balance if key[0] == update_index]
+        outdated = [key for key in same_update if not set(key[1]).isdisjoint(micro.sequence_ids)]
         for key in outdated:
             del self._balance[key]
-        self._balance[step, micro.sequence_ids] = float(loss.detach())
+        self._balance[update_index, micro.sequence_ids] = float(loss.detach())
         return loss
 
-    def _shares(self, step: int) -> tuple[Tensor, int]:
+    def _shares(self, update_index: int) -> tuple[Tensor, int]:
         """Share of each expert by layer, and the number of tokens, in an optimizer step."""
-        if step not in self._shares_cache:
-            self._shares_cache[step] = self._compute_shares(step)
-        return self._shares_cache[step]
+        if update_index not in self._shares_cache:
+            self._shares_cache[update_index] = self._compute_shares(update_index)
+        return self._shares_cache[update_index]
 
-    def _compute_shares(self, step: int) -> tuple[Tensor, int]:
+    def _compute_shares(self, update_index: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
-        micro_batches = self.plan.updates[step]
+        micro_batches = self.plan.updates[update_index]
         device = self.native_ILK.device
         at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
         times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)

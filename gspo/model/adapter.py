@@ -130,7 +130,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 @contextmanager
-def switched_off(model: Any) -> Iterator[None]:
+def adapters_disabled(model: Any) -> Iterator[None]:
     """Inside, the model computes without its adapters."""
     adapted_layers = list(layers(model).values())
     for layer in adapted_layers:
@@ -148,11 +148,11 @@ def merge(model: Any) -> None:
     """Merge the adapters into the weights and remove them. The sum is computed in float32 and rounded once."""
     for path, layer in layers(model).items():
         base = layer.get_base_layer()
-        base = quantized.plain(base, torch.float32) if quantized.is_quantized(base) else base
+        base = quantized.dequantize_layer(base, torch.float32) if quantized.is_quantized(base) else base
         base.weight.data = merged_weight(layer, base.weight).to(model.dtype)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, base)
-    quantized.restore(model)
+    quantized.dequantize(model)
     del model.peft_config
     # Otherwise transformers would save an adapter instead of the model.
     model._hf_peft_config_loaded = False

@@ -19,7 +19,7 @@ from torch import Tensor
 from gspo.model.sharding import module_class
 
 _heads: WeakKeyDictionary[Any, torch.nn.Linear | None] = WeakKeyDictionary()
-_keeps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_logits_to_keep: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def lm_head(model: Any) -> torch.nn.Linear | None:
@@ -33,23 +33,23 @@ def lm_head(model: Any) -> torch.nn.Linear | None:
                 stacklevel=2,
             )
         _heads[model] = model.get_output_embeddings() if obstacle is None else None
-        keeps_last(model)
+        supports_logits_to_keep(model)
     return _heads[model]
 
 
-def keeps_last(model: Any) -> bool:
+def supports_logits_to_keep(model: Any) -> bool:
     """Whether the model returns only its last logits with `logits_to_keep`; found by a trial, once per model.
 
     A forward may not have the option, or accept it among other keywords and ignore it."""
-    if model not in _keeps:
+    if model not in _logits_to_keep:
         try:
             whole = _run(model)
             last = _run(model, logits_to_keep=2)
             error = (last - whole[:, -2:]).square().mean().sqrt() / whole.std() if last.shape[1] == 2 else torch.inf
-            _keeps[model] = bool(error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1))
+            _logits_to_keep[model] = bool(error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1))
         except Exception:  # whatever fails inside the model's own code, the option cannot be used
-            _keeps[model] = False
-    return _keeps[model]
+            _logits_to_keep[model] = False
+    return _logits_to_keep[model]
 
 
 def obstacle_to_head(model: Any) -> str | None:

@@ -28,10 +28,10 @@ from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
 from gspo.model.memory_alignment import align
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
-from gspo.model.source import load_errors, location
+from gspo.model.source import load_errors, resolve_model_source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY_PARAMETERS = 5_000_000
@@ -89,7 +89,7 @@ def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
         return char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
     from transformers import AutoTokenizer
 
-    path, options = location(config)
+    path, options = resolve_model_source(config)
     # An adapter may come with a tokenizer of its own.
     if adapter.base_of(config.path) and (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
         path, options = os.path.expanduser(config.path), {}
@@ -157,7 +157,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
         replace_norms(model)
     # Both run a trial once per model and remember its result: now, so that their warnings come before the first step.
     lm_head(model)
-    reads_packed(model)
+    supports_packing(model)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
         raise ConfigError(
@@ -219,7 +219,7 @@ def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
 def _load_plain(config: ModelConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    path, options = location(config)
+    path, options = resolve_model_source(config)
     if options:
         from transformers import GgufConfig
 

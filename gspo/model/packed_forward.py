@@ -20,7 +20,7 @@ from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def reads_packed(model: Any) -> bool:
+def supports_packing(model: Any) -> bool:
     """Whether this model supports packed sequences. Replaces its attention if so. The trial runs once per model."""
     if model not in _supported:
         obstacle = obstacle_to_packing(model)
@@ -34,7 +34,7 @@ def reads_packed(model: Any) -> bool:
     return _supported[model]
 
 
-def read(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
+def run_forward(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
     """The model's outputs for a micro-batch: [rows, tokens, ...] of `input_ids`."""
     if batch.packing is None:
         outputs: Tensor = model(input_ids=batch.input_ids, use_cache=False, **options).logits
@@ -99,7 +99,7 @@ def _trial(model: Any) -> float:
         # The shortest completion of the shared prompt comes first: then most tokens have other positions than padded.
         micro = micro_batch(rows, (1, 0, 2, 3), 0, packed).to(model.device)
         with torch.set_grad_enabled(norm is not None):
-            logits_NV = read(model, micro).flatten(0, 1)[micro.output_N].float()
+            logits_NV = run_forward(model, micro).flatten(0, 1)[micro.output_N].float()
             if norm is not None and not torch.autograd.grad(logits_NV.square().sum(), norm)[0].isfinite().all():
                 raise ArithmeticError("the gradient is not finite")
         outputs.append(logits_NV.detach()[micro.at_N.argsort()])

@@ -1,7 +1,7 @@
 """4-bit weights (NF4 with double quantization, QLoRA, arXiv:2305.14314) with `bitsandbytes`, for a frozen base model.
 
 In: a loaded model. Out: the same model with its linear layers quantized, except for the LM head and routers. Invariant:
-the layers compute with exactly the weights that `restore` gives back, so an adapter that was trained on them can be
+the layers compute with exactly the weights that `dequantize` gives back, so an adapter that was trained on them can be
 merged into them. They do so on every CPU, with gradients.
 """
 
@@ -70,7 +70,7 @@ def quantize(model: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
+def dequantize_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """A 4-bit layer with dequantized weights."""
     from bitsandbytes.functional import dequantize_4bit
 
@@ -81,7 +81,7 @@ def plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
     return linear
 
 
-def numbers_in(weight: Any) -> int:
+def parameter_count(weight: Any) -> int:
     """The number of weights in a parameter. A 4-bit parameter stores two per byte."""
     state = getattr(weight, "quant_state", None)
     return int(weight.numel()) if state is None else math.prod(state.shape)
@@ -92,11 +92,11 @@ def is_quantized(layer: Any) -> bool:
     return type(layer).__name__ == "Linear4bit"
 
 
-def restore(model: Any) -> None:
+def dequantize(model: Any) -> None:
     """Dequantize all layers, to the model's dtype."""
     for path, module in list(model.named_modules()):
         if is_quantized(module):
-            _set_module(model, path, plain(module, model.dtype))
+            _set_module(model, path, dequantize_layer(module, model.dtype))
 
 
 def _set_module(model: Any, path: str, module: nn.Module) -> None:

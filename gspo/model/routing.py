@@ -178,7 +178,7 @@ def _float_outputs(output: Any, width: int) -> list[Tensor]:
     ]
 
 
-def changed(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
+def count_expert_changes(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
     """The number of choices of each token that are in `a` but not in `b`, over all layers, in any order."""
     shared = (a_NLK.unsqueeze(-1) == b_NLK.unsqueeze(-2)).any(-1)
     return (~shared).sum((-1, -2))

@@ -27,7 +27,7 @@ _BLOCKS = 1 << 10
 """Blocks that are read of a large file, at most."""
 
 
-def location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def resolve_model_source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The path of the model (for an adapter, of its base model) for transformers, and the option that names a .gguf
     file."""
     named = _model_name(config)
@@ -112,7 +112,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
     at regular intervals are read."""
     if config.build or not Path(_model_name(config)).expanduser().exists():
         return ""
-    place, options = location(config)
+    place, options = resolve_model_source(config)
     folder = Path(place)
     files = (
         [folder / options["gguf_file"]] if options else sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))

@@ -17,7 +17,7 @@ from torch import Tensor
 from gspo.errors import ConfigError
 from gspo.objectives import table
 from gspo.objectives.advantage import apply_rule
-from gspo.objectives.loss import loss_of, select, statistics
+from gspo.objectives.loss import loss_of, loss_statistics, select
 from gspo.objectives.objective import Objective, ObjectiveWarning
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.reduction import combined
@@ -107,7 +107,7 @@ def policy_loss(
     if objective.trust_region.selects_tokens and selected is None:
         tokens = replace(tokens, selected_N=_select_whole_step(objective, tokens, weights, weight_N))
     loss = loss_of(objective, tokens, weight_N)
-    stats = statistics(objective, tokens, loss.surrogate.ratio_N, loss.surrogate.clipped_N)
+    stats = loss_statistics(objective, tokens, loss.surrogate.ratio_N, loss.surrogate.clipped_N)
     return PolicyLoss(loss=loss.total, stats=combined([stats]))
 
 

@@ -69,7 +69,7 @@ def select(objective: Objective, tokens: Tokens, seed: int) -> Tensor | None:
         return region.select(tokens, objective.ratio(tokens), torch.Generator().manual_seed(seed))
 
 
-def statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, Reduced]:
+def loss_statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, Reduced]:
     """Statistics of the update over these tokens. Names are those of docs/metrics.md, with `_` for `/`."""
     sequences = tokens.sequences
     present_B = sequences.length_B > 0

@@ -29,7 +29,7 @@ class TrainSample:
     """After shaping."""
 
 
-def trainable(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
+def train_samples(groups: Sequence[Group], objective: Objective, *, max_tokens: int) -> list[TrainSample]:
     """The completions to train on, group by group."""
     kept: list[TrainSample] = []
     for number, group in enumerate(groups):

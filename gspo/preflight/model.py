@@ -19,7 +19,7 @@ from gspo.errors import GspoError
 from gspo.model import adapter
 from gspo.model.load import build_model, device_of
 from gspo.model.routing import check_replay, says_it_routes
-from gspo.model.source import load_errors, location
+from gspo.model.source import load_errors, resolve_model_source
 from gspo.preflight.case import Case
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
@@ -54,7 +54,7 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
     if config.build:
         with torch.device("meta"):
             return build_model(config, tokenizer, seed=0)
-    path, options = location(config)
+    path, options = resolve_model_source(config)
     remote = config.trust_remote_code
     with load_errors(config):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=remote, **options)

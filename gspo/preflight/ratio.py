@@ -21,7 +21,7 @@ from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logpro
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch
-from gspo.model.packed_forward import reads_packed
+from gspo.model.packed_forward import supports_packing
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.case import PATIENCE_S, Case
@@ -115,7 +115,7 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         pad_id=policy.pad_id,
         seed=f"{config.seed}/mini-batches/1",
         # The run's own layout: packed and padded rows round differently.
-        packed=reads_packed(policy.model),
+        packed=supports_packing(policy.model),
     )
     routing = batch_routing(policy, config.routing, plan, [c.routes for _, _, c in samples])
     old_N = torch.zeros(plan.tokens, device=policy.device)

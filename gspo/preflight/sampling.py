@@ -22,7 +22,7 @@ from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import estimate
-from gspo.rollout.gather import distinct, sample_groups
+from gspo.rollout.gather import sample_groups, with_unique_ids
 from gspo.types import Group, Prompt, StopReason
 
 CHUNKS = (2, 2, 4, 8)
@@ -62,7 +62,7 @@ def _first_prompts(case: Case, count: int) -> list[Prompt]:
     assert case.problems is not None
     train = case.problems.train
     # The order of the run, so that the doctor sees the first step's own prompts.
-    return distinct([train[i] for i in PromptOrder(len(train), case.config.seed).take(0, count)])
+    return with_unique_ids([train[i] for i in PromptOrder(len(train), case.config.seed).take(0, count)])
 
 
 def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:

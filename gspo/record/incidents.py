@@ -39,12 +39,12 @@ DROP_REASONS = {
 class Incidents:
     """The incidents of one run in this process."""
 
-    def __init__(self, *, run: RunDir, display: Display, config: Config) -> None:
+    def __init__(self, *, run_dir: RunDir, display: Display, config: Config) -> None:
         self.unscored = 0
         """Unscored completions in this process."""
         self.idle = 0
         """Steps of this process without any completion to train on."""
-        self._run = run
+        self._run_dir = run_dir
         self._display = display
         self._config = config
         self._few_updates_shown = False
@@ -55,7 +55,7 @@ class Incidents:
 
     def warn(self, text: str) -> None:
         """Record and show a warning."""
-        self._run.event("warning", message=text)
+        self._run_dir.event("warning", message=text)
         self._display.message(f"warning: {text}")
 
     # ---- rewards
@@ -64,17 +64,17 @@ class Incidents:
         """Report each new failure of a reward function. The run continues if the details cannot be written."""
         for fault in rewards.new_faults():
             try:
-                self._fault_file = self._run.reward_error(f"step {step}: {fault}")
+                self._fault_file = self._run_dir.reward_error(f"step {step}: {fault}")
                 where = f"; details: {self._fault_file}"
             except OSError as error:
                 where = f" (the details could not be written: {error})"
-            self._run.event("reward_failed", step=step, function=fault.function, message=fault.failure)
+            self._run_dir.event("reward_failed", step=step, function=fault.function, message=fault.failure)
             self._display.message(f"step {step}: {fault.failure}{where}")
 
     def check_scores(self, step: int, collected: CollectResult) -> RewardError | None:
         """Count unscored completions. The error, if there are too many: the reward is broken, and the scored rest is a
         biased sample."""
-        scores = [s for g in collected.gathered.sampled for s in g.scores]
+        scores = [s for g in collected.rollouts.sampled for s in g.scores]
         failed = [s.failure for s in scores if s.status is Status.UNSCORED]
         # Only the first time in a process: a reward that fails now and then would print a message at every step.
         if failed and not self.unscored:
@@ -86,7 +86,7 @@ class Incidents:
         limit = self._config.reward.max_unscored_fraction
         if len(failed) <= limit * len(scores):
             return None
-        self._run.event("unscored", step=step, unscored=len(failed), completions=len(scores), first=failed[0])
+        self._run_dir.event("unscored", step=step, unscored=len(failed), completions=len(scores), first=failed[0])
         return RewardError(
             f"step {step}: {len(failed)} of {len(scores)} completions could not be scored "
             f"(reward.max_unscored_fraction = {limit:g}); "
@@ -109,7 +109,7 @@ class Incidents:
     def _resume_command(self) -> str:
         """The command that resumes after a fix of the reward. A changed reward file needs `--trust-run`."""
         flag = " --trust-run" if trust.reward_code(self._config) else ""
-        return f"gspo train --resume {self._run.path}{flag}"
+        return f"gspo train --resume {self._run_dir.path}{flag}"
 
     # ---- updates
 
@@ -135,7 +135,7 @@ class Incidents:
                 raise NumericalError(
                     f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
                     "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
-                    f"gspo train --resume {self._run.path} --learner.learning_rate={lower:.1g}"
+                    f"gspo train --resume {self._run_dir.path} --learner.learning_rate={lower:.1g}"
                 )
         return in_row
 
@@ -143,7 +143,9 @@ class Incidents:
         update = learned.updates[index]
         loss = float(learned.losses[index].total)
         norm = update.grad_norm
-        self._run.event("update_skipped", step=step, mini_batch=index, loss=loss, grad_norm=norm, reason=update.skipped)
+        self._run_dir.event(
+            "update_skipped", step=step, mini_batch=index, loss=loss, grad_norm=norm, reason=update.skipped
+        )
         self._display.message(
             f"step {step}: update {index} skipped, loss {loss:g}, gradient norm {norm:g}: {update.skipped}"
         )
@@ -151,7 +153,7 @@ class Incidents:
     def _report_idle(self, step: int, reasons: Mapping[str, int]) -> None:
         """Report a step without any completion to train on."""
         self.idle += 1
-        self._run.event("no_trainable_samples", step=step, reasons=reasons)
+        self._run_dir.event("no_trainable_samples", step=step, reasons=reasons)
         counts = ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
         self._display.message(
             f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
@@ -159,7 +161,7 @@ class Incidents:
 
     def _report_few_updates(self, step: int, updates: int) -> None:
         """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
-        self._run.event("fewer_updates", step=step, updates=updates)
+        self._run_dir.event("fewer_updates", step=step, updates=updates)
         if not self._few_updates_shown:
             self._few_updates_shown = True
             self._display.message(
@@ -169,7 +171,7 @@ class Incidents:
 
     def report_smaller_micro_batches(self, step: int, tokens: int) -> None:
         """Report that a step ran out of memory and was repeated with micro-batches of `tokens` tokens."""
-        self._run.event("out_of_memory", step=step, micro_batch_tokens=tokens)
+        self._run_dir.event("out_of_memory", step=step, micro_batch_tokens=tokens)
         self._display.message(
             f"step {step}: out of memory; the same gradient was computed with micro-batches of {tokens} tokens, "
             "and later steps use that size"
@@ -177,7 +179,7 @@ class Incidents:
 
     def report_clip_limit(self, step: int, limit: str) -> None:
         """Report that the adaptive clip range has reached a limit."""
-        self._run.event("clip_range_limit", step=step, message=limit)
+        self._run_dir.event("clip_range_limit", step=step, message=limit)
         self._display.message(f"step {step}: the clip range stops adapting: {limit}")
 
     # ---- alarms
@@ -193,7 +195,7 @@ class Incidents:
         now = active_alarms(list(self._recent), self._config.alarms.steps)
         new = [alarm for alarm in now if alarm.name not in self._active_alarms]
         for alarm in new:
-            self._run.event("alarm", step=step, name=alarm.name, message=alarm.what)
+            self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.what)
             self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.what}")
         self._active_alarms = {alarm.name for alarm in now}
         fatal = next((alarm for alarm in new if alarm.name in self._config.alarms.stop), None)
@@ -201,5 +203,5 @@ class Incidents:
             return None
         return AlarmError(
             f"step {step}: {fatal.name} (alarms.stop): {fatal.what}. "
-            f"The run is saved: gspo train --resume {self._run.path}"
+            f"The run is saved: gspo train --resume {self._run_dir.path}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-import statistics as st
+import statistics
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
-from gspo.objectives.loss import statistics
+from gspo.objectives.loss import loss_statistics
 from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
@@ -60,8 +60,8 @@ def _completions(
 ) -> Iterator[tuple[Group, Completion, Score, int | None, str]]:
     """Every completion with its index among the trained ones (`None` if it is not among them) and its drop reason."""
     trained = {(c.group, c.sample): i for i, c in enumerate(learned.samples)} if learned else {}
-    kept = len(collected.gathered.groups)
-    for number, group in enumerate(collected.gathered.sampled):
+    kept = len(collected.rollouts.groups)
+    for number, group in enumerate(collected.rollouts.sampled):
         for sample, (c, s) in enumerate(zip(group.completions, group.scores, strict=True)):
             index = trained.get((number, sample))
             # `sampled` lists the groups of the batch first and the discarded ones after them.
@@ -70,19 +70,19 @@ def _completions(
 
 
 def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
-    groups = collected.gathered.sampled
+    groups = collected.rollouts.sampled
     pairs = [(c, s) for g in groups for c, s in zip(g.completions, g.scores, strict=True)]
     scores = [s for _, s in pairs]
     rewards = [s.reward for s in scores if s.reward is not None]
     lengths = [c.sampled_count for c, _ in pairs]
     return {
         "reward/mean": Mean.of(rewards),
-        "reward/std": Gather(rewards, lambda r: st.pstdev(r) if r else NAN),
+        "reward/std": Gather(rewards, lambda r: statistics.pstdev(r) if r else NAN),
         "reward/correct_fraction": Mean.of([s.correct for s in scores if s.correct is not None]),
         "reward/part/NAME": _parts(scores),
         "groups/sampled": Sum(len(groups)),
         "groups/uniform_fraction": Mean.of([g.uniform for g in groups]),
-        "groups/discarded": Sum(len(collected.gathered.discarded)),
+        "groups/discarded": Sum(len(collected.rollouts.discarded)),
         "samples/unscored": Sum(sum(s.status is Status.UNSCORED for s in scores)),
         "samples/unscored/KIND": _counts(Counter(s.failure.partition(":")[0] for s in scores if s.failure)),
         "reward/note/FUNCTION/WORD": _notes(scores),
@@ -146,7 +146,7 @@ def _counts(counts: Mapping[str, int]) -> Family:
 
 
 def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
-    stats = statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
+    stats = loss_statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
     positions = learned.positions
     metrics: dict[str, Reduced] = {
         # Token weights belong to the update as a whole, so the losses of its ranks add up as those of micro-batches do.

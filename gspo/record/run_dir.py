@@ -116,11 +116,11 @@ class RunDir:
         """Raise if the directory was moved, replaced, or taken over by another trainer."""
         self._lock.check()
 
-    def metrics(self, values: Mapping[str, Any]) -> None:
+    def write_metrics(self, values: Mapping[str, Any]) -> None:
         """Append a step's metrics."""
         self._append("metrics.jsonl", values)
 
-    def timings(self, values: Mapping[str, Any]) -> None:
+    def write_timings(self, values: Mapping[str, Any]) -> None:
         """Append a step's durations."""
         self._append("timings.jsonl", values)
 
@@ -130,7 +130,7 @@ class RunDir:
         now = datetime.now().isoformat(timespec="seconds")
         self._append("events.jsonl", {"time": now, "event": kind, **redacted_event})
 
-    def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write every completion of a step."""
         file = self.path / "rollouts" / f"{step:06d}.jsonl"
         partial = file.with_suffix(".tmp")

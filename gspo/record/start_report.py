@@ -10,25 +10,25 @@ import shutil
 
 from gspo.context import RunContext
 from gspo.learner import checkpoint
-from gspo.model.quantization import numbers_in
+from gspo.model.quantization import parameter_count
 from gspo.record.incidents import Incidents
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir
 
 
-def report_setup(context: RunContext, run: RunDir, display: Display, incidents: Incidents) -> None:
+def report_setup(context: RunContext, run_dir: RunDir, display: Display, incidents: Incidents) -> None:
     """Display the model, the data and the objective of a new run, and warn about settings that bias training."""
     config, problems = context.config, context.problems
     # Booleans compare as numbers: `>= False` holds for every parameter, `>= True` only for trained ones.
     size, trained = (
-        sum(numbers_in(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
+        sum(parameter_count(p) for p in context.policy.model.parameters() if p.requires_grad >= only)
         for only in (False, True)
     )
     share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
     display.message(
         f"{type(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
         f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; "
-        f"objective {context.objective.name}; run directory {run.path}"
+        f"objective {context.objective.name}; run directory {run_dir.path}"
     )
     if problems.crowded:
         incidents.warn(problems.crowded)
@@ -47,29 +47,29 @@ def _human(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}K"
 
 
-def report_components(context: RunContext, run: RunDir, display: Display) -> None:
+def report_components(context: RunContext, run_dir: RunDir, display: Display) -> None:
     """Report what rewards and engine say about themselves: the sandbox, how adapters are sent."""
     for name, text in context.rewards.about.items():
-        run.event("reward", name=name, message=text)
+        run_dir.event("reward", name=name, message=text)
         display.message(f"{name}: {text}")
     if context.engine.about:
-        run.event("engine", message=context.engine.about)
+        run_dir.event("engine", message=context.engine.about)
         display.message(f"{context.config.rollout.engine}: {context.engine.about}")
 
 
-def check_disk_space(context: RunContext, run: RunDir, incidents: Incidents, *, done: int) -> None:
+def check_disk_space(context: RunContext, run_dir: RunDir, incidents: Incidents, *, done: int) -> None:
     """Warn if the checkpoints of the steps after `done` will not fit on the disk."""
     config = context.config
     keep = config.checkpoint.keep
     # Besides those at intervals there is one before the first step and one after the last.
     saves = 2 + (config.steps - done) // config.checkpoint.every
-    existing = len(checkpoint.saved(run.checkpoints))
+    existing = len(checkpoint.saved(run_dir.checkpoints))
     # The oldest checkpoint is deleted only after the newest is complete, so one more than `keep` must fit.
     count = saves if not keep else max(1, min(saves, keep + 1 - existing))
     need = count * checkpoint.size_of(context.policy.model)
-    free = shutil.disk_usage(run.path).free
+    free = shutil.disk_usage(run_dir.path).free
     if need > free:
         incidents.warn(
-            f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {run.path}: "
+            f"checkpoints will need {need / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free at {run_dir.path}: "
             "make room, lower checkpoint.keep, or raise checkpoint.every"
         )

@@ -1,8 +1,8 @@
-"""Groups of completions: sample and score them, and gather a batch of them to train on.
+"""Sample and score groups of completions (`sample_groups`), and gather a batch of them to train on (`Gatherer`).
 
-In: prompts, an engine and what scores completions. Out: groups; for a training step, a `CollectResult`. Invariant: a
-group is kept or discarded by its rewards before length shaping. When the budget runs out, the step trains on what was
-kept; nothing that was discarded comes back.
+In: prompts, an engine and a scorer. Out: groups; for a training step, a `CollectResult`. Invariant: a group is
+kept or discarded by its rewards before length shaping. When the budget runs out, the step trains on what was kept;
+nothing that was discarded comes back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RolloutBatch:
 class CollectResult:
     """A collected batch, which knows where it comes from: it may be trained on later than it was sampled."""
 
-    gathered: RolloutBatch
+    rollouts: RolloutBatch
     version: int
     """Optimizer steps behind the weights when sampling started. A completion carries its own version too."""
     after: RolloutState
@@ -94,7 +94,7 @@ class CollectResult:
     @property
     def tokens(self) -> int:
         """Sampled tokens of all completions, discarded ones included."""
-        return sum(c.sampled_count for group in self.gathered.sampled for c in group.completions)
+        return sum(c.sampled_count for group in self.rollouts.sampled for c in group.completions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +134,15 @@ class Gatherer:
     def result(self, version: int, before: DecodeStats | None, after: DecodeStats | None) -> CollectResult:
         """What was gathered from weights of this version; `before` and `after` are the engine's counters around it."""
         return CollectResult(
-            gathered=RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded)),
+            rollouts=RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded)),
             version=version,
             after=RolloutState(batch=self.batch, cursor=self._cursor),
             decoded=after - before if after and before else None,
         )
 
 
-def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Give a prompt that occurs twice in one request (small data) its own id, and so its own random stream."""
+def with_unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Rename the repetitions of a prompt in one request (small data): each id is a random stream of its own."""
     seen: dict[str, int] = {}
     renamed = []
     for prompt in prompts:

@@ -646,7 +646,7 @@ def test_f23_completions_that_cannot_be_written_do_not_stop_a_run(
 
     whole, cut = whole_run("steps=3"), tiny("steps=3", run_dir="cut")
     with monkeypatch.context() as patch:
-        injector = Injector(patch, RunDir, "rollouts", 2, full)
+        injector = Injector(patch, RunDir, "write_rollouts", 2, full)
         train(cut, display)
     assert injector.shots == 1
     assert (whole / "metrics.jsonl").read_bytes() == (run_of(cut) / "metrics.jsonl").read_bytes()

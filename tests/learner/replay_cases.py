@@ -144,7 +144,7 @@ def stepped(
     parts: RunContext, change: Callable[[tuple[Group, ...]], Sequence[Group]] = lambda groups: groups
 ) -> Stepped:
     collected = collect(parts, RolloutState(), clock=Clock())
-    learned = learn(parts, change(collected.gathered.groups), step=1)
+    learned = learn(parts, change(collected.rollouts.groups), step=1)
     assert learned is not None
     return learned, combined([step_metrics(parts.objective, collected, learned)])
 

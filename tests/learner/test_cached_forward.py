@@ -30,7 +30,7 @@ CASES = {
 
 def train_on_batch(parts: Any, forwards: list[int]) -> tuple[Any, dict[str, torch.Tensor]]:
     """Result of one batch and the weights after it. Appends to `forwards` for each forward pass."""
-    groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
+    groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
     hook = parts.policy.model.register_forward_hook(lambda *_: forwards.append(1))
     out = learn(parts, groups, step=1)
     hook.remove()

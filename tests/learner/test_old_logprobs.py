@@ -49,7 +49,7 @@ def add_noise(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
 
 def test_the_engines_log_probs_are_the_old_log_probs(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny(SAMPLER))
-    groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
+    groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
     result = learn(parts, groups, step=1)
     assert result is not None
     reported = [v for c in result.samples for v in c.completion.logp_sampler]
@@ -76,7 +76,7 @@ def test_noise_beyond_the_clip_range_is_refused_before_training_on_it(
     add_noise(monkeypatch, amount)
     parts = parts_of(tiny(SAMPLER, f"objective.name={objective}"))
     before = [p.clone() for p in parts.policy.model.parameters()]
-    groups = collect(parts, RolloutState(), clock=Clock()).gathered.sampled
+    groups = collect(parts, RolloutState(), clock=Clock()).rollouts.sampled
     with pytest.raises(MismatchError, match=r"old_logp.*recompute"):
         learn(parts, groups, step=1)
     assert all(torch.equal(a, b) for a, b in zip(before, parts.policy.model.parameters(), strict=True))
@@ -88,7 +88,7 @@ def test_noise_within_the_clip_range_is_accepted(
     """The same noise exceeds GSPO's clip range, but not DAPO's of 0.2."""
     add_noise(monkeypatch, 0.05)
     parts = parts_of(tiny(SAMPLER, "objective.name=dapo"))
-    groups = collect(parts, RolloutState(), clock=Clock()).gathered.sampled
+    groups = collect(parts, RolloutState(), clock=Clock()).rollouts.sampled
     assert learn(parts, groups, step=1) is not None
 
 
@@ -144,7 +144,7 @@ def test_mismatch_metrics_match_values_computed_by_hand() -> None:
 def test_every_step_has_mismatch_metrics(tiny: Callable[..., Config], parts_of: Any) -> None:
     parts = parts_of(tiny())
     collected = collect(parts, RolloutState(), clock=Clock())
-    learned = learn(parts, collected.gathered.groups, step=1)
+    learned = learn(parts, collected.rollouts.groups, step=1)
     found = combined([step_metrics(parts.objective, collected, learned)])
     assert found["mismatch/abs_max"] < 1e-4
     assert found["mismatch/ess"] == pytest.approx(1, abs=1e-6)

@@ -23,7 +23,7 @@ from gspo.learner.plan import Plan, Positions, make_plan
 from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.kernels import packed_attention as attention
 from gspo.model.micro_batch import MicroBatch, Span, TokenSequence
-from gspo.model.packed_forward import obstacle_to_packing, reads_packed
+from gspo.model.packed_forward import obstacle_to_packing, supports_packing
 from gspo.model.routing import find_routers
 from gspo.trainer import train
 
@@ -94,7 +94,7 @@ def forward_backward(model: Any, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 def test_values_and_gradients_equal_those_of_separate_sequences(name: str) -> None:
     model = MODELS[name]()
     separate = forward_backward(model, plan_of(False, budget=1))
-    assert reads_packed(model)
+    assert supports_packing(model)
     assert len(separate[2]) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     for plan in (plan_of(True), plan_of(True, budget=30), plan_of(True, budget=1)):
         for found, expected in zip(forward_backward(model, plan), separate, strict=True):
@@ -103,7 +103,7 @@ def test_values_and_gradients_equal_those_of_separate_sequences(name: str) -> No
 
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     model = build_model("qwen3", head_dim=8)
-    reads_packed(model)
+    supports_packing(model)
     expected = forward_backward(model, plan_of(True))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -137,7 +137,7 @@ def test_an_unpacked_forward_is_unchanged() -> None:
     model = build_model("qwen3", torch.float32, head_dim=8)
     ids = torch.arange(2, 22).view(2, 10)
     before = model(input_ids=ids).logits
-    assert reads_packed(model)
+    assert supports_packing(model)
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
@@ -156,11 +156,11 @@ def test_models_that_cannot_read_packed_sequences_warn_once(build: Callable[[], 
     model = build()
     implementation = model.config._attn_implementation
     with pytest.warns(RuntimeWarning, match=why):
-        assert not reads_packed(model)
+        assert not supports_packing(model)
     assert model.config._attn_implementation == implementation
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not reads_packed(model)  # no second warning
+        assert not supports_packing(model)  # no second warning
 
 
 def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_positions_count_padding_and_the_savings_of_packing() -> None:
 
 def test_halving_keeps_the_gradient_and_the_owners_of_prompts() -> None:
     model = build_model("qwen3", head_dim=8)
-    reads_packed(model)
+    supports_packing(model)
     plan = plan_of(True)
     expected = forward_backward(model, plan)
     owner = dict(zip(plan.updates[0][0].sequence_ids, plan.updates[0][0].owners, strict=True))
@@ -360,14 +360,14 @@ def perturb_routers(model: Any) -> Any:
         for name, p in other.named_parameters():
             if name.endswith("gate.weight"):
                 p += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    reads_packed(other)
+    supports_packing(other)
     return other
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 def test_routing_metrics_equal_those_of_separate_sequences(name: str) -> None:
     model = FAMILIES[name].model(DOUBLE)
-    reads_packed(model)
+    supports_packing(model)
     outcomes = []
     for packed in (False, True):
         routing = routing_of(model, plan_of(packed, budget=40))
@@ -384,7 +384,7 @@ def test_routing_metrics_equal_those_of_separate_sequences(name: str) -> None:
 
 def test_replay_follows_a_shared_prompt_into_smaller_micro_batches() -> None:
     model = FAMILIES["qwen3-moe"].model(DOUBLE)
-    reads_packed(model)
+    supports_packing(model)
     results = []
     for packed in (False, True):
         plan = plan_of(packed)
@@ -406,7 +406,7 @@ def test_replay_follows_a_shared_prompt_into_smaller_micro_batches() -> None:
 
 def test_the_balance_loss_does_not_depend_on_packing_or_micro_batches() -> None:
     model = FAMILIES["qwen3-moe"].model(DOUBLE)
-    reads_packed(model)
+    supports_packing(model)
     losses = []
     gradients = []
     for packed, budget in ((False, 10**6), (False, 1), (True, 10**6), (True, 25), (True, 1)):
@@ -471,7 +471,7 @@ def test_out_of_memory_halves_packed_micro_batches(
 
             return instead
 
-        groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
+        groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
         with monkeypatch.context() as patch:
             patch_forward(patch, limited, training=True)
             result = learn(parts, groups, step=1)

@@ -220,4 +220,4 @@ def test_records_of_another_layout_are_those_of_separate_rows(name: str, share: 
     counts = separate.outcome(model).native_N.tolist()
     assert sum(counts) > 5
     # The probe of a single optimizer step would read separate rows, so compare what the forwards counted.
-    assert together.changed_N.tolist() == counts
+    assert together.native_N.tolist() == counts

@@ -238,7 +238,7 @@ def test_cutting_differently_changes_no_gradient(
     parts = double_parts(tiny(*MOE, *REPLAYS[replay], f"routing.balance_loss={balance}"))
     model, config = parts.policy.model, parts.config
     collected = collect(parts, RolloutState(), clock=Clock())
-    groups, weights = with_altered_routes(collected.gathered.groups), copy.deepcopy(model.state_dict())
+    groups, weights = with_altered_routes(collected.rollouts.groups), copy.deepcopy(model.state_dict())
     found = []
     for cut in (10**6, 1, 70):
         model.load_state_dict(weights)
@@ -274,7 +274,7 @@ def test_memory_that_runs_out_changes_nothing_that_is_counted(
     parts = double_parts(tiny(*MOE, *options))
     model, found = parts.policy.model, []
     collected = collect(parts, RolloutState(), clock=Clock())
-    groups, weights = with_altered_routes(collected.gathered.groups), copy.deepcopy(model.state_dict())
+    groups, weights = with_altered_routes(collected.rollouts.groups), copy.deepcopy(model.state_dict())
 
     def full(module: Any, args: Any) -> None:
         if args[0].numel() > 40:

@@ -145,7 +145,7 @@ def test_loss_and_gradient_are_those_of_the_sampled_tokens(
     name: str, model: str, layout: str, tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if layout == "padded":
-        monkeypatch.setattr("gspo.learner.batch.reads_packed", lambda model: False)
+        monkeypatch.setattr("gspo.learner.batch.supports_packing", lambda model: False)
     settings = (f"model.build={model}", "rollout.temperature=0.8", "learner.micro_batch_tokens=60")
     parts = parts_of(tiny(*OBJECTIVES[name], *settings))
     parts = replace(parts, optimizer=Sgd(in_double(parts)))
@@ -198,7 +198,7 @@ def test_routing_replay_finds_the_experts_of_every_token(
     layout: str, tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if layout == "padded":
-        monkeypatch.setattr("gspo.learner.batch.reads_packed", lambda model: False)
+        monkeypatch.setattr("gspo.learner.batch.supports_packing", lambda model: False)
     parts = parts_of(tiny("model.build=tiny_moe", "routing.replay=sampler"))
     model = in_double(parts)
     weights = {name: value.clone() for name, value in model.state_dict().items()}

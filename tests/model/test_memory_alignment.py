@@ -134,10 +134,10 @@ def test_completions_log_probs_and_gradients_are_bitwise_identical_at_every_offs
         options = ("rollout.prompts=1", "rollout.engine_options.slots=1", "learner.mini_batches=1")
         parts, gradients = parts_of(tiny("model.build=", f"model.path={path}", *options, run_dir=f"at{offset}")), []
         collected = collect(parts, RolloutState(), clock=Clock())
-        learned = learn(parts, collected.gathered.groups, step=1)
+        learned = learn(parts, collected.rollouts.groups, step=1)
         assert learned is not None
         assert misaligned_in(parts.policy.model) == []
-        completions = [c for g in collected.gathered.sampled for c in g.completions]
+        completions = [c for g in collected.rollouts.sampled for c in g.completions]
         seen.append(([(c.token_ids, c.logp_sampler) for c in completions], learned.tokens.logp_N, gradients))
     for completions, logp_N, gradients in seen[1:]:
         assert completions == seen[0][0]

@@ -16,7 +16,7 @@ from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError
 from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import make_plan
-from gspo.model.lm_head import keeps_last
+from gspo.model.lm_head import supports_logits_to_keep
 from gspo.model.load import Policy, char_tokenizer, load_policy, load_tokenizer
 from gspo.model.micro_batch import TokenSequence
 from gspo.trainer import train
@@ -172,10 +172,10 @@ def test_log_probs_are_read_at_their_positions_however_a_forward_treats_the_opti
     from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 
     config = saved(tmp_path, "gemma2")  # soft-capped logits: the head cannot be bypassed
-    assert keeps_last(loaded(config).model)
+    assert supports_logits_to_keep(loaded(config).model)
     monkeypatch.setattr(Gemma2ForCausalLM, "forward", how(Gemma2ForCausalLM.forward))
     model = loaded(config).model
-    assert not keeps_last(model)
+    assert not supports_logits_to_keep(model)
     row = TokenSequence(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(10, 11, 1))
     plan = make_plan([row], range(1), mini_batches=1, token_budget=100, pad_id=0, seed="", packed=False)
     logp_N, _ = plan_logprobs(model, plan, 1.0, torch.device("cpu"))

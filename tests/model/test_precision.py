@@ -32,7 +32,7 @@ def test_the_dtypes_of_training(
         return step(self, **options)
 
     monkeypatch.setattr(Optimizer, "step", recording)
-    learned = learn(parts, collect(parts, RolloutState(), clock=Clock()).gathered.groups, step=1)
+    learned = learn(parts, collect(parts, RolloutState(), clock=Clock()).rollouts.groups, step=1)
     assert learned is not None
     assert seen == {torch.float32}
     weights = dict(parts.policy.model.named_parameters())

@@ -18,7 +18,7 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError
 from gspo.model.load import _routers, load_policy, load_tokenizer
 from gspo.model.memory_alignment import align
-from gspo.model.routing import ForcedExperts, Routers, changed, check_replay, find_routers, says_it_routes
+from gspo.model.routing import ForcedExperts, Routers, check_replay, count_expert_changes, find_routers, says_it_routes
 from gspo.types import Routes
 
 ALL = {**FAMILIES, **SMOKE}
@@ -564,7 +564,7 @@ def test_changed_counts_experts_in_any_order(data: Any, experts: int, layers: in
     a, b = choices(), choices()
     expected = [sum(len(set(x) - set(y)) for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True)]
     for dtype in (torch.uint8, torch.int16):
-        assert changed(torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)).tolist() == expected
+        assert count_expert_changes(torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)).tolist() == expected
 
 
 def test_a_logit_that_happens_to_be_0_is_still_a_logit() -> None:

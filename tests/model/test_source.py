@@ -15,7 +15,7 @@ from gspo import hub
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 from gspo.model.load import build_model, load_policy, load_tokenizer
-from gspo.model.source import location, weights_fingerprint
+from gspo.model.source import resolve_model_source, weights_fingerprint
 
 HOST = "hub.invalid"
 
@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_downloaded_fails_immediately(offline: Path, name
 def test_a_cached_model_is_used(offline: Path) -> None:
     snapshot = cached_model(offline, "someone/some-model")
     config = ModelConfig(path="someone/some-model", dtype="float32")
-    assert location(config) == (str(snapshot), {})
+    assert resolve_model_source(config) == (str(snapshot), {})
     policy = load_policy(config, load_tokenizer(config), seed=0)
     assert policy.stop_ids
     assert weights_fingerprint(config) == ""  # the same with and without a network
@@ -73,9 +73,9 @@ def test_with_a_proxy_or_a_network_the_hub_resolves_the_name(offline: Path, monk
     config = ModelConfig(path="someone/some-model")
     with monkeypatch.context() as patch:
         patch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.invalid"})
-        assert location(config) == ("someone/some-model", {})
+        assert resolve_model_source(config) == ("someone/some-model", {})
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given: [])
-    assert location(config) == ("someone/some-model", {})
+    assert resolve_model_source(config) == ("someone/some-model", {})
 
 
 def test_contradicting_model_files_are_reported_in_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
 from gspo.objectives.rounding import clip_limit, rounding_noise
-from gspo.objectives.samples import trainable
+from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
 from gspo.record.metrics import step_metrics
@@ -96,14 +96,14 @@ def test_completions_of_older_weights_are_not_noise(tiny: Callable[..., Config],
     parts = parts_of(tiny())
     collected = collect(parts, RolloutState(), clock=Clock())
     parts.optimizer.updates += 1
-    learned = learn(parts, collected.gathered.groups, step=1)
+    learned = learn(parts, collected.rollouts.groups, step=1)
     assert learned is not None
     assert learned.rounding_N is None
 
 
 def _metrics(parts: Any) -> dict[str, Any]:
     collected = collect(parts, RolloutState(), clock=Clock())
-    learned = learn(parts, collected.gathered.groups, step=1)
+    learned = learn(parts, collected.rollouts.groups, step=1)
     assert learned is not None
     return combined([step_metrics(parts.objective, collected, learned)])
 
@@ -115,8 +115,8 @@ def test_rounding_noise_has_the_size_of_the_noise_in_real_ratios(
     """The true noise is the log-ratio of a weight change in bfloat16 minus the log-ratio of the same change in
     float32."""
     parts = parts_of(tiny(f"model.build={build_as}", "model.dtype=bfloat16", "rollout.max_tokens=24"))
-    groups = collect(parts, RolloutState(), clock=Clock()).gathered.groups
-    samples = trainable(groups, parts.objective, max_tokens=24)
+    groups = collect(parts, RolloutState(), clock=Clock()).rollouts.groups
+    samples = train_samples(groups, parts.objective, max_tokens=24)
     plan, model = plan_batch(parts, samples, 1), parts.policy.model
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():

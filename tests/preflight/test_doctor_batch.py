@@ -193,7 +193,7 @@ def test_the_completions_are_those_of_the_first_step(tiny: Callable[..., Config]
 
     config = tiny()
     groups = examined(config, *SAMPLED, value=varied).case.groups
-    sampled = collect(parts_of(config), RolloutState(), clock=Clock()).gathered.sampled
+    sampled = collect(parts_of(config), RolloutState(), clock=Clock()).rollouts.sampled
     assert [g.prompt.id for g in groups] == [g.prompt.id for g in sampled]
     assert [c.text for g in groups for c in g.completions] == [c.text for g in sampled for c in g.completions]
 

@@ -65,7 +65,7 @@ def step(request: Any, tiny: Callable[..., Config], parts_of: Any, tmp_path: Pat
     (tmp_path / "some.py").write_text(SOME)
     parts: RunContext = parts_of(tiny(*(_with_files(override, tmp_path) for override in request.param)))
     collected = collect(parts, RolloutState(), clock=Clock())
-    learned = learn(parts, collected.gathered.groups, step=1)
+    learned = learn(parts, collected.rollouts.groups, step=1)
     assert learned is not None
     return parts.objective, noted(collected), learned
 
@@ -77,11 +77,11 @@ def _with_files(override: str, folder: Path) -> str:
 
 def noted(collected: CollectResult) -> CollectResult:
     """With notes on some completions, one of them on a single one."""
-    groups = collected.gathered.groups
+    groups = collected.rollouts.groups
     words = {0: ("even", "once"), 2: ("even",)}
     first = [replace(s, notes={"code": words[i]} if i in words else {}) for i, s in enumerate(groups[0].scores)]
-    gathered = replace(collected.gathered, groups=(replace(groups[0], scores=first), *groups[1:]))
-    return replace(collected, gathered=gathered)
+    rollouts = replace(collected.rollouts, groups=(replace(groups[0], scores=first), *groups[1:]))
+    return replace(collected, rollouts=rollouts)
 
 
 # ---------------------------------------------------------------------------- splitting
@@ -107,7 +107,7 @@ def split(
     collected: CollectResult, learned: LearnResult, ranks: int
 ) -> Iterator[tuple[CollectResult, LearnResult | None]]:
     """Group i on rank i modulo `ranks`. A rank with nothing to train on has learned nothing, or from zero tokens."""
-    kept, discarded = collected.gathered.groups, collected.gathered.discarded
+    kept, discarded = collected.rollouts.groups, collected.rollouts.discarded
     rows = [[i for i, s in enumerate(learned.samples) if s.group % ranks == rank] for rank in range(ranks)]
     learners = [rank for rank in range(ranks) if rows[rank] or rank % 2]
     for rank in range(ranks):
@@ -118,7 +118,7 @@ def split(
         part = None
         if rank in learners:
             part = part_of(learned, rows[rank], ranks, learners.index(rank), len(learners))
-        yield replace(collected, gathered=batch, decoded=decoded), part
+        yield replace(collected, rollouts=batch, decoded=decoded), part
 
 
 def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int, learners: int) -> LearnResult:
@@ -188,9 +188,9 @@ CARRIED = {
 
 def test_every_metric_is_reduced_as_its_definition_says(step: Step) -> None:
     objective, collected, learned = step
-    completions = sum(len(g.completions) for g in collected.gathered.sampled)
+    completions = sum(len(g.completions) for g in collected.rollouts.sampled)
     limits = {
-        Reduction.GROUP_MEAN: (1, len(collected.gathered.sampled)),
+        Reduction.GROUP_MEAN: (1, len(collected.rollouts.sampled)),
         Reduction.COMPLETION_MEAN: (1, completions),
         Reduction.TOKEN_MEAN: (len(learned.samples) + 1, math.inf),
     }
@@ -207,7 +207,7 @@ def test_what_a_run_writes_besides_is_the_same_on_all_ranks(
 ) -> None:
     parts = parts_of(tiny(run_dir="parts"))
     collected = collect(parts, RolloutState(), clock=Clock())
-    learned = learn(parts, collected.gathered.groups, step=1)
+    learned = learn(parts, collected.rollouts.groups, step=1)
     carried = combined([step_metrics(parts.objective, collected, learned)])
     written = read_jsonl(train(tiny("steps=1"), display).run / "metrics.jsonl")[1]
     assert set(carried) < set(written)

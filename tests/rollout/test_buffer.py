@@ -17,7 +17,7 @@ from gspo.step import collect
 
 def batch(number: int, cursor: int = 0) -> CollectResult:
     nothing = RolloutBatch(groups=(), discarded=())
-    return CollectResult(gathered=nothing, version=0, after=RolloutState(batch=number, cursor=cursor))
+    return CollectResult(rollouts=nothing, version=0, after=RolloutState(batch=number, cursor=cursor))
 
 
 def test_batches_are_taken_in_the_order_in_which_they_were_put() -> None:
@@ -82,4 +82,4 @@ def test_an_interrupted_batch_is_collected_again_with_the_same_completions(
     assert len(buffer) == 0
     assert buffer.end == RolloutState()
     buffer.put(collect(context, buffer.end, clock=Clock()))
-    assert buffer.take().gathered == collect(context, RolloutState(), clock=Clock()).gathered
+    assert buffer.take().rollouts == collect(context, RolloutState(), clock=Clock()).rollouts

@@ -138,4 +138,4 @@ def test_the_doctor_measures_its_last_chunk(timed: Any) -> None:
     list(check_sampling(case))
     assert case.pace is not None
     assert (case.pace.completions, case.pace.rollout_s, case.pace.reward_s) == (16, 10, 3)
-    assert case.groups == list(collect(context, RolloutState(), clock=Clock()).gathered.sampled)
+    assert case.groups == list(collect(context, RolloutState(), clock=Clock()).rollouts.sampled)

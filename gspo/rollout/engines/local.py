@@ -39,6 +39,9 @@ from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
 
+# Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream.
+_REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY = _FIELDS = range(5)
+
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
     """`slots` completions are decoded together; prompts are prefilled in batches of about `prefill_tokens` tokens."""
@@ -234,8 +237,7 @@ class _Batch:
         self.prefill_tokens = prefill_tokens
         device = model.device
         requests = len(queue.place_B)
-        # Rows: request, input token, its position, number of tokens sampled, random stream.
-        self.state = torch.zeros(5, slots, dtype=torch.int64, device=device)
+        self.state = torch.zeros(len(_FIELDS), slots, dtype=torch.int64, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         lengths = [len(queue.prompt_U[u]) - 1 for u in queue.prompt_of_B]
         last = [queue.prompt_U[u][-1] for u in queue.prompt_of_B]
@@ -269,7 +271,6 @@ class _Batch:
     def _admit(self) -> None:
         """Admit waiting requests, a few at a time: admitting one costs about as much as admitting ten."""
         waiting = len(self.queue.place_B) - self.admitted
-        # Wait until a sixteenth of the slots is free.
         if self.slots - self.live < min(waiting, max(1, self.slots // 16)):
             return
         while waiting and self.live < self.slots:
@@ -312,7 +313,8 @@ class _Batch:
             self.routes.add_step(routes_RLK, request_R, sampled_R, self.token_BT.shape[1])
         # In place: `input_R` is a view of the state.
         input_R.copy_(token_R)
-        self.state[2:4, : self.live] += 1  # position and number of sampled tokens; `sampled_R` is a view of the latter
+        # Both fields in one operation. `sampled_R` is a view of the second, so it counts this token from here on.
+        self.state[_POSITION : _SAMPLED + 1, : self.live] += 1
         self.columns += 1
         self.most_sampled += 1
         self.steps += 1
@@ -335,8 +337,8 @@ class _Batch:
 
     def _retire(self, finished_R: Tensor, stopped_R: Tensor) -> None:
         """Record the finished rows and fill their holes with the last live rows."""
-        request_R = self.state[0, : self.live]
-        sampled_R = self.state[3, : self.live]
+        request_R = self.state[_REQUEST, : self.live]
+        sampled_R = self.state[_SAMPLED, : self.live]
         self.length_B[request_R[finished_R]] = sampled_R[finished_R]
         self.stopped_B[request_R[finished_R]] = stopped_R[finished_R]
         remaining = int((~finished_R).sum())
@@ -348,7 +350,7 @@ class _Batch:
             self.decode_state.move(source, hole, self.columns - 1)
         self.live = remaining
         if remaining:
-            last_position, self.most_sampled = self.state[2:4, :remaining].amax(1).tolist()
+            last_position, self.most_sampled = self.state[_POSITION : _SAMPLED + 1, :remaining].amax(1).tolist()
             self.columns = last_position + 1
         else:
             self.columns = 0

@@ -65,9 +65,9 @@ def agreement(
     """Compare a step with its record."""
     old, new, tokens, other = _logp_differences(recorded, learned)
     # The metrics of a batch do not depend on its version and on its place in the data order, which are not known here.
-    collected = CollectResult(gathered=recorded.gathered, version=0, after=RolloutState())
+    collected = CollectResult(rollouts=recorded.rollouts, version=0, after=RolloutState())
     recomputed = combined([step_metrics(objective, collected, learned)])
-    routed = any(c.routes for g in recorded.gathered.groups for c in g.completions)
+    routed = any(c.routes for g in recorded.rollouts.groups for c in g.completions)
     skipped = (
         () if routed else ("routing/flip_fraction_sampler",)
     )  # needs the sampler's experts, which are not recorded

@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import loss_of, select
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import TrainSample, keeps_group, trainable
+from gspo.objectives.samples import TrainSample, keeps_group, train_samples
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.types import Group
 
@@ -115,7 +115,7 @@ def _trainable(objective: Objective, view: MiniBatchView) -> list[tuple[int, Tra
     groups = [(rows, _group([view.samples[i] for i in rows])) for rows in rows_by_group.values()]
     # Each objective applies its own filters, as it would in a run of its own.
     kept = [(rows, group) for rows, group in groups if keeps_group(objective, group)]
-    samples = trainable([group for _, group in kept], objective, max_tokens=view.max_tokens)
+    samples = train_samples([group for _, group in kept], objective, max_tokens=view.max_tokens)
     return [(kept[sample.group][0][sample.sample], sample) for sample in samples]
 
 

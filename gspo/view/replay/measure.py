@@ -19,7 +19,7 @@ from gspo.context import LearnContext
 from gspo.learner.batch import TrainBatch, selection_seed
 from gspo.learner.forward import plan_logprobs
 from gspo.objectives.objective import Objective
-from gspo.objectives.samples import trainable
+from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.types import Group
 from gspo.view.replay.candidates import Candidate
@@ -215,7 +215,7 @@ def _view(
         logp_ref_N = plan_logprobs(reference, batch.plan, batch.temperature, policy.device)[0]
     return MiniBatchView(
         tokens=replace(tokens, logp_N=logp_N, entropy_N=entropy_N, logp_ref_N=logp_ref_N),
-        samples=trainable(groups, learner.objective, max_tokens=config.rollout.max_tokens),
+        samples=train_samples(groups, learner.objective, max_tokens=config.rollout.max_tokens),
         rows=frozenset(row for micro in batch.plan.updates[index] for row in micro.sequence_ids),
         max_tokens=config.rollout.max_tokens,
         seed=selection_seed(batch, index),

@@ -88,7 +88,7 @@ def _learn(
             hook(learner, recorded, batch, index)
 
     try:
-        return learn(learner, recorded.gathered.groups, step=step, before_update=before_update)
+        return learn(learner, recorded.rollouts.groups, step=step, before_update=before_update)
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -109,7 +109,7 @@ def _read_step(source: Source, step: int, learner: LearnContext) -> StepRecord:
     )
     # An index outside the embedding would be an opaque indexing error, or a device-side assert on a GPU.
     vocabulary = learner.policy.model.get_input_embeddings().weight.shape[0]
-    ids = [i for g in recorded.gathered.sampled for c in g.completions for i in c.token_ids]
+    ids = [i for g in recorded.rollouts.sampled for c in g.completions for i in c.token_ids]
     if not all(0 <= i < vocabulary for i in ids):
         raise DataError(
             f"{file}: contains tokens outside the model's vocabulary; the file is damaged, or the checkpoint belongs "

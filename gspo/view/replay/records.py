@@ -37,7 +37,7 @@ class LearnRecord:
 class StepRecord:
     """A step's completions."""
 
-    gathered: RolloutBatch
+    rollouts: RolloutBatch
     trained: Mapping[tuple[int, int], LearnRecord]
     """By (group, index in the group), for the completions that were trained on."""
 
@@ -69,7 +69,7 @@ def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, r
         for index, line in enumerate(lines)
         if line["trained"]
     }
-    return StepRecord(gathered=batch, trained=trained)
+    return StepRecord(rollouts=batch, trained=trained)
 
 
 REQUIRED_FIELDS = (

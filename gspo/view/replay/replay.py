@@ -94,7 +94,7 @@ def compute(request: Request) -> Replay:
     measurement = _Measurement(source, request, step, sweeps)
     rebuilt = rebuild(source, step, start, device=request.device, before_update=measurement, say=_say)
     assert measurement.numbers is not None
-    sampled = sum(len(g.completions) for g in measurement.recorded.gathered.sampled)
+    sampled = sum(len(g.completions) for g in measurement.recorded.rollouts.sampled)
     return Replay(
         run=source.path,
         step=step,
@@ -151,7 +151,7 @@ class _Measurement:
         found, reference = self._with_reference(learner, found)
         self.numbers = measure(
             learner,
-            recorded.gathered.groups,
+            recorded.rollouts.groups,
             batch,
             index,
             step=self.step,

@@ -63,7 +63,7 @@ def at(run: Path) -> Snapshot:
         reference, _ = load_reference(open_run(run), None)
         found, more = (candidates(learner.config, learner.objective, text)[0] for text in ("all", "gspo+entropy=0.01"))
         found += more[1:]
-        groups = recorded.gathered.groups
+        groups = recorded.rollouts.groups
         view = _view(learner, groups, batch, index, STEP, reference)
         by_candidate = [coefficients(c.objective, view) for c in found]
         directions = [Direction(logp_N=c.logp_N, entropy_N=c.entropy_N) for c in by_candidate]
