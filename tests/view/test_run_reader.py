@@ -177,7 +177,7 @@ def test_tokens_that_were_not_sampled_have_no_values(tmp_path: Path) -> None:
     assert found["sampled"] == [1, 1, 0, 0, 1, 1]
     assert found["logp_old"] == [-0.1, -0.2, None, None, -0.3, -0.4]
     assert found["length"] == 4
-    assert completions.find(5, order="length")["replies"][0]["excerpt"] == "abcde"
+    assert completions.find(5, order="length")["completions"][0]["excerpt"] == "abcde"
     for number in range(2, 6):
         shown = completions.completion(5, number, 0)
         assert shown is not None
