@@ -1,7 +1,7 @@
 """The data: files, fields, counts, bad rows, overlap, prompt lengths.
 
-In: a case. Out: findings, and the problems of the run. Invariant: rows and fields are checked even without a tokenizer
-(a model that does not load); a placeholder tokenizer takes its place.
+In: the context. Out: findings, and the problems of the run. Invariant: rows and fields are checked even without a
+tokenizer (a model that does not load); a placeholder tokenizer takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from gspo.data.problems import Problems, load_problems
 from gspo.errors import DataError
 from gspo.model.load import position_limit
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import pluralize
 from gspo.types import Prompt
@@ -40,10 +40,10 @@ class RowTokenizer:
         return {"input_ids": [0] if isinstance(texts, str) else [[0] for _ in texts]}
 
 
-def check_data(case: Case) -> Iterator[Finding]:
-    config = case.config.data
-    tokenizer = case.tokenizer or RowTokenizer()
-    case.problems = problems = load_problems(config, tokenizer, case.config.seed)
+def check_data(context: PreflightContext) -> Iterator[Finding]:
+    config = context.config.data
+    tokenizer = context.tokenizer or RowTokenizer()
+    context.problems = problems = load_problems(config, tokenizer, context.config.seed)
     source = config.path or (f"hub data set {config.hub}" if config.hub else f"task {config.task}")
     answers = sum("answer" in p.columns for p in problems.train)
     fields = sorted(set().union(*(p.columns for p in problems.train)))
@@ -56,19 +56,19 @@ def check_data(case: Case) -> Iterator[Finding]:
         skipped=problems.skipped,
         overlapping=problems.overlapping,
     )
-    yield from _dropped(case, problems, tokenizer)
-    yield from _repeated(case, problems)
-    yield from _held_out(case, problems)
+    yield from _dropped(context, problems, tokenizer)
+    yield from _repeated(context, problems)
+    yield from _held_out(context, problems)
 
 
-def _dropped(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
+def _dropped(context: PreflightContext, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
     rows = len(problems.train) + len(problems.held_out) + problems.skipped
     if problems.skipped:
         level = warning if problems.skipped > MANY * rows else note
         yield level(
             f"{problems.skipped} of {rows} rows are bad and will be skipped (data.on_bad_row = skip).",
             "Look at the first of them below: the cause may be a wrong field name or limit, which is easy to fix.",
-            detail=_first_errors(case, tokenizer),
+            detail=_first_errors(context, tokenizer),
             skipped=problems.skipped,
         )
     if problems.crowded:
@@ -81,18 +81,18 @@ def _dropped(case: Case, problems: Problems, tokenizer: Any) -> Iterator[Finding
         )
 
 
-def _first_errors(case: Case, tokenizer: Any) -> list[str]:
+def _first_errors(context: PreflightContext, tokenizer: Any) -> list[str]:
     # Loading again, strictly, is the simplest way to get the messages.
-    strict = dataclasses.replace(case.config.data, on_bad_row="error")
+    strict = dataclasses.replace(context.config.data, on_bad_row="error")
     try:
-        load_problems(strict, tokenizer, case.config.seed)
+        load_problems(strict, tokenizer, context.config.seed)
     except DataError as error:
         return str(error).splitlines()[1:4]
     return []
 
 
-def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
-    config = case.config
+def _repeated(context: PreflightContext, problems: Problems) -> Iterator[Finding]:
+    config = context.config
     count = len(problems.train)
     # By text: rows may differ in their answers and still be the same question.
     text, times = Counter(p.text for p in problems.train).most_common(1)[0]
@@ -114,9 +114,9 @@ def _repeated(case: Case, problems: Problems) -> Iterator[Finding]:
         yield ok(f"{config.steps} steps of {config.rollout.prompts} prompts visit each problem {visits:.2g} times.")
 
 
-def _held_out(case: Case, problems: Problems) -> Iterator[Finding]:
+def _held_out(context: PreflightContext, problems: Problems) -> Iterator[Finding]:
     count = len(problems.held_out)
-    if case.config.eval.every and 0 < count < 100:
+    if context.config.eval.every and 0 < count < 100:
         # Half-width of the 95 % interval of a proportion, which is widest at 50 %.
         points = 100 * 1.96 * math.sqrt(0.25 / count)
         yield note(
@@ -125,12 +125,12 @@ def _held_out(case: Case, problems: Problems) -> Iterator[Finding]:
         )
 
 
-def check_lengths(case: Case) -> Iterator[Finding]:
-    assert case.problems is not None
-    prompts = [*case.problems.train, *case.problems.held_out]
+def check_lengths(context: PreflightContext) -> Iterator[Finding]:
+    assert context.problems is not None
+    prompts = [*context.problems.train, *context.problems.held_out]
     lengths = sorted(len(p.token_ids) for p in prompts)
-    limit = case.config.data.max_prompt_tokens
-    completion = case.config.rollout.max_tokens
+    limit = context.config.data.max_prompt_tokens
+    completion = context.config.rollout.max_tokens
     longest = max(prompts, key=lambda p: len(p.token_ids))
     yield ok(
         f"The median prompt has {statistics.median(lengths):g} tokens and the longest {lengths[-1]} "
@@ -138,8 +138,8 @@ def check_lengths(case: Case) -> Iterator[Finding]:
         median=statistics.median(lengths),
         longest=lengths[-1],
     )
-    yield from _unknown(case, prompts)
-    positions = position_limit(case.skeleton) if case.skeleton is not None else None
+    yield from _unknown(context, prompts)
+    positions = position_limit(context.skeleton) if context.skeleton is not None else None
     if positions is not None and lengths[-1] + completion > positions:
         yield fail(
             f"Prompt {longest.id} has {lengths[-1]} tokens; with rollout.max_tokens = {completion} it exceeds the "
@@ -155,9 +155,9 @@ def check_lengths(case: Case) -> Iterator[Finding]:
         )
 
 
-def _unknown(case: Case, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _unknown(context: PreflightContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Prompts with characters that the tokenizer has no token for."""
-    unknown = getattr(case.tokenizer, "unk_token_id", None)
+    unknown = getattr(context.tokenizer, "unk_token_id", None)
     # Byte-level tokenizers have no unknown token, and lose nothing.
     lost = [p for p in prompts if unknown is not None and unknown in p.token_ids]
     if lost:

@@ -1,6 +1,6 @@
 """Disk space for checkpoints and rollouts, and a run directory that can be used.
 
-In: a case. Out: findings. Invariant: the checks create and write nothing.
+In: the context. Out: findings. Invariant: the checks create and write nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.learner.checkpoint import size_of
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
 
@@ -23,18 +23,18 @@ TEXT_BYTES = 4
 """Bytes per token of text."""
 
 
-def check_disk(case: Case) -> Iterator[Finding]:
-    place = existing(case)
+def check_disk(context: PreflightContext) -> Iterator[Finding]:
+    place = existing(context)
     free = shutil.disk_usage(place).free
-    each, count = checkpoint_bytes(case), checkpoints(case)
-    logged = rollout_bytes(case)
-    steps = case.config.steps
+    each, count = checkpoint_bytes(context), checkpoints(context)
+    logged = rollout_bytes(context)
+    steps = context.config.steps
     need = each * count + logged * steps
-    masters = ", float32 masters" if _low_precision(case) else ""
-    disabled = "" if case.config.log.rollouts else " (log.rollouts = false)"
+    masters = ", float32 masters" if _low_precision(context) else ""
+    disabled = "" if context.config.log.rollouts else " (log.rollouts = false)"
     detail = [
         f"{'checkpoints':<24} {human(each * count):>8}   {count} x {human(each)} (weights, moments{masters}); "
-        f"{_kept(case)}",
+        f"{_kept(context)}",
         f"{'rollouts':<24} {human(logged * steps):>8}   {steps} steps x {human(logged)}{disabled}",
     ]
     sentence = f"The run writes about {human(need)}; {human(free)} are free at {place}."
@@ -49,46 +49,46 @@ def check_disk(case: Case) -> Iterator[Finding]:
         yield ok(sentence, detail=detail, **numbers)
 
 
-def checkpoint_bytes(case: Case) -> float:
+def checkpoint_bytes(context: PreflightContext) -> float:
     """One checkpoint: the model, two float32 moments, and float32 masters for weights in lower precision."""
-    return size_of(case.skeleton)
+    return size_of(context.skeleton)
 
 
-def checkpoints(case: Case) -> int:
+def checkpoints(context: PreflightContext) -> int:
     """The largest number at a time: those kept, the one being written, and a reference model that the run creates."""
-    config = case.config
+    config = context.config
     # The checkpoint of step 0, and one more if the last step is not a multiple of checkpoint.every.
     written = 2 + config.steps // config.checkpoint.every
     kept = written if not config.checkpoint.keep else min(written, config.checkpoint.keep + 1)
     creates_reference = bool(config.model.build or config.cold_start.steps)
-    return kept + (case.objective is not None and bool(case.objective.kl) and creates_reference)
+    return kept + (context.objective is not None and bool(context.objective.kl) and creates_reference)
 
 
-def rollout_bytes(case: Case) -> float:
+def rollout_bytes(context: PreflightContext) -> float:
     """Bytes that a step writes to `rollouts/`."""
-    if not case.config.log.rollouts:
+    if not context.config.log.rollouts:
         return 0.0
     # Discarded groups are written, too.
-    refill = case.config.rollout.refill_budget if case.objective and case.objective.keep == "mixed" else 1
-    text = TEXT_BYTES * (case.longest_prompt + case.completion_length)
-    return case.completions * refill * (COMPLETION_BYTES + TOKEN_BYTES * case.completion_length + text)
+    refill = context.config.rollout.refill_budget if context.objective and context.objective.keep == "mixed" else 1
+    text = TEXT_BYTES * (context.longest_prompt + context.completion_length)
+    return context.completions * refill * (COMPLETION_BYTES + TOKEN_BYTES * context.completion_length + text)
 
 
-def _kept(case: Case) -> str:
-    keep = case.config.checkpoint.keep
+def _kept(context: PreflightContext) -> str:
+    keep = context.config.checkpoint.keep
     return f"checkpoint.keep = {keep}, and one being written" if keep else "checkpoint.keep = 0 keeps all of them"
 
 
-def _low_precision(case: Case) -> bool:
-    return any(p.element_size() < 4 for p in case.skeleton.parameters())
+def _low_precision(context: PreflightContext) -> bool:
+    return any(p.element_size() < 4 for p in context.skeleton.parameters())
 
 
 # ------------------------------------------------------------------------------------------------- the directory
 
 
-def check_directory(case: Case) -> Iterator[Finding]:
-    given = case.config.run_dir
-    place = existing(case)
+def check_directory(context: PreflightContext) -> Iterator[Finding]:
+    given = context.config.run_dir
+    place = existing(context)
     # The same conditions as in `RunDir.create`, which would create the directory.
     if given and (Path(given) / "config.toml").exists():
         remedy = f"Continue it with 'gspo train --resume {given}', or choose another --run-dir."
@@ -99,10 +99,10 @@ def check_directory(case: Case) -> Iterator[Finding]:
     elif not os.access(place, os.W_OK | os.X_OK):
         yield fail(f"{place} cannot be written to.", "Choose another --run-dir.")
     else:
-        yield ok(f"{given or f'runs/{case.config.name}-DATE-TIME'} can be created. The doctor has created nothing.")
+        yield ok(f"{given or f'runs/{context.config.name}-DATE-TIME'} can be created. The doctor has created nothing.")
 
 
-def existing(case: Case) -> Path:
+def existing(context: PreflightContext) -> Path:
     """The nearest existing parent of the directory that the run would create."""
-    path = Path(case.config.run_dir or "runs").absolute()
+    path = Path(context.config.run_dir or "runs").absolute()
     return next(p for p in (path, *path.parents) if p.is_dir())

@@ -16,7 +16,7 @@ from gspo.config import find_recipe, override, read_toml
 from gspo.errors import GspoError
 from gspo.objectives.objective import ObjectiveWarning
 from gspo.preflight import data, disk, memory, model, ratio, rewards, sampling, settings, step_time, tokens
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, warning
 from gspo.reward.function import RewardWarning, describe
 
@@ -32,17 +32,17 @@ MISSING = {
     "groups": "no completions were sampled",
     "objective": "the objective could not be built",
 }
-"""Why a component of the case is `None`."""
+"""Why a component of the context is `None`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A named check of a case."""
+    """A named check of the context."""
 
     name: str
-    run: Callable[[Case], Iterable[Finding]]
+    run: Callable[[PreflightContext], Iterable[Finding]]
     needs: tuple[str, ...] = ()
-    """Components of the case that must have been built."""
+    """Components of the context that must have been built."""
     weights: bool = False
     """Whether it needs the model's weights; `--quick` skips it."""
 
@@ -85,11 +85,13 @@ def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int 
         show(refused)
         return [refused]
     with ExitStack() as stack:
-        return run_checks(Case(config=config, prompts=prompts, stack=stack), quick=quick, show=show)
+        return run_checks(PreflightContext(config=config, prompts=prompts, stack=stack), quick=quick, show=show)
 
 
-def run_checks(case: Case, checks: Iterable[Check] = CHECKS, *, quick: bool = False, show: Show) -> list[Finding]:
-    """All checks that can be run on a case, in their order."""
+def run_checks(
+    context: PreflightContext, checks: Iterable[Check] = CHECKS, *, quick: bool = False, show: Show
+) -> list[Finding]:
+    """All checks that can be run on the context, in their order."""
     findings: list[Finding] = []
     skipped: dict[str, list[str]] = {}
 
@@ -98,27 +100,27 @@ def run_checks(case: Case, checks: Iterable[Check] = CHECKS, *, quick: bool = Fa
         show(finding)
 
     for check in checks:
-        missing = next((need for need in check.needs if getattr(case, need) is None), None)
+        missing = next((need for need in check.needs if getattr(context, need) is None), None)
         # First, so that --quick gives this reason and not a component that it did not build.
         if quick and check.weights:
             skipped.setdefault("skipped by --quick", []).append(check.name)
         elif missing:
             skipped.setdefault(MISSING[missing], []).append(check.name)
         else:
-            for finding in run_check(check, case):
+            for finding in run_check(check, context):
                 report(finding)
     for reason, names in skipped.items():
         report(replace(note(f"{', '.join(names)}: {reason}."), check="not checked"))
     return findings
 
 
-def run_check(check: Check, case: Case) -> Iterator[Finding]:
+def run_check(check: Check, context: PreflightContext) -> Iterator[Finding]:
     """The findings of a check, including its warnings and errors."""
     # A warning of the run's own code is a finding; the user would otherwise see it only in the log of the run.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for finding in check.run(case):
+            for finding in check.run(context):
                 yield replace(finding, check=check.name)
         except GspoError as error:
             yield _refused(check.name, error)

@@ -31,7 +31,7 @@ from typing import Any
 from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
 from gspo.model.lm_head import lm_head
 from gspo.model.quantization import BITS, linear_layers
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
 from gspo.rollout.engine import engine_traits
@@ -138,11 +138,11 @@ def activation_bytes(shape: Shape, size: int, width: int, *, checkpointing: bool
     return shape.layers * shape.hidden * size + 1.2 * layer if checkpointing else shape.layers * layer
 
 
-def largest_micro_batch(case: Case) -> tuple[int, int]:
+def largest_micro_batch(context: PreflightContext) -> tuple[int, int]:
     """(rows, width) of the largest micro-batch: the longest prompt, completions at their token limit."""
-    learner, rollout = case.config.learner, case.config.rollout
-    width = case.longest_prompt + rollout.max_tokens
-    rows = -(-case.completions // learner.mini_batches)
+    learner, rollout = context.config.learner, context.config.rollout
+    width = context.longest_prompt + rollout.max_tokens
+    rows = -(-context.completions // learner.mini_batches)
     # At least one row: a sequence that is longer than the budget is still trained on.
     return min(rows, max(1, learner.micro_batch_tokens // width)), width
 
@@ -154,20 +154,20 @@ def weight_bytes(skeleton: Any, quantize: str) -> float:
     return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
 
 
-def estimate(case: Case, *, gpu: bool) -> Estimate:
+def estimate(context: PreflightContext, *, gpu: bool) -> Estimate:
     """The peak memory of a step."""
-    parameters = list(case.skeleton.parameters())
-    config = case.config.model
+    parameters = list(context.skeleton.parameters())
+    config = context.config.model
     n = sum(p.numel() for p in parameters)
     t = sum(p.numel() for p in parameters if p.requires_grad)
-    weights = weight_bytes(case.skeleton, config.quantize)
+    weights = weight_bytes(context.skeleton, config.quantize)
     each = "per trained weight" if t < n else "per weight"
     held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
     # Always float32, whatever the precision of the weights.
     held += [MemoryUse(name="optimizer moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
     if any(p.element_size() < 4 for p in parameters):
         held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
-    if case.objective is not None and case.objective.kl and not config.lora.rank:
+    if context.objective is not None and context.objective.kl and not config.lora.rank:
         held.append(
             MemoryUse(name="reference model", bytes=weights, how="a second copy of the weights, for objective.kl")
         )
@@ -176,23 +176,23 @@ def estimate(case: Case, *, gpu: bool) -> Estimate:
     return Estimate(
         held=tuple(held),
         phases={
-            "training": (gradients, *_training(case)),
+            "training": (gradients, *_training(context)),
             "the optimizer step": (gradients, *((temporary,) if gpu else ())),
-            "sampling": _sampling(case),
+            "sampling": _sampling(context),
         },
     )
 
 
-def _training(case: Case) -> tuple[MemoryUse, ...]:
-    shape = shape_of(case.skeleton)
-    size = next(case.skeleton.parameters()).element_size()
-    rows, width = largest_micro_batch(case)
-    checkpointing = case.config.model.gradient_checkpointing
-    per_token = case.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
-    completion = case.config.rollout.max_tokens
-    origin = "measured" if case.activation_bytes else "estimated"
+def _training(context: PreflightContext) -> tuple[MemoryUse, ...]:
+    shape = shape_of(context.skeleton)
+    size = next(context.skeleton.parameters()).element_size()
+    rows, width = largest_micro_batch(context)
+    checkpointing = context.config.model.gradient_checkpointing
+    per_token = context.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
+    completion = context.config.rollout.max_tokens
+    origin = "measured" if context.activation_bytes else "estimated"
     # Completion tokens only: no loss needs the logits of a prompt.
-    entries = logits_held(case, rows * completion, shape.vocabulary)
+    entries = logits_held(context, rows * completion, shape.vocabulary)
     logits = f"{entries / 1e6:,.4g}M of {rows} x {completion} completion tokens x {shape.vocabulary}"
     return (
         MemoryUse(
@@ -204,22 +204,22 @@ def _training(case: Case) -> tuple[MemoryUse, ...]:
     )
 
 
-def logits_held(case: Case, tokens: int, vocabulary: int) -> int:
+def logits_held(context: PreflightContext, tokens: int, vocabulary: int) -> int:
     """How many logits of these completion tokens are in memory at a time."""
-    if case.policy is not None and lm_head(case.policy.model) is None:
+    if context.policy is not None and lm_head(context.policy.model) is None:
         return tokens * vocabulary
-    held = HELD if case.device is not None and case.device.type == "cuda" else HELD_CPU
+    held = HELD if context.device is not None and context.device.type == "cuda" else HELD_CPU
     # A chunk is never narrower than 256 entries.
     return min(tokens * vocabulary, max(held, 256 * tokens))
 
 
-def _sampling(case: Case) -> tuple[MemoryUse, ...]:
-    if not engine_traits(case.config.rollout.engine).shares_weights:
+def _sampling(context: PreflightContext) -> tuple[MemoryUse, ...]:
+    if not engine_traits(context.config.rollout.engine).shares_weights:
         return ()
-    shape = shape_of(case.skeleton)
-    size = next(case.skeleton.parameters()).element_size()
-    slots = min(int(case.config.rollout.engine_options.get("slots", 256)), case.completions)
-    columns = case.longest_prompt + case.config.rollout.max_tokens
+    shape = shape_of(context.skeleton)
+    size = next(context.skeleton.parameters()).element_size()
+    slots = min(int(context.config.rollout.engine_options.get("slots", 256)), context.completions)
+    columns = context.longest_prompt + context.config.rollout.max_tokens
     return (
         MemoryUse(
             name="KV cache",
@@ -237,11 +237,11 @@ def _sampling(case: Case) -> tuple[MemoryUse, ...]:
 # ------------------------------------------------------------------------------------------------- the check
 
 
-def check_memory(case: Case) -> Iterator[Finding]:
-    assert case.free is not None
-    free, total = case.free
-    gpu = case.device is not None and case.device.type == "cuda"
-    need = estimate(case, gpu=gpu)
+def check_memory(context: PreflightContext) -> Iterator[Finding]:
+    assert context.free is not None
+    free, total = context.free
+    gpu = context.device is not None and context.device.type == "cuda"
+    need = estimate(context, gpu=gpu)
     place = "GPU memory" if gpu else "memory"
     detail = _table(need)
     sentence = (
@@ -253,14 +253,14 @@ def check_memory(case: Case) -> Iterator[Finding]:
         yield ok(sentence, detail=detail, **numbers)
         return
     # On a CPU there is no error to recover from: the kernel kills the process.
-    level = fail if need.peak > free and not (gpu and _one_row_fits(case, need, free)) else warning
-    yield level(sentence, _remedy(case, need, TIGHT * free), detail=detail, **numbers)
+    level = fail if need.peak > free and not (gpu and _one_row_fits(context, need, free)) else warning
+    yield level(sentence, _remedy(context, need, TIGHT * free), detail=detail, **numbers)
 
 
-def _one_row_fits(case: Case, need: Estimate, free: float) -> bool:
+def _one_row_fits(context: PreflightContext, need: Estimate, free: float) -> bool:
     """Whether a run on a GPU would still work: it splits micro-batches that do not fit, down to single rows."""
     gradients, *rest = need.phases["training"]
-    one = gradients.bytes + _total(rest) / largest_micro_batch(case)[0]
+    one = gradients.bytes + _total(rest) / largest_micro_batch(context)[0]
     others = [_total(phase) for name, phase in need.phases.items() if name != "training"]
     return _total(need.held) + max(one, *others) <= free
 
@@ -274,15 +274,15 @@ def _table(need: Estimate) -> list[str]:
     return lines
 
 
-def _remedy(case: Case, need: Estimate, room: float) -> str:
+def _remedy(context: PreflightContext, need: Estimate, room: float) -> str:
     """What to lower, and to which value if it can be computed."""
     gradients, *rest = need.phases["training"]
     fixed = _total(need.held) + gradients.bytes
-    rows, width = largest_micro_batch(case)
+    rows, width = largest_micro_batch(context)
     # Both lines of training grow linearly with the tokens of a micro-batch.
     fitting = int((room - fixed) / (_total(rest) / (rows * width)))
     if fixed > room:
-        model = case.config.model
+        model = context.config.model
         ways = {
             ", model.dtype = bfloat16": model.dtype != "bfloat16",
             ", adapters (model.lora.rank = 16)": not model.lora.rank,
@@ -290,11 +290,11 @@ def _remedy(case: Case, need: Estimate, room: float) -> str:
         kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
         return f"Weights, gradients and optimizer alone take {human(fixed)}: use more memory{kept}."
     if need.worst == "sampling":
-        options = (*engine_traits(case.config.rollout.engine).memory_options, "rollout.max_tokens")
+        options = (*engine_traits(context.config.rollout.engine).memory_options, "rollout.max_tokens")
         return f"Lower {' or '.join(options)}."
     if fitting >= width:
         return f"Set learner.micro_batch_tokens = {_round(fitting)}; the gradient stays the same."
-    more = "" if case.config.model.gradient_checkpointing else "Set model.gradient_checkpointing = true, "
+    more = "" if context.config.model.gradient_checkpointing else "Set model.gradient_checkpointing = true, "
     return f"{more or 'Set '}rollout.max_tokens lower, or use more memory: even one row of {width} tokens is too much."
 
 

@@ -1,7 +1,7 @@
 """The model: first its config alone, on the meta device, then its weights, as the run would load them.
 
-In: a case. Out: findings, and the model and the engine of the run. Invariant: the run's own code loads the weights,
-once, and not at all if they alone do not fit the memory.
+In: the context. Out: findings, and the model and the engine of the run. Invariant: the run's own code loads the
+weights, once, and not at all if they alone do not fit the memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gspo.model import adapter
 from gspo.model.load import build_model, device_of
 from gspo.model.routing import check_replay, says_it_routes
 from gspo.model.source import load_errors, resolve_model_source
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
 from gspo.preflight.memory import weight_bytes
 
 
-def check_files(case: Case) -> Iterator[Finding]:
-    config = case.config.model
-    case.device = device = device_of(config.device)
-    case.skeleton = skeleton = _skeleton(config, case.tokenizer)
+def check_files(context: PreflightContext) -> Iterator[Finding]:
+    config = context.config.model
+    context.device = device = device_of(config.device)
+    context.skeleton = skeleton = _skeleton(config, context.tokenizer)
     # Before the model is loaded: the estimate counts its weights.
-    case.free = free_memory(device)
+    context.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())
     trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
     size = weight_bytes(skeleton, config.quantize)
@@ -69,29 +69,29 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
     return model
 
 
-def check_model(case: Case) -> Iterator[Finding]:
-    assert case.free is not None
-    size = weight_bytes(case.skeleton, case.config.model.quantize)
+def check_model(context: PreflightContext) -> Iterator[Finding]:
+    assert context.free is not None
+    size = weight_bytes(context.skeleton, context.config.model.quantize)
     # On a CPU the kernel would kill the doctor without a message.
-    if size > case.free[0]:
+    if size > context.free[0]:
         yield fail(
-            f"The weights alone need {human(size)}, and only {human(case.free[0])} of memory are free, so the model "
+            f"The weights alone need {human(size)}, and only {human(context.free[0])} of memory are free, so the model "
             "was not loaded.",
             "Use a smaller model, model.dtype = bfloat16, or a larger machine.",
         )
         return
-    config = case.config
+    config = context.config
     started = time.monotonic()
-    case.policy = policy = policy_for(config, case.tokenizer)
+    context.policy = policy = policy_for(config, context.tokenizer)
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
-    case.engine = engine_for(config, policy)
-    case.stack.callback(case.engine.close)
-    check_routes(config, case.engine)
+    context.engine = engine_for(config, policy)
+    context.stack.callback(context.engine.close)
+    check_routes(config, context.engine)
 
 
-def check_experts(case: Case) -> Iterator[Finding]:
-    assert case.policy is not None
-    model, routers, config = case.policy.model, case.policy.routers, case.config.routing
+def check_experts(context: PreflightContext) -> Iterator[Finding]:
+    assert context.policy is not None
+    model, routers, config = context.policy.model, context.policy.routers, context.config.routing
     if routers is None and not says_it_routes(model):
         yield ok("A dense model: there is no routing that could change.")
     elif routers is None and not config.record:

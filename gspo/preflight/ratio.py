@@ -1,6 +1,6 @@
 """The learner's log-probs of fresh completions: two forward passes must agree, and agree with the engine.
 
-In: a case with sampled groups. Out: findings, log-probs and times. Invariant: forward and backward passes are the
+In: the context with sampled groups. Out: findings, log-probs and times. Invariant: forward and backward passes are the
 run's own functions on the run's own micro-batches. No weight changes.
 """
 
@@ -24,7 +24,7 @@ from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import supports_packing
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
-from gspo.preflight.case import PATIENCE_S, Case
+from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
@@ -46,16 +46,16 @@ class LogprobsByPolicy:
     micro_batches: int
 
 
-def check_ratio(case: Case) -> Iterator[Finding]:
-    budget = case.config.learner.micro_batch_tokens
-    fitting, width = _fitting(case)
+def check_ratio(context: PreflightContext) -> Iterator[Finding]:
+    budget = context.config.learner.micro_batch_tokens
+    fitting, width = _fitting(context)
     if fitting < width:
         yield fail(f"Training on even one row of {width} tokens does not fit the free memory.", "See memory below.")
         return
     if fitting < budget:
         yield note(f"learner.micro_batch_tokens = {budget} does not fit the free memory; this check used {fitting}.")
-    logprobs = _measure(case, min(budget, fitting))
-    case.logprobs = logprobs
+    logprobs = _measure(context, min(budget, fitting))
+    context.logprobs = logprobs
     old_N = logprobs.old_N[logprobs.known_N]
     new_N = logprobs.new_N[logprobs.known_N]
     count = logprobs.micro_batches
@@ -84,29 +84,29 @@ def check_ratio(case: Case) -> Iterator[Finding]:
     )
 
 
-def _fitting(case: Case) -> tuple[int, int]:
+def _fitting(context: PreflightContext) -> tuple[int, int]:
     """(tokens of a micro-batch that fit the memory that is free now, tokens of the longest row)."""
-    assert case.policy is not None
-    model = case.policy.model
+    assert context.policy is not None
+    model = context.policy.model
     shape = shape_of(model)
     size = next(model.parameters()).element_size()
-    width = max(len(g.prompt.token_ids) + len(c.token_ids) for g in case.groups or () for c in g.completions)
-    checkpointing = case.config.model.gradient_checkpointing
-    budget = case.config.learner.micro_batch_tokens
-    logits = logits_held(case, budget, shape.vocabulary) * LOGIT_BYTES / budget
+    width = max(len(g.prompt.token_ids) + len(c.token_ids) for g in context.groups or () for c in g.completions)
+    checkpointing = context.config.model.gradient_checkpointing
+    budget = context.config.learner.micro_batch_tokens
+    logits = logits_held(context, budget, shape.vocabulary) * LOGIT_BYTES / budget
     per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
     gradients = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     # A margin for fragmentation and for what the formula does not count.
-    room = 0.8 * free_memory(case.policy.device)[0] - gradients
+    room = 0.8 * free_memory(context.policy.device)[0] - gradients
     return int(max(0.0, room) / per_token), width
 
 
-def _measure(case: Case, budget: int) -> LogprobsByPolicy:
+def _measure(context: PreflightContext, budget: int) -> LogprobsByPolicy:
     """Old forward pass, training forward pass and backward pass, in whole micro-batches, until `PATIENCE_S` is over."""
-    assert case.policy is not None
-    config = case.config
-    policy = case.policy
-    samples = _samples(case)
+    assert context.policy is not None
+    config = context.config
+    policy = context.policy
+    samples = _samples(context)
     plan = make_plan(
         [token_sequence(p, c) for _, p, c in samples],
         [group for group, _, _ in samples],
@@ -130,14 +130,14 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
         # One micro-batch at a time, so that the check can stop when its time is over.
         alone = replace(plan, updates=((cpu_batch,),))
         old_N += plan_logprobs(policy.model, alone, config.rollout.temperature, policy.device, routed=routing.old)[0]
-        new_N[micro.at_N] = _train(case, micro, routing)
+        new_N[micro.at_N] = _train(context, micro, routing)
         known_N[micro.at_N] = True
         done += 1
         rows += len(micro.sequence_ids)
     # None frees the memory of the gradients for the checks that follow.
     policy.model.zero_grad(set_to_none=True)
-    if case.pace:
-        case.pace = replace(case.pace, trained=rows, train_s=time.monotonic() - started)
+    if context.timings:
+        context.timings = replace(context.timings, trained=rows, train_s=time.monotonic() - started)
     logp_sampler = [x for _, _, c in samples for x in c.logp_sampler]
     return LogprobsByPolicy(
         plan=plan,
@@ -150,22 +150,22 @@ def _measure(case: Case, budget: int) -> LogprobsByPolicy:
     )
 
 
-def _samples(case: Case) -> list[tuple[int, Prompt, Completion]]:
+def _samples(context: PreflightContext) -> list[tuple[int, Prompt, Completion]]:
     """(group, prompt, completion) of every completion with sampled tokens."""
     return [
         (number, group.prompt, c)
-        for number, group in enumerate(case.groups or ())
+        for number, group in enumerate(context.groups or ())
         for c in group.completions
         if c.sampled_count
     ]
 
 
-def _train(case: Case, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
+def _train(context: PreflightContext, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
     """One training forward and backward pass; the first also counts the bytes that autograd keeps."""
-    assert case.policy is not None
-    model = case.policy.model
+    assert context.policy is not None
+    model = context.policy.model
     # With checkpointing autograd keeps only inputs of layers here, and the peak comes in the backward pass.
-    counting = case.activation_bytes is None and not case.config.model.gradient_checkpointing
+    counting = context.activation_bytes is None and not context.config.model.gradient_checkpointing
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -178,16 +178,16 @@ def _train(case: Case, micro: MicroBatch, routing: RoutingReplay) -> Tensor:
 
     with routing.learning(micro):
         with torch.autograd.graph.saved_tensors_hooks(keep, _same):
-            logp_N, _ = completion_logprobs(model, micro, case.config.rollout.temperature)
+            logp_N, _ = completion_logprobs(model, micro, context.config.rollout.temperature)
         # Any loss will do: the check measures time and memory of a backward pass.
         (-logp_N.mean()).backward()
     if counting:
         # The LM head is a line of its own in the memory estimate.
         head = logp_N.numel() * shape_of(model).vocabulary * 4 if lm_head(model) is None else 0
-        case.activation_bytes = max(0, sum(kept.values()) - head) / micro.input_ids.numel()
+        context.activation_bytes = max(0, sum(kept.values()) - head) / micro.input_ids.numel()
     # Kernels run asynchronously: without this the measured time would be that of their launches.
-    if case.policy.device.type == "cuda":
-        torch.cuda.synchronize(case.policy.device)
+    if context.policy.device.type == "cuda":
+        torch.cuda.synchronize(context.policy.device)
     return logp_N.detach()
 
 
@@ -198,13 +198,13 @@ def _same(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- temperature
 
 
-def check_temperature(case: Case) -> Iterator[Finding]:
-    assert case.policy is not None
-    logprobs = case.logprobs
+def check_temperature(context: PreflightContext) -> Iterator[Finding]:
+    assert context.policy is not None
+    logprobs = context.logprobs
     if logprobs is None:
         yield note("Not compared: the learner's log-probs could not be computed.")
         return
-    temperature = case.config.rollout.temperature
+    temperature = context.config.rollout.temperature
     difference, k3 = _distance(logprobs, logprobs.old_N)
     numbers: dict[str, Any] = {"temperature": temperature, "mean_difference": difference, "k3": k3}
     what = (
@@ -214,18 +214,22 @@ def check_temperature(case: Case) -> Iterator[Finding]:
     ignored = math.inf
     if temperature != 1:
         computed = _computed(logprobs)
-        plain_N, _ = plan_logprobs(case.policy.model, computed, 1.0, case.policy.device, routed=logprobs.routing.old)
+        plain_N, _ = plan_logprobs(
+            context.policy.model, computed, 1.0, context.policy.device, routed=logprobs.routing.old
+        )
         ignored, k3_ignored = _distance(logprobs, plain_N)
         numbers |= {"mean_difference_ignored": ignored, "k3_ignored": k3_ignored}
         what += f"; if the engine ignored the temperature it would be {ignored:.2g} (k3 {k3_ignored:.2g})"
-    yield _agreement(case, what, difference, ignored, numbers)
-    yield from _rounding(case, logprobs)
+    yield _agreement(context, what, difference, ignored, numbers)
+    yield from _rounding(context, logprobs)
 
 
-def _agreement(case: Case, what: str, difference: float, ignored: float, numbers: dict[str, Any]) -> Finding:
-    rollout = case.config.rollout
+def _agreement(
+    context: PreflightContext, what: str, difference: float, ignored: float, numbers: dict[str, Any]
+) -> Finding:
+    rollout = context.config.rollout
     # Measured: 1e-6 in float32, 0.007 in bfloat16 (docs/log.md).
-    tolerance = 1e-3 if case.config.model.dtype == "float32" else 0.05
+    tolerance = 1e-3 if context.config.model.dtype == "float32" else 0.05
     # Clearly closer to the log-probs without temperature than to those with it.
     if difference > 1e-3 and ignored < difference / 2:
         return fail(
@@ -245,7 +249,7 @@ def _agreement(case: Case, what: str, difference: float, ignored: float, numbers
         )
     if difference > tolerance:
         return warning(
-            f"{what}, more than rounding explains in {case.config.model.dtype}.",
+            f"{what}, more than rounding explains in {context.config.model.dtype}.",
             "The engine and the learner do not compute the same policy: compare weights, precision and chat template. "
             "objective.mismatch corrects for a part of the difference.",
             **numbers,
@@ -253,13 +257,13 @@ def _agreement(case: Case, what: str, difference: float, ignored: float, numbers
     return ok(f"{what}: they agree up to rounding.", **numbers)
 
 
-def _rounding(case: Case, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
+def _rounding(context: PreflightContext, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
     """Whether rounding alone exceeds the clip range."""
-    rollout = case.config.rollout
-    objective = case.objective
+    rollout = context.config.rollout
+    objective = context.objective
     # An engine with the learner's own weights and the full distribution differs from the learner by rounding alone.
     only_rounding = engine_traits(rollout.engine).shares_weights and rollout.top_p == 1 and not rollout.top_k
-    if objective is None or case.config.learner.mini_batches < 2 or not only_rounding:
+    if objective is None or context.config.learner.mini_batches < 2 or not only_rounding:
         return
     sequence_N = logprobs.plan.sequence_N.to(logprobs.known_N.device)[logprobs.known_N]
     sequences = Sequences(sequence_N, len(logprobs.plan.sequences))
@@ -268,7 +272,7 @@ def _rounding(case: Case, logprobs: LogprobsByPolicy) -> Iterator[Finding]:
         return
     unit = "completions" if objective.clips_sequences else "tokens"
     yield warning(
-        f"In {case.config.model.dtype} rounding alone moves log-ratios by {noise.log_ratio:.1e} and takes "
+        f"In {context.config.model.dtype} rounding alone moves log-ratios by {noise.log_ratio:.1e} and takes "
         f"{noise.beyond_clip:.0%} of the {unit} out of the clip range: what is clipped would be random.",
         'Set model.dtype = "float32", widen objective.clip_low and objective.clip_high, or set learner.mini_batches = '
         "1.",

@@ -1,6 +1,6 @@
 """The rewards: whether they load, score known answers as correct, and score the sampled completions.
 
-In: a case. Out: findings, and the rewards of the run. Invariant: a reward is tested in the run's own worker
+In: the context. Out: findings, and the rewards of the run. Invariant: a reward is tested in the run's own worker
 processes, with the run's deadlines.
 """
 
@@ -18,7 +18,7 @@ from gspo.build import reward_pool
 from gspo.data.problems import PromptOrder, demonstrations
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.step_time import duration, rollout_seconds
@@ -32,11 +32,11 @@ FORMS = tuple(map(in_form, ("ANSWER", "\\boxed{ANSWER}", "#### ANSWER", "<answer
 """Forms to try with a user's own function, which may require any of them."""
 
 
-def check_functions(case: Case) -> Iterator[Finding]:
-    assert case.problems is not None
-    case.rewards = pool = reward_pool(case.config)
-    case.stack.callback(pool.close)
-    pool.check_columns(set().union(*(p.columns for p in case.problems.train)))
+def check_functions(context: PreflightContext) -> Iterator[Finding]:
+    assert context.problems is not None
+    context.rewards = pool = reward_pool(context.config)
+    context.stack.callback(pool.close)
+    pool.check_columns(set().union(*(p.columns for p in context.problems.train)))
     yield ok(f"{', '.join(pool.names)} can be loaded and called with the data's fields.", functions=list(pool.names))
 
 
@@ -51,35 +51,37 @@ class KnownAnswer:
     texts: tuple[str, ...]
 
 
-def check_known(case: Case) -> Iterator[Finding]:
-    assert case.rewards is not None
-    specs = chosen_functions(case.config.reward.functions, bool(case.config.data.task))
-    for place, (name, spec) in enumerate(zip(case.rewards.names, specs, strict=True)):
+def check_known(context: PreflightContext) -> Iterator[Finding]:
+    assert context.rewards is not None
+    specs = chosen_functions(context.config.reward.functions, bool(context.config.data.task))
+    for place, (name, spec) in enumerate(zip(context.rewards.names, specs, strict=True)):
         traits = reward_traits(spec)
-        known = _known(case, spec, traits) if traits.has_known_form or place == 0 else []
+        known = _known(context, spec, traits) if traits.has_known_form or place == 0 else []
         if known:
-            yield from _known_answers(case, name, traits, known)
+            yield from _known_answers(context, name, traits, known)
         if known and not traits.sandbox:  # a program has no final answer that could be wrong after correct working
-            yield from _wrong_answers(case, name, known)
+            yield from _wrong_answers(context, name, known)
     if any(reward_traits(spec).sandbox for spec in specs):
-        yield from _tests(case)
-    yield from _empty(case)
+        yield from _tests(context)
+    yield from _empty(context)
 
 
-def _known_answers(case: Case, name: str, traits: RewardTraits, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+def _known_answers(
+    context: PreflightContext, name: str, traits: RewardTraits, known: Sequence[KnownAnswer]
+) -> Iterator[Finding]:
     """How the function scores the data's own answers."""
-    assert case.rewards is not None
+    assert context.rewards is not None
     started = time.monotonic()
-    scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, k.texts)) for k in known])
+    scores = context.rewards.score([(k.prompt, _completions(context, k.prompt, k.texts)) for k in known])
     each = (time.monotonic() - started) / sum(len(k.texts) for k in known)
     best = [max((v for s in group if (v := s.parts.get(name)) is not None), default=None) for group in scores]
     # Abstaining is a reward's right; `_missed` reports it separately.
     failed = [s.failure for group in scores for s in group if s.failure and not s.failure.startswith("abstained")]
-    right = sum(v is not None and v > case.config.reward.correct_above for v in best)
+    right = sum(v is not None and v > context.config.reward.correct_above for v in best)
     numbers: dict[str, Any] = {"function": name, "tried": len(known), "right": right, "seconds": each}
     if failed:
         share = len(failed) / sum(len(k.texts) for k in known)
-        level = fail if share > case.config.reward.max_unscored_fraction else warning
+        level = fail if share > context.config.reward.max_unscored_fraction else warning
         yield level(
             f"{name} could not score {share:.0%} of the completions that state the data's own answers; the first "
             f"reason: {failed[0]}",
@@ -93,11 +95,11 @@ def _known_answers(case: Case, name: str, traits: RewardTraits, known: Sequence[
             **numbers,
         )
     else:
-        yield _missed(case, name, traits, known, best, right, numbers)
+        yield _missed(context, name, traits, known, best, right, numbers)
 
 
 def _missed(
-    case: Case,
+    context: PreflightContext,
     name: str,
     traits: RewardTraits,
     known: Sequence[KnownAnswer],
@@ -107,7 +109,7 @@ def _missed(
 ) -> Finding:
     abstained = sum(v is None for v in best)
     # Not `v <= threshold`: with a threshold of NaN, which the settings check reports, no comparison holds.
-    at = next(i for i, v in enumerate(best) if v is None or not v > case.config.reward.correct_above)
+    at = next(i for i, v in enumerate(best) if v is None or not v > context.config.reward.correct_above)
     prompt = known[at].prompt
     tried = excerpt(known[at].texts[0], 120)
     example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]
@@ -119,7 +121,7 @@ def _missed(
             detail=example,
             **numbers,
         )
-    if abstained == len(known) and len(case.config.reward.functions) < 2:
+    if abstained == len(known) and len(context.config.reward.functions) < 2:
         return fail(
             f"{name} abstains on every one of the data's own answers, so no completion could ever be scored.",
             "The expected answers are not of the kind that this reward reads; use another (exact_answer for words), "
@@ -138,16 +140,16 @@ def _missed(
     )
 
 
-def _wrong_answers(case: Case, name: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
+def _wrong_answers(context: PreflightContext, name: str, known: Sequence[KnownAnswer]) -> Iterator[Finding]:
     """A wrong final answer after correct working must not score as correct: a model would learn to exploit it."""
-    assert case.rewards is not None
+    assert context.rewards is not None
     planted = [(k, texts) for k in known if (texts := _wrong_at_last(k, known))]
-    scores = case.rewards.score([(k.prompt, _completions(case, k.prompt, texts)) for k, texts in planted])
+    scores = context.rewards.score([(k.prompt, _completions(context, k.prompt, texts)) for k, texts in planted])
     fooled = [
         (k, text)
         for (k, texts), group in zip(planted, scores, strict=True)
         for text, score in zip(texts, group, strict=True)
-        if (score.parts.get(name) or 0.0) > case.config.reward.correct_above
+        if (score.parts.get(name) or 0.0) > context.config.reward.correct_above
     ]
     if fooled:
         count = sum(len(texts) for _, texts in planted)
@@ -193,11 +195,11 @@ def _off_by_one(answer: str) -> str | None:
     return str(number + 1) if number.is_finite() and abs(number) < 10**15 else None
 
 
-def _empty(case: Case) -> Iterator[Finding]:
+def _empty(context: PreflightContext) -> Iterator[Finding]:
     """A model will find out that an empty completion scores as correct."""
-    assert case.rewards is not None
-    prompts = _some(case)
-    scores = case.rewards.score([(p, _completions(case, p, [""])) for p in prompts])
+    assert context.rewards is not None
+    prompts = _some(context)
+    scores = context.rewards.score([(p, _completions(context, p, [""])) for p in prompts])
     right = sum(group[0].correct is True for group in scores)
     if right:
         yield warning(
@@ -207,15 +209,15 @@ def _empty(case: Case) -> Iterator[Finding]:
         )
 
 
-def _tests(case: Case) -> Iterator[Finding]:
+def _tests(context: PreflightContext) -> Iterator[Finding]:
     """Tests that do not work in the sandbox fail with any program, so a program that does nothing shows it."""
-    assert case.rewards is not None
-    prompts = _some(case)
+    assert context.rewards is not None
+    prompts = _some(context)
     # A program that does nothing: whatever fails then is the fault of the tests.
-    scores = case.rewards.score([(p, _completions(case, p, ["pass"])) for p in prompts])
+    scores = context.rewards.score([(p, _completions(context, p, ["pass"])) for p in prompts])
     reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
     if reasons:
-        level = fail if len(reasons) / len(prompts) > case.config.reward.max_unscored_fraction else warning
+        level = fail if len(reasons) / len(prompts) > context.config.reward.max_unscored_fraction else warning
         yield level(
             f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
             "Fix or remove these rows; docs/sandbox.md says what tests can do.",
@@ -224,12 +226,12 @@ def _tests(case: Case) -> Iterator[Finding]:
         )
 
 
-def _known(case: Case, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
+def _known(context: PreflightContext, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
     if traits.reads_demonstrations:
-        return _demonstrated(case)
-    options = case.config.reward.options.get(spec, {})
+        return _demonstrated(context)
+    options = context.config.reward.options.get(spec, {})
     texts = traits.known_answers or _any_form
-    answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(case)]
+    answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(context)]
     return [known for known in answers if known.texts]
 
 
@@ -237,17 +239,17 @@ def _any_form(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     return [text for form in FORMS for text in form(columns, {})]
 
 
-def _some(case: Case) -> list[Prompt]:
-    assert case.problems is not None
-    train = case.problems.train
-    return [train[i] for i in PromptOrder(len(train), case.config.seed).take(0, min(TRIED, len(train)))]
+def _some(context: PreflightContext) -> list[Prompt]:
+    assert context.problems is not None
+    train = context.problems.train
+    return [train[i] for i in PromptOrder(len(train), context.config.seed).take(0, min(TRIED, len(train)))]
 
 
-def _demonstrated(case: Case) -> list[KnownAnswer]:
-    data = case.config.data
+def _demonstrated(context: PreflightContext) -> list[KnownAnswer]:
+    data = context.config.data
     if not build_task(data.task, data.task_options).has_demonstrations:
         return []
-    problems = list(islice(demonstrations(data, case.config.seed), TRIED))
+    problems = list(islice(demonstrations(data, context.config.seed), TRIED))
     known = []
     for i, problem in enumerate(problems):
         prompt = Prompt(
@@ -261,12 +263,12 @@ def _demonstrated(case: Case) -> list[KnownAnswer]:
     return known
 
 
-def _completions(case: Case, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
-    return [_completion(case, prompt, sample, text) for sample, text in enumerate(texts)]
+def _completions(context: PreflightContext, prompt: Prompt, texts: Sequence[str]) -> list[Completion]:
+    return [_completion(context, prompt, sample, text) for sample, text in enumerate(texts)]
 
 
-def _completion(case: Case, prompt: Prompt, sample: int, text: str) -> Completion:
-    ids = tuple(case.tokenizer(text, add_special_tokens=False)["input_ids"]) if case.tokenizer else ()
+def _completion(context: PreflightContext, prompt: Prompt, sample: int, text: str) -> Completion:
+    ids = tuple(context.tokenizer(text, add_special_tokens=False)["input_ids"]) if context.tokenizer else ()
     return Completion(
         prompt_id=prompt.id,
         sample=sample,
@@ -281,20 +283,20 @@ def _completion(case: Case, prompt: Prompt, sample: int, text: str) -> Completio
 # --------------------------------------------------------------------------------------------- sampled completions
 
 
-def check_completions(case: Case) -> Iterator[Finding]:
-    assert case.groups is not None
-    scores = [s for g in case.groups for s in g.scores]
+def check_completions(context: PreflightContext) -> Iterator[Finding]:
+    assert context.groups is not None
+    scores = [s for g in context.groups for s in g.scores]
     failed = [s.failure for s in scores if s.failure]
     if failed:
-        yield _failures(case, failed, len(scores))
+        yield _failures(context, failed, len(scores))
     rewards = [s.reward for s in scores if s.reward is not None]
     if rewards:
-        yield _distribution(case, scores, rewards)
-    yield from _slow(case)
+        yield _distribution(context, scores, rewards)
+    yield from _slow(context)
 
 
-def _failures(case: Case, failed: Sequence[str], count: int) -> Finding:
-    most = case.config.reward.max_unscored_fraction
+def _failures(context: PreflightContext, failed: Sequence[str], count: int) -> Finding:
+    most = context.config.reward.max_unscored_fraction
     what = f"{len(failed)} of {count} sampled completions could not be scored; the first reason: {failed[0]}"
     if len(failed) / count > most:
         remedy = f"The run would stop at its first step (reward.max_unscored_fraction = {most:g}); fix the reward."
@@ -303,7 +305,7 @@ def _failures(case: Case, failed: Sequence[str], count: int) -> Finding:
     return warning(what, remedy, unscored=len(failed))
 
 
-def _distribution(case: Case, scores: Sequence[Score], rewards: Sequence[float]) -> Finding:
+def _distribution(context: PreflightContext, scores: Sequence[Score], rewards: Sequence[float]) -> Finding:
     low, high = min(rewards), max(rewards)
     correct = [s.correct for s in scores if s.correct is not None]
     right = f"; {sum(correct) / len(correct):.0%} count as correct" if correct else ""
@@ -317,7 +319,7 @@ def _distribution(case: Case, scores: Sequence[Score], rewards: Sequence[float])
     # The same tolerance as in training, relative for large rewards.
     if high - low > UNIFORM_TOLERANCE * max(1.0, abs(low), abs(high)):
         return ok(what, **numbers)
-    if case.cold:
+    if context.cold:
         return note(f"{what} All are equal, as expected before the cold start.", **numbers)
     return warning(
         f"{what} All are equal: they contain no training signal.",
@@ -326,20 +328,20 @@ def _distribution(case: Case, scores: Sequence[Score], rewards: Sequence[float])
     )
 
 
-def _slow(case: Case) -> Iterator[Finding]:
-    pace = case.pace
-    if pace is None:
+def _slow(context: PreflightContext) -> Iterator[Finding]:
+    timings = context.timings
+    if timings is None:
         return
-    scale = case.completions / pace.completions
-    reward = pace.reward_s * scale
-    train = pace.train_s * case.completions / pace.trained if pace.trained else 0.0
-    other = rollout_seconds(case, pace, scale) + train
-    each = pace.reward_s / pace.completions
+    scale = context.completions / timings.completions
+    reward = timings.reward_s * scale
+    train = timings.train_s * context.completions / timings.trained if timings.trained else 0.0
+    other = rollout_seconds(context, timings, scale) + train
+    each = timings.reward_s / timings.completions
     if reward > other and reward > 5.0:
         yield warning(
             f"Scoring takes {duration(each)} per completion, {duration(reward)} per step: longer than sampling and "
             f"training together ({duration(other)}).",
-            f"Make the reward faster, or raise reward.workers (now {case.config.reward.workers}).",
+            f"Make the reward faster, or raise reward.workers (now {context.config.reward.workers}).",
             seconds=each,
         )
     else:
@@ -349,10 +351,10 @@ def _slow(case: Case) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------- sandbox
 
 
-def check_sandbox(case: Case) -> Iterator[Finding]:
+def check_sandbox(context: PreflightContext) -> Iterator[Finding]:
     from gspo.reward.sandbox.probe import sandbox_level
 
-    config = case.config.reward
+    config = context.config.reward
     used = next(((spec, sandbox) for spec in config.functions if (sandbox := reward_traits(spec).sandbox)), None)
     try:
         level = used[1](config.options.get(used[0], {})) if used else sandbox_level()

@@ -1,7 +1,7 @@
 """A few groups of the first step, sampled by the run's own engine and scored by its rewards.
 
-In: a case with an engine. Out: findings, groups and times. Invariant: prompts and random streams are those of step 1,
-so without a cold start the run itself would sample the same completions.
+In: the context with an engine. Out: findings, groups and times. Invariant: prompts and random streams are those of step
+1, so without a cold start the run itself would sample the same completions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspo.data.problems import PromptOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
-from gspo.preflight.case import PATIENCE_S, Case, Timings
+from gspo.preflight.context import PATIENCE_S, PreflightContext, Timings
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory, human
@@ -29,55 +29,55 @@ CHUNKS = (2, 2, 4, 8)
 """Prompts per chunk; no chunk starts after `PATIENCE_S`."""
 
 
-def check_sampling(case: Case) -> Iterator[Finding]:
-    if refusal := _no_room(case):
+def check_sampling(context: PreflightContext) -> Iterator[Finding]:
+    if refusal := _no_room(context):
         yield fail(refusal, "Lower rollout.max_tokens or rollout.group_size, or use more memory; see memory below.")
         return
-    chunks = [case.prompts] if case.prompts else CHUNKS
-    wanted = min(sum(chunks), case.config.rollout.prompts)
-    prompts = iter(_first_prompts(case, wanted))
+    chunks = [context.prompts] if context.prompts else CHUNKS
+    wanted = min(sum(chunks), context.config.rollout.prompts)
+    prompts = iter(_first_prompts(context, wanted))
     groups: list[Group] = []
     started = time.monotonic()
     for chunk in chunks:
         if len(groups) < wanted and (not groups or time.monotonic() - started < PATIENCE_S):
-            groups += _sample(case, list(islice(prompts, min(chunk, wanted - len(groups)))))
-    case.groups = groups
-    yield _lengths(case, groups)
+            groups += _sample(context, list(islice(prompts, min(chunk, wanted - len(groups)))))
+    context.groups = groups
+    yield _lengths(context, groups)
 
 
-def _no_room(case: Case) -> str:
+def _no_room(context: PreflightContext) -> str:
     """Why not even the first chunk can be sampled; empty if it can."""
     # Running out of CPU memory would get the process killed without an error message.
-    assert case.policy is not None
-    gpu = case.policy.device.type == "cuda"
-    need = sum(line.bytes for line in estimate(case, gpu=gpu).phases["sampling"])
-    least = need * min(1.0, CHUNKS[0] * case.config.rollout.group_size / case.completions)
-    free = free_memory(case.policy.device)[0]
+    assert context.policy is not None
+    gpu = context.policy.device.type == "cuda"
+    need = sum(line.bytes for line in estimate(context, gpu=gpu).phases["sampling"])
+    least = need * min(1.0, CHUNKS[0] * context.config.rollout.group_size / context.completions)
+    free = free_memory(context.policy.device)[0]
     if least <= free:
         return ""
     return f"Sampling even {CHUNKS[0]} groups needs {human(least)} of memory, and {human(free)} are free."
 
 
-def _first_prompts(case: Case, count: int) -> list[Prompt]:
-    assert case.problems is not None
-    train = case.problems.train
+def _first_prompts(context: PreflightContext, count: int) -> list[Prompt]:
+    assert context.problems is not None
+    train = context.problems.train
     # The order of the run, so that the doctor sees the first step's own prompts.
-    return with_unique_ids([train[i] for i in PromptOrder(len(train), case.config.seed).take(0, count)])
+    return with_unique_ids([train[i] for i in PromptOrder(len(train), context.config.seed).take(0, count)])
 
 
-def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
+def _sample(context: PreflightContext, prompts: Sequence[Prompt]) -> list[Group]:
     """One chunk of groups. Its times replace those of the chunk before, because the last chunk is the largest."""
-    assert case.engine is not None
-    assert case.rewards is not None
-    rollout = case.config.rollout
+    assert context.engine is not None
+    assert context.rewards is not None
+    rollout = context.config.rollout
     clock = Clock()
     groups = sample_groups(
-        case.engine,
-        case.rewards,
+        context.engine,
+        context.rewards,
         prompts,
         samples=rollout.group_size,
         sampling=rollout.sampling,
-        seed=case.config.seed,
+        seed=context.config.seed,
         # The stream of the first batch of step 1.
         stream="train/1/0",
         version=0,
@@ -85,7 +85,7 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
         # Routing replay in the next check needs the experts.
         routes=True,
     )
-    case.pace = Timings(
+    context.timings = Timings(
         completions=len(prompts) * rollout.group_size,
         rollout_s=clock.seconds["rollout"],
         reward_s=clock.seconds["reward"],
@@ -93,17 +93,17 @@ def _sample(case: Case, prompts: Sequence[Prompt]) -> list[Group]:
     return groups
 
 
-def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
+def _lengths(context: PreflightContext, groups: Sequence[Group]) -> Finding:
     completions = [c for g in groups for c in g.completions]
     truncated = sum(c.stop is StopReason.LENGTH for c in completions) / len(completions)
-    rollout = case.config.rollout
+    rollout = context.config.rollout
     what = (
-        f"{len(groups)} prompts x {rollout.group_size} completions of {case.completion_length:.0f} tokens on average; "
-        f"{truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
+        f"{len(groups)} prompts x {rollout.group_size} completions of {context.completion_length:.0f} tokens on average"
+        f"; {truncated:.0%} were truncated at rollout.max_tokens = {rollout.max_tokens}."
     )
     detail = [f"completion: {excerpt(completions[0].text) or '(empty)'}"]
-    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": case.completion_length, "truncated": truncated}
-    if case.cold:
+    numbers: dict[str, Any] = {"groups": len(groups), "mean_length": context.completion_length, "truncated": truncated}
+    if context.cold:
         sentence = f"{what} The model has not had its cold start yet, so its completions say little."
         return note(sentence, detail=detail, **numbers)
     if truncated > 0.5:
@@ -118,29 +118,34 @@ def _lengths(case: Case, groups: Sequence[Group]) -> Finding:
 # ------------------------------------------------------------------------------------------------- uniform groups
 
 
-def check_uniform(case: Case) -> Iterator[Finding]:
-    assert case.groups is not None
-    assert case.objective is not None
-    share = interval([float(g.uniform) for g in case.groups])
-    mixed = case.objective.keep == "mixed"
-    penalty = " apart from the length penalty" if case.objective.shape == "soft_overlong" and not mixed else ""
+def check_uniform(context: PreflightContext) -> Iterator[Finding]:
+    assert context.groups is not None
+    assert context.objective is not None
+    share = interval([float(g.uniform) for g in context.groups])
+    mixed = context.objective.keep == "mixed"
+    penalty = " apart from the length penalty" if context.objective.shape == "soft_overlong" and not mixed else ""
     what = (
         f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards and no training "
-        f"signal{penalty}{_kinds(case.groups)}"
+        f"signal{penalty}{_kinds(context.groups)}"
     )
-    numbers: dict[str, Any] = {"share": share.value, "low": share.low, "high": share.high, "groups": len(case.groups)}
-    if case.cold:
-        yield _after_cold_start(case, what, numbers)
+    numbers: dict[str, Any] = {
+        "share": share.value,
+        "low": share.low,
+        "high": share.high,
+        "groups": len(context.groups),
+    }
+    if context.cold:
+        yield _after_cold_start(context, what, numbers)
     elif share.value > 0.9:
-        few = " (More --prompts give a narrower interval.)" if len(case.groups) < 8 else ""
-        yield warning(f"{what}: there is almost nothing to train on.", _remedy(case.groups) + few, **numbers)
+        few = " (More --prompts give a narrower interval.)" if len(context.groups) < 8 else ""
+        yield warning(f"{what}: there is almost nothing to train on.", _remedy(context.groups) + few, **numbers)
     elif share.value > 0.5:
         waste = "are replaced by further sampling" if mixed else "are wasted"
-        yield note(f"{what}; more than half of the completions {waste}.", _remedy(case.groups), **numbers)
+        yield note(f"{what}; more than half of the completions {waste}.", _remedy(context.groups), **numbers)
     else:
         yield ok(f"{what}.", **numbers)
-    if mixed and not case.cold:
-        yield from _refill(case, case.groups, case.objective)
+    if mixed and not context.cold:
+        yield from _refill(context, context.groups, context.objective)
 
 
 def _kinds(groups: Sequence[Group]) -> str:
@@ -160,9 +165,9 @@ def _remedy(groups: Sequence[Group]) -> str:
     )
 
 
-def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding:
-    p = case.config.cold_start.stop_accuracy
-    g = case.config.rollout.group_size
+def _after_cold_start(context: PreflightContext, what: str, numbers: dict[str, Any]) -> Finding:
+    p = context.config.cold_start.stop_accuracy
+    g = context.config.rollout.group_size
     # p^g + (1 - p)^g is convex in p, so problems of different difficulty have more uniform groups on average.
     least = p**g + (1 - p) ** g
     return note(
@@ -173,8 +178,8 @@ def _after_cold_start(case: Case, what: str, numbers: dict[str, Any]) -> Finding
     )
 
 
-def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
-    budget = case.config.rollout.refill_budget
+def _refill(context: PreflightContext, groups: Sequence[Group], objective: Objective) -> Iterator[Finding]:
+    budget = context.config.rollout.refill_budget
     mixed = interval([float(keeps_group(objective, g)) for g in groups])
     if not mixed.value:
         yield warning(
@@ -183,7 +188,7 @@ def _refill(case: Case, groups: Sequence[Group], objective: Objective) -> Iterat
         )
     elif mixed.value * budget < 1:
         needed = math.ceil(1 / mixed.value)
-        prompts = case.config.rollout.prompts
+        prompts = context.config.rollout.prompts
         yield warning(
             f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step of {prompts} groups needs about {needed} '
             f"batches of prompts, and rollout.refill_budget = {budget}: steps would train on fewer groups.",

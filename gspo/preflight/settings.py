@@ -1,6 +1,6 @@
 """Settings and objective: values that cannot work, have no effect, or are valid but probably not intended.
 
-In: a case. Out: findings, and the objective of the run. Invariant: the settings are checked by the run's own code.
+In: the context. Out: findings, and the objective of the run. Invariant: the settings are checked by the run's own code.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Iterator
 
 from gspo.config import check
 from gspo.objectives.objective import Objective
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok
 
 
-def check_settings(case: Case) -> Iterator[Finding]:
-    check(case.config)
+def check_settings(context: PreflightContext) -> Iterator[Finding]:
+    check(context.config)
     yield ok("Every setting is known, in range and has an effect.")
-    for sink in case.config.log.sinks:
+    for sink in context.config.log.sinks:
         if importlib.util.find_spec(sink) is None:
             yield fail(f"log.sinks: {sink} is not installed.", f"Run: pip install {sink}")
 
 
-def check_objective(case: Case) -> Iterator[Finding]:
+def check_objective(context: PreflightContext) -> Iterator[Finding]:
     from gspo.build import run_objective
 
-    case.objective = objective = run_objective(case.config)
-    steps = case.config.learner.mini_batches
+    context.objective = objective = run_objective(context.config)
+    steps = context.config.learner.mini_batches
     yield ok(
-        f"{objective.name} ({objective.paper}){_range(objective)}; {case.completions} completions per step in "
+        f"{objective.name} ({objective.paper}){_range(objective)}; {context.completions} completions per step in "
         f"{steps} optimizer step{'s' * (steps > 1)}.",
         optimizer_steps=steps,
     )
@@ -38,7 +38,7 @@ def check_objective(case: Case) -> Iterator[Finding]:
             "effect.",
             "Set learner.mini_batches above 1 to use each batch for several steps.",
         )
-    if objective.kl and case.config.model.lora.rank:
+    if objective.kl and context.config.model.lora.rank:
         yield note(
             f"kl = {objective.kl:g} needs no copy of the model, only one more forward pass per completion, with the "
             "adapters disabled."

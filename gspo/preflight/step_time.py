@@ -1,7 +1,7 @@
 """A rough estimate of the time of a step and of the whole run, scaled from a few completions.
 
-In: a case with measured times. Out: findings. Invariant: the time of sampling is a range. At most it grows with the
-number of completions; at least, a full set of slots takes as long as a single completion.
+In: the context with measured times. Out: findings. Invariant: the time of sampling is a range. At most it grows with
+the number of completions; at least, a full set of slots takes as long as a single completion.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ import math
 from collections.abc import Iterator
 
 from gspo.objectives.samples import keeps_group
-from gspo.preflight.case import Case, Timings
+from gspo.preflight.context import PreflightContext, Timings
 from gspo.preflight.findings import Finding, note, ok
 from gspo.preflight.machine import digits
 
 
-def check_time(case: Case) -> Iterator[Finding]:
-    pace = case.pace
-    config = case.config
-    if pace is None or not pace.trained:
+def check_time(context: PreflightContext) -> Iterator[Finding]:
+    timings = context.timings
+    config = context.config
+    if timings is None or not timings.trained:
         yield note("Unknown: the training half of a step could not be measured.")
         return
-    low = rollout_seconds(case, pace, slots_scale(case, pace))
-    high = rollout_seconds(case, pace, case.completions / pace.completions)
-    reward = pace.reward_s * case.completions / pace.completions
-    train = pace.train_s * case.completions / pace.trained
+    low = rollout_seconds(context, timings, slots_scale(context, timings))
+    high = rollout_seconds(context, timings, context.completions / timings.completions)
+    reward = timings.reward_s * context.completions / timings.completions
+    train = timings.train_s * context.completions / timings.trained
     # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
-    train *= 1.25 if case.objective and case.objective.kl else 1.0
-    rest = reward * _batches(case) + train
+    train *= 1.25 if context.objective and context.objective.kl else 1.0
+    rest = reward * _batches(context) + train
     runs = 1 + config.steps // config.eval.every + bool(config.steps % config.eval.every) if config.eval.every else 0
-    evaluation = _evaluation(case, pace)
+    evaluation = _evaluation(context, timings)
     steps = config.steps
-    each_ms = digits(1000 * pace.reward_s / pace.completions, 3)
+    each_ms = digits(1000 * timings.reward_s / timings.completions, 3)
     detail = [
         f"{'sampling':<24} {_range(low, high)}",
-        f"{'rewards':<24} {duration(reward * _batches(case))}   {each_ms} ms per completion with "
+        f"{'rewards':<24} {duration(reward * _batches(context))}   {each_ms} ms per completion with "
         f"{config.reward.workers} workers",
         f"{'training':<24} {duration(train)}   old and new forward, backward; without the optimizer step",
         f"{'an evaluation':<24} {duration(evaluation)}   {runs} times",
     ]
-    start = " The cold start comes first, and changes how long completions are." if case.cold else ""
+    start = " The cold start comes first, and changes how long completions are." if context.cold else ""
     whole = _range(steps * (low + rest) + runs * evaluation, steps * (high + rest) + runs * evaluation)
     yield ok(
         f"A step takes about {_range(low + rest, high + rest)}, so the run of {steps} steps takes about "
@@ -52,29 +52,29 @@ def check_time(case: Case) -> Iterator[Finding]:
     )
 
 
-def rollout_seconds(case: Case, pace: Timings, scale: float) -> float:
+def rollout_seconds(context: PreflightContext, timings: Timings, scale: float) -> float:
     """Time to sample a whole step, with refills."""
-    return pace.rollout_s * scale * _batches(case)
+    return timings.rollout_s * scale * _batches(context)
 
 
-def slots_scale(case: Case, pace: Timings) -> float:
+def slots_scale(context: PreflightContext, timings: Timings) -> float:
     """Ratio of a step's sampling time to the measured one if only the number of rounds over the slots counts."""
-    slots = int(case.config.rollout.engine_options.get("slots", 256))
-    return math.ceil(case.completions / slots) / math.ceil(pace.completions / slots)
+    slots = int(context.config.rollout.engine_options.get("slots", 256))
+    return math.ceil(context.completions / slots) / math.ceil(timings.completions / slots)
 
 
-def _batches(case: Case) -> float:
+def _batches(context: PreflightContext) -> float:
     """Batches of prompts per step; more than one if groups with equal rewards are replaced."""
-    if case.objective is None or case.objective.keep != "mixed" or not case.groups:
+    if context.objective is None or context.objective.keep != "mixed" or not context.groups:
         return 1.0
-    mixed = sum(keeps_group(case.objective, g) for g in case.groups) / len(case.groups)
-    return min(float(case.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
+    mixed = sum(keeps_group(context.objective, g) for g in context.groups) / len(context.groups)
+    return min(float(context.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
 
 
-def _evaluation(case: Case, pace: Timings) -> float:
-    held_out = len(case.problems.held_out) if case.problems else 0
-    completions = held_out * (case.config.eval.samples + case.config.eval.greedy)
-    return (pace.rollout_s + pace.reward_s) * completions / pace.completions
+def _evaluation(context: PreflightContext, timings: Timings) -> float:
+    held_out = len(context.problems.held_out) if context.problems else 0
+    completions = held_out * (context.config.eval.samples + context.config.eval.greedy)
+    return (timings.rollout_s + timings.reward_s) * completions / timings.completions
 
 
 def _range(low: float, high: float) -> str:

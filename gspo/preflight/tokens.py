@@ -1,6 +1,7 @@
 """Tokenizer, padding, chat template and stop tokens: where a completion begins and what ends it.
 
-In: a case. Out: findings, and the tokenizer of the run. Invariant: the tokenizer and the template are those of the run.
+In: the context. Out: findings, and the tokenizer of the run. Invariant: the tokenizer and the template are those of the
+run.
 
 The most common cause of completions that never end is a chat template that closes a turn with a token that is not among
 the stop tokens.
@@ -17,7 +18,7 @@ from gspo.build import tokenizer_for
 from gspo.data.chat import render, uses_template
 from gspo.data.problems import with_instructions
 from gspo.model.load import Policy
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 
@@ -25,8 +26,8 @@ CONTENT = "ANSWER"
 """Placeholder for the assistant's message."""
 
 
-def check_tokenizer(case: Case) -> Iterator[Finding]:
-    case.tokenizer = tokenizer = tokenizer_for(case.config)
+def check_tokenizer(context: PreflightContext) -> Iterator[Finding]:
+    context.tokenizer = tokenizer = tokenizer_for(context.config)
     yield ok(f"{type(tokenizer).__name__} with {len(tokenizer)} tokens.", vocabulary=len(tokenizer))
     if tokenizer.pad_token_id is None:
         yield note(
@@ -42,10 +43,10 @@ def check_tokenizer(case: Case) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------- chat template
 
 
-def check_template(case: Case) -> Iterator[Finding]:
-    data = case.config.data
-    tokenizer = case.tokenizer
-    prompt = case.problems.train[0] if case.problems else None
+def check_template(context: PreflightContext) -> Iterator[Finding]:
+    data = context.config.data
+    tokenizer = context.tokenizer
+    prompt = context.problems.train[0] if context.problems else None
     example = prompt.text if prompt else render(with_instructions("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
     if not uses_template(tokenizer, chat=data.chat):
         reason = "data.chat = no" if data.chat == "no" else "the tokenizer has no chat template"
@@ -112,9 +113,9 @@ def _with_answer(tokenizer: Any) -> str | None:
 # ------------------------------------------------------------------------------------------------- ends
 
 
-def check_ends(case: Case) -> Iterator[Finding]:
-    tokenizer = case.tokenizer
-    policy = case.policy or Policy(model=case.skeleton, tokenizer=tokenizer, device=torch.device("cpu"))
+def check_ends(context: PreflightContext) -> Iterator[Finding]:
+    tokenizer = context.tokenizer
+    policy = context.policy or Policy(model=context.skeleton, tokenizer=tokenizer, device=torch.device("cpu"))
     stops = policy.stop_ids
     if not stops:
         yield fail(
@@ -124,9 +125,9 @@ def check_ends(case: Case) -> Iterator[Finding]:
         return
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stops)
     yield ok(f"A completion ends at {named}.", stop_ids=list(stops))
-    if uses_template(tokenizer, chat=case.config.data.chat):
+    if uses_template(tokenizer, chat=context.config.data.chat):
         yield _end_of_turn(tokenizer, stops)
-    yield from _vocabulary(case)
+    yield from _vocabulary(context)
 
 
 def _end_of_turn(tokenizer: Any, stops: tuple[int, ...]) -> Finding:
@@ -155,18 +156,18 @@ def _end_of_turn(tokenizer: Any, stops: tuple[int, ...]) -> Finding:
     )
 
 
-def _vocabulary(case: Case) -> Iterator[Finding]:
+def _vocabulary(context: PreflightContext) -> Iterator[Finding]:
     """An id without an embedding would stop the run in the middle of a forward pass."""
-    rows = case.skeleton.get_input_embeddings().num_embeddings
-    problems = case.problems
+    rows = context.skeleton.get_input_embeddings().num_embeddings
+    problems = context.problems
     used = max((max(p.token_ids) for p in (*problems.train, *problems.held_out)), default=0) if problems else 0
     if used >= rows:
         yield fail(
             f"The data contains token id {used}, but the model's embedding has only {rows} rows.",
             "The tokenizer belongs to another model; use this model's own.",
         )
-    elif len(case.tokenizer) > rows:
+    elif len(context.tokenizer) > rows:
         yield warning(
-            f"The tokenizer has {len(case.tokenizer)} tokens, but the model's embedding has only {rows} rows.",
+            f"The tokenizer has {len(context.tokenizer)} tokens, but the model's embedding has only {rows} rows.",
             "Make sure that the tokenizer belongs to this model.",
         )

@@ -12,7 +12,7 @@ from examination import Examination, FixedRewards
 
 from gspo import config as settings
 from gspo.config import Config
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.examine import CHECKS, run_checks
 
 
@@ -33,10 +33,10 @@ def examined() -> Any:
             config: Config, *names: str, value: Callable[[int, int], float] | None = None, **parts: Any
         ) -> Examination:
             assert set(names) <= {c.name for c in CHECKS}
-            case = Case(config=config, stack=stack, **parts)
+            context = PreflightContext(config=config, stack=stack, **parts)
             if value:
-                case.rewards = FixedRewards(value)  # type: ignore[assignment]
+                context.rewards = FixedRewards(value)  # type: ignore[assignment]
             chosen = [c for c in CHECKS if c.name in names]
-            return Examination(case, run_checks(case, chosen, show=lambda finding: None))
+            return Examination(context, run_checks(context, chosen, show=lambda finding: None))
 
         yield run

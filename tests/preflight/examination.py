@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding
 from gspo.types import Completion, Prompt, Score, Status
 
@@ -31,10 +31,10 @@ class FixedRewards:
 
 
 class Examination:
-    """Findings by check, and the case."""
+    """Findings by check, and the context."""
 
-    def __init__(self, case: Case, findings: list[Finding]) -> None:
-        self.case = case
+    def __init__(self, context: PreflightContext, findings: list[Finding]) -> None:
+        self.context = context
         self.findings = findings
 
     def __getitem__(self, check: str) -> list[Finding]:

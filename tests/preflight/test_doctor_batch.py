@@ -41,9 +41,9 @@ def test_the_ratio_is_one_and_no_weight_changes(
     assert found.levels("ratio") == ["ok"]
     assert found.only("ratio").numbers["deviation"] == 0.0
     assert found.only("ratio").numbers["tokens"] > 50
-    after = found.case.policy.model.state_dict()
+    after = found.context.policy.model.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
-    assert all(p.grad is None for p in found.case.policy.model.parameters())
+    assert all(p.grad is None for p in found.context.policy.model.parameters())
     assert found.levels("temperature") == ["ok"]
     numbers = found.only("temperature").numbers
     assert numbers["mean_difference"] < 1e-5
@@ -192,7 +192,7 @@ def test_the_completions_are_those_of_the_first_step(tiny: Callable[..., Config]
     from gspo.step import collect
 
     config = tiny()
-    groups = examined(config, *SAMPLED, value=varied).case.groups
+    groups = examined(config, *SAMPLED, value=varied).context.groups
     sampled = collect(parts_of(config), RolloutState(), clock=Clock()).rollouts.sampled
     assert [g.prompt.id for g in groups] == [g.prompt.id for g in sampled]
     assert [c.text for g in groups for c in g.completions] == [c.text for g in sampled for c in g.completions]
@@ -202,7 +202,7 @@ def test_a_slow_machine_samples_fewer_groups(tiny: Callable[..., Config], examin
     for module in (sampling, ratio):
         monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     found = examined(tiny("rollout.prompts=16"), *LEARNING, value=varied)
-    assert len(found.case.groups) == sampling.CHUNKS[0]
+    assert len(found.context.groups) == sampling.CHUNKS[0]
     assert found.levels("ratio") == ["ok"]
     assert math.isfinite(found.only("temperature").numbers["k3"])
 

@@ -226,9 +226,9 @@ def test_a_model_without_a_stop_token_fails(with_template: Any) -> None:
 
 def test_a_tokenizer_of_another_model(tiny: Callable[..., Config], examined: Any) -> None:
     found = examined(tiny(), "tokenizer", "model files", "data")
-    case = found.case
-    case.tokenizer = char_tokenizer("".join(map(chr, range(32, 1000))))
-    assert [f.level for f in tokens._vocabulary(case)] == ["warning"]
-    prompt = case.problems.train[0]
+    context = found.context
+    context.tokenizer = char_tokenizer("".join(map(chr, range(32, 1000))))
+    assert [f.level for f in tokens._vocabulary(context)] == ["warning"]
+    prompt = context.problems.train[0]
     object.__setattr__(prompt, "token_ids", (10_000,))
-    assert [f.level for f in tokens._vocabulary(case)] == ["FAIL"]
+    assert [f.level for f in tokens._vocabulary(context)] == ["FAIL"]

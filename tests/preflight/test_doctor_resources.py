@@ -20,7 +20,7 @@ from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.model.micro_batch import TokenSequence
 from gspo.preflight import disk, machine, memory, model, ratio, sampling, step_time
-from gspo.preflight.case import Timings
+from gspo.preflight.context import Timings
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
 PLAN = ("tokenizer", "model files", "data", "objective")
@@ -93,30 +93,30 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two(
 
 
 def test_only_part_of_the_logits_is_in_memory(tiny: Callable[..., Config], examined: Any) -> None:
-    case = examined(tiny(), *SAMPLED, "ratio", value=lambda g, i: 0.0).case
-    assert memory.logits_held(case, 10, 40) == 400
-    assert memory.logits_held(case, 10**4, 150_000) == memory.HELD_CPU
+    context = examined(tiny(), *SAMPLED, "ratio", value=lambda g, i: 0.0).context
+    assert memory.logits_held(context, 10, 40) == 400
+    assert memory.logits_held(context, 10**4, 150_000) == memory.HELD_CPU
     gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES, query_pre_attn_scalar=8)).eval()
     with pytest.warns(RuntimeWarning, match="changes its logits"):
         lm_head(gemma)
-    case.policy = dataclasses.replace(case.policy, model=gemma)
-    assert memory.logits_held(case, 10**4, 150_000) == 10**4 * 150_000
+    context.policy = dataclasses.replace(context.policy, model=gemma)
+    assert memory.logits_held(context, 10**4, 150_000) == 10**4 * 150_000
 
 
 def test_what_autograd_keeps_is_measured_on_the_batch(tiny: Callable[..., Config], examined: Any) -> None:
     for build in ("tiny_dense", "tiny_moe"):
-        case = examined(tiny(f"model.build={build}"), *SAMPLED, "ratio", value=lambda g, i: float(i % 2)).case
-        shape = memory.shape_of(case.skeleton)
+        context = examined(tiny(f"model.build={build}"), *SAMPLED, "ratio", value=lambda g, i: float(i % 2)).context
+        shape = memory.shape_of(context.skeleton)
         estimated = memory.activation_bytes(shape, 4, 20, checkpointing=False)
-        assert case.activation_bytes is not None
-        assert 0.5 < estimated / case.activation_bytes < 2
-        assert "measured" in memory._training(case)[0].how
+        assert context.activation_bytes is not None
+        assert 0.5 < estimated / context.activation_bytes < 2
+        assert "measured" in memory._training(context)[0].how
 
 
 def test_the_kv_cache_is_counted_in_full(tiny: Callable[..., Config], examined: Any) -> None:
-    case = examined(tiny("rollout.max_tokens=100"), *PLAN).case
-    line = memory._sampling(case)[0]
-    rows, columns = 16, case.longest_prompt + 100
+    context = examined(tiny("rollout.max_tokens=100"), *PLAN).context
+    line = memory._sampling(context)[0]
+    rows, columns = 16, context.longest_prompt + 100
     assert line.bytes == rows * columns * 2 * 2 * (2 * 16) * 4  # layers, keys and values, heads x head_dim, float32
 
 
@@ -158,11 +158,11 @@ def test_on_a_gpu_a_run_would_split_its_micro_batches(
     found = examined(config, *PLAN, "memory")
     need = found.only("memory").numbers["need"]
     with_memory(monkeypatch, need / 2)
-    case = examined(config, *PLAN).case
-    case.device = torch.device("cuda")
-    assert [f.level for f in memory.check_memory(case)] == ["warning"]
-    case.free = (int(1e5), int(64e9))
-    assert [f.level for f in memory.check_memory(case)] == ["FAIL"]
+    context = examined(config, *PLAN).context
+    context.device = torch.device("cuda")
+    assert [f.level for f in memory.check_memory(context)] == ["warning"]
+    context.free = (int(1e5), int(64e9))
+    assert [f.level for f in memory.check_memory(context)] == ["FAIL"]
 
 
 def test_a_model_that_does_not_fit_is_not_loaded(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
@@ -185,11 +185,11 @@ def test_sampling_and_training_that_would_run_out_of_memory_are_refused(
 
     found = examined(tiny(), *SAMPLED, value=lambda g, i: float(i % 2))
     with_free(1000)
-    assert [f.level for f in sampling.check_sampling(found.case)] == ["FAIL"]
-    assert [f.level for f in ratio.check_ratio(found.case)] == ["FAIL"]
-    assert [f.level for f in ratio.check_temperature(found.case)] == ["note"]
+    assert [f.level for f in sampling.check_sampling(found.context)] == ["FAIL"]
+    assert [f.level for f in ratio.check_ratio(found.context)] == ["FAIL"]
+    assert [f.level for f in ratio.check_temperature(found.context)] == ["note"]
     with_free(3_000_000)
-    assert [f.level for f in ratio.check_ratio(found.case)] == ["note", "ok"], "smaller micro-batches fit"
+    assert [f.level for f in ratio.check_ratio(found.context)] == ["note", "ok"], "smaller micro-batches fit"
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
@@ -202,8 +202,8 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_precision_and_reference_are_counted(tiny: Callable[..., Config], examined: Any) -> None:
     def held(*overrides: str) -> dict[str, float]:
-        case = examined(tiny(*overrides), *PLAN).case
-        return {line.name: line.bytes for line in memory.estimate(case, gpu=False).held}
+        context = examined(tiny(*overrides), *PLAN).context
+        return {line.name: line.bytes for line in memory.estimate(context, gpu=False).held}
 
     full, half = held(), held("model.dtype=bfloat16", "objective.name=grpo")
     assert half["weights"] == full["weights"] / 2
@@ -224,13 +224,13 @@ def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examine
     common = (*saved, "model.lora.rank=2", "objective.name=grpo")
     for quantize in ("", "nf4"):
         config = tiny(*common, f"model.quantize={quantize}")
-        case = examined(config, *PLAN).case
-        held = {line.name: line.bytes for line in memory.estimate(case, gpu=False).held}
+        context = examined(config, *PLAN).context
+        held = {line.name: line.bytes for line in memory.estimate(context, gpu=False).held}
         loaded = load_policy(config.model, load_tokenizer(config.model), seed=0).model
         trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
         assert (held["optimizer moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
         assert "reference model" not in held
-        assert disk.checkpoint_bytes(case) == size_of(loaded)
+        assert disk.checkpoint_bytes(context) == size_of(loaded)
         real = sum(p.numel() * p.element_size() for p in loaded.parameters())
         assert held["weights"] == pytest.approx(real, rel=0.04)  # the scales of 4-bit weights (3 %) are not parameters
 
@@ -257,19 +257,19 @@ def test_estimated_sizes_on_disk_match_a_run(
     from gspo.trainer import train
 
     config = tiny("model.dtype=bfloat16", "rollout.prompts=16", "steps=1", "eval.every=0")
-    case = examined(config, *SAMPLED, "objective", value=lambda g, i: 0.0).case
+    context = examined(config, *SAMPLED, "objective", value=lambda g, i: 0.0).context
     run = train(config, display).run
     written = sorted((run / "checkpoints").iterdir())
     size = sum(f.stat().st_size for f in written[-1].iterdir() if f.suffix in (".safetensors", ".tensors"))
-    assert disk.checkpoint_bytes(case) == pytest.approx(size, rel=0.1)
-    assert len(written) <= disk.checkpoints(case)
+    assert disk.checkpoint_bytes(context) == pytest.approx(size, rel=0.1)
+    assert len(written) <= disk.checkpoints(context)
     logged = (run / "rollouts" / "000001.jsonl").stat().st_size
-    assert 0.5 < disk.rollout_bytes(case) / logged < 2
+    assert 0.5 < disk.rollout_bytes(context) / logged < 2
 
 
 def test_the_number_of_checkpoints_on_disk(tiny: Callable[..., Config], examined: Any) -> None:
     def count(*overrides: str) -> int:
-        return disk.checkpoints(examined(tiny(*overrides), "objective").case)
+        return disk.checkpoints(examined(tiny(*overrides), "objective").context)
 
     assert count("steps=100", "checkpoint.every=10", "checkpoint.keep=2") == 3
     assert count("steps=100", "checkpoint.every=10", "checkpoint.keep=0") == 12
@@ -305,10 +305,10 @@ def group(rewards: list[float]) -> Group:
 def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examined: Any) -> None:
     rollout = ("rollout.prompts=40", "rollout.group_size=10", "rollout.engine_options.slots=100")
     config = tiny(*rollout, "steps=100", "eval.every=50")
-    case = examined(config, *PLAN).case
-    case.groups = [group([0.0, 1.0])]
-    case.pace = Timings(completions=40, rollout_s=2.0, reward_s=0.4, trained=20, train_s=3.0)
-    (finding,) = step_time.check_time(case)
+    context = examined(config, *PLAN).context
+    context.groups = [group([0.0, 1.0])]
+    context.timings = Timings(completions=40, rollout_s=2.0, reward_s=0.4, trained=20, train_s=3.0)
+    (finding,) = step_time.check_time(context)
     low, high = finding.numbers["step_s"]
     assert finding.numbers["reward_s"] == pytest.approx(4.0)  # ten times as many completions
     assert finding.numbers["learn_s"] == pytest.approx(60.0)
@@ -320,10 +320,10 @@ def test_time_is_scaled_to_a_step_and_a_run(tiny: Callable[..., Config], examine
 
 def test_refills_and_references_take_time(tiny: Callable[..., Config], examined: Any) -> None:
     def step(*overrides: str) -> Any:
-        case = examined(tiny(*overrides), *PLAN).case
-        case.groups = [group([0.0, 1.0]), group([0.0, 0.0])]
-        case.pace = Timings(completions=16, rollout_s=1.0, reward_s=0.5, trained=16, train_s=1.0)
-        (finding,) = step_time.check_time(case)
+        context = examined(tiny(*overrides), *PLAN).context
+        context.groups = [group([0.0, 1.0]), group([0.0, 0.0])]
+        context.timings = Timings(completions=16, rollout_s=1.0, reward_s=0.5, trained=16, train_s=1.0)
+        (finding,) = step_time.check_time(context)
         return finding.numbers["step_s"][1]
 
     plain = step()

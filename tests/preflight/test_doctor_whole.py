@@ -50,7 +50,7 @@ def test_a_good_recipe(recipe: Callable[..., str], capsys: Any, tmp_path: Path) 
 
 
 def test_a_bad_recipe(recipe: Callable[..., str], capsys: Any, monkeypatch: Any) -> None:
-    def broken(case: Any) -> Any:
+    def broken(context: Any) -> Any:
         yield from ()
         raise ZeroDivisionError("inside")
 

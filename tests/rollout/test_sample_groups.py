@@ -17,7 +17,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.evaluation import evaluate
-from gspo.preflight.case import Case
+from gspo.preflight.context import PreflightContext
 from gspo.preflight.sampling import check_sampling
 from gspo.rollout.gather import RolloutState, sample_groups
 from gspo.step import collect
@@ -124,7 +124,7 @@ def test_an_evaluation_is_no_part_of_the_time_of_rollouts(timed: Any) -> None:
 
 def test_the_doctor_measures_its_last_chunk(timed: Any) -> None:
     context = timed()
-    case = Case(
+    preflight = PreflightContext(
         config=context.config,
         prompts=4,
         objective=context.objective,
@@ -135,7 +135,7 @@ def test_the_doctor_measures_its_last_chunk(timed: Any) -> None:
         policy=context.policy,
         engine=context.engine,
     )
-    list(check_sampling(case))
-    assert case.pace is not None
-    assert (case.pace.completions, case.pace.rollout_s, case.pace.reward_s) == (16, 10, 3)
-    assert case.groups == list(collect(context, RolloutState(), clock=Clock()).rollouts.sampled)
+    list(check_sampling(preflight))
+    assert preflight.timings is not None
+    assert (preflight.timings.completions, preflight.timings.rollout_s, preflight.timings.reward_s) == (16, 10, 3)
+    assert preflight.groups == list(collect(context, RolloutState(), clock=Clock()).rollouts.sampled)

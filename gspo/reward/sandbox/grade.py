@@ -92,7 +92,7 @@ class Limits:
 
 
 def longest_s(limit_s: float) -> float:
-    """The most time that grading one program can take: two waits for a turn, two tries and a repeated one, each with
+    """The most time that grading one program can take: two waits for the lock, two tries and a repeated one, each with
     the tests' own time."""
     return (6 * PATIENCE + 2 * PATIENCE_ALONE + 3) * limit_s + 4 * SPARE_S + 2 * START_S
 

@@ -1,6 +1,6 @@
 """A machine-wide readers-writer lock: programs run concurrently, and occasionally one runs alone.
 
-In: whether a program must run alone. Out: its turn. Invariant: while a program runs alone, no other grader on this
+In: whether a program must run alone. Out: the lock. Invariant: while a program runs alone, no other grader on this
 machine that uses this installation runs a program, in any process. No grader waits longer than requested, and if file
 locks do not work, none waits at all.
 

@@ -37,7 +37,7 @@ class Timings:
 
 
 @dataclass(kw_only=True)
-class Case:
+class PreflightContext:
     """A recipe under examination. A component is `None` until its check has built it, and stays `None` if that
     failed."""
 
@@ -58,7 +58,7 @@ class Case:
     """A few groups of the first step, sampled and scored as in the run."""
     logprobs: Any = None
     """Log-probs of those completions (`ratio.LogprobsByPolicy`)."""
-    pace: Timings | None = None
+    timings: Timings | None = None
     activation_bytes: float | None = None
     """Measured bytes per token of a micro-batch; `None` if not measured."""
     device: torch.device | None = None
