@@ -10,6 +10,8 @@ import ast
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Collection
 
@@ -127,3 +129,13 @@ def test_no_engine_imports_another() -> None:
         files = [ROOT / "rollout" / "engines" / f"{name}.py", *(ROOT / "rollout" / name).glob("**/*.py")]
         wrong += [str(f.relative_to(ROOT)) for f in files if pattern.search(f.read_text(encoding="utf-8"))]
     assert not wrong
+
+
+def test_one_training_step_runs_few_files() -> None:
+    """A newcomer reads the files of one step, so their number is bounded. No stage calls back into `step.py`."""
+    script = ROOT.parent / "benchmarks" / "structure.py"
+    printed = subprocess.run([sys.executable, script, "--step"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"one step runs (\d+) files of the package; (\d+) calls back", printed)
+    assert found is not None, printed
+    assert int(found[1]) <= 30, printed
+    assert int(found[2]) == 0, printed

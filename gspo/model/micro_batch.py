@@ -235,3 +235,9 @@ def _sampled_tokens(
 
 def _concatenate(spans: Sequence[Places]) -> Tensor:
     return torch.from_numpy(np.concatenate(spans))
+
+
+def padded(ids_B: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Token ids, padded on the right. In a causal model no earlier position attends to the padding."""
+    width = max(map(len, ids_B))
+    return torch.tensor([ids + (0,) * (width - len(ids)) for ids in ids_B], dtype=torch.int64, device=device)

@@ -14,7 +14,8 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -182,3 +183,19 @@ def stream_key(seed: int, stream: str, prompt_id: str, sample: int) -> int:
     text = f"{seed}\x1f{stream}\x1f{prompt_id}\x1f{sample}"
     # 63 bits: torch has no unsigned 64-bit arithmetic, and negative keys have a meaning of their own.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """Put every module into eval mode, and restore the mode of each afterwards.
+
+    In train mode, models apply dropout, and with gradient checkpointing they also ignore the KV cache."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        # Not model.eval(): that would lose which modules were in training mode.
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from gspo.errors import ConfigError, NumericalError
-from gspo.model.inference import eval_mode
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
-from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits
+from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits, eval_mode
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
 from gspo.rollout.local.sampling import DecodeResult, Queue, make_queue, sample_from_logits, uniform, with_greedy

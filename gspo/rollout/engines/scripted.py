@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gspo.errors import ConfigError
-from gspo.model.inference import eval_mode, padded
-from gspo.rollout.engine import EngineContext, EngineTraits
+from gspo.model.micro_batch import padded
+from gspo.rollout.engine import EngineContext, EngineTraits, eval_mode
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 TRAITS = EngineTraits(accepts_quantized=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from transformers.cache_utils import Cache
 
-from gspo.model.inference import padded
 from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
+from gspo.model.micro_batch import padded
 from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for

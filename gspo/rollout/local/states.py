@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from gspo.errors import KernelWarning
-from gspo.model.inference import eval_mode, padded
 from gspo.model.kernels.packed_attention import NAME, attention_kinds
+from gspo.model.micro_batch import padded
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
+from gspo.rollout.engine import eval_mode
 
 BLOCK = 64
 """The minimum number of columns by which a cache grows."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gspo.errors import WeightSyncError
-from gspo.model.inference import eval_mode
+from gspo.rollout.engine import eval_mode
 from gspo.rollout.vllm.host import Generate, Request, RequestOutput
 from gspo.types import Prompt, Sampling
 
