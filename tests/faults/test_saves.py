@@ -352,8 +352,8 @@ def test_f4_a_run_on_a_full_disk_continues_and_recovers(
     def work() -> None:
         create = gspo.loop.RunDir.describe
 
-        def describe(self: Any, config: Config) -> None:
-            create(self, config)
+        def describe(self: Any, *what: Any) -> None:
+            create(self, *what)
             small_disk(self.checkpoints, 8 * size)
 
         gspo.loop.RunDir.describe = describe
