@@ -46,7 +46,8 @@ def test_gradient_norm_and_weights_are_those_of_one_rank(saved: Saved, name: str
         assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         assert update.grad_norm > SETTINGS.max_grad_norm, "clipping must act on the norm of all ranks"
         assert distance(gradient, whole) < 1e-5
-    assert distance(two["weights"], one["weights"]) < 1e-4
+    # AdamW turns rounding of a gradient near 0 into a visible step of that one weight, so this bound is wider.
+    assert distance(two["weights"], one["weights"]) < 1e-3
     assert distance(two["state"], one["state"]) < 1e-4
 
 
