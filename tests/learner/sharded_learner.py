@@ -54,7 +54,9 @@ CASES = {
     "bfloat16": Case(dtype=torch.bfloat16),
     "broken": Case(broken=True),
 }
-SETTINGS = LearnerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1, spike=0.0)
+# AdamW turns rounding of a gradient near 0 into a visible step of that one weight. A small learning rate keeps the
+# difference between one and two ranks small on every CPU.
+SETTINGS = LearnerConfig(learning_rate=1e-3, max_grad_norm=0.5, weight_decay=0.1, spike=0.0)
 
 
 def build(case: Case, seed: int) -> Any:

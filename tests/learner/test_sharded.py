@@ -43,11 +43,10 @@ def test_gradient_norm_and_weights_are_those_of_one_rank(saved: Saved, name: str
     one, two = saved(f"{name}-1{stage}"), saved(f"{name}-2{stage}")
     for (update, gradient), (expected, whole) in zip(two["updates"], one["updates"], strict=True):
         assert update.applied == expected.applied
-        assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         assert update.grad_norm > SETTINGS.max_grad_norm, "clipping must act on the norm of all ranks"
-        assert distance(gradient, whole) < 1e-5
-    # AdamW turns rounding of a gradient near 0 into a visible step of that one weight, so this bound is wider.
-    assert distance(two["weights"], one["weights"]) < 1e-3
+        assert distance(gradient, whole) < 1e-4
+    assert distance(two["weights"], one["weights"]) < 1e-4
     assert distance(two["state"], one["state"]) < 1e-4
 
 
