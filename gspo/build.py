@@ -206,7 +206,10 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
 
 def saved_model(config: ModelConfig, path: Path, device: str | None = None) -> ModelConfig:
     """The same settings for a model that a run has saved at `path`, on another device if one is given."""
-    return dataclasses.replace(config, path=str(path), build="", build_options={}, device=device or config.device)
+    saved = dataclasses.replace(config, path=str(path), device=device or config.device)
+    if config.lora.rank:
+        return saved  # a base that was built from scratch is built again, from the same seed
+    return dataclasses.replace(saved, build="", build_options={})
 
 
 def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:

@@ -75,10 +75,12 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
             "of gspo changed); restore them, or start a new run"
         )
     if saved.model != now.model and saved.model:
-        raise ConfigError(
-            f"model.path: the weights in {config.model.path} are not those the run began with; "
-            "restore them, or start a new run"
+        changed = (
+            f"model.build: {config.model.build}/config.json is not the one the run began with; restore it"
+            if config.model.build
+            else f"model.path: the weights in {config.model.path} are not those the run began with; restore them"
         )
+        raise ConfigError(f"{changed}, or start a new run")
 
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:

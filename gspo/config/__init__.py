@@ -7,6 +7,7 @@
 from gspo.config.checks import check, check_single_process
 from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir
 from gspo.config.schema import (
+    TINY_MODELS,
     AlarmsConfig,
     CheckpointConfig,
     ColdStartConfig,
@@ -27,6 +28,7 @@ from gspo.config.schema import (
 from gspo.config.toml import differing, flat, flatten, get, to_toml
 
 __all__ = [
+    "TINY_MODELS",
     "AlarmsConfig",
     "CheckpointConfig",
     "ColdStartConfig",

@@ -9,7 +9,7 @@ import math
 import os
 import re
 
-from gspo.config.schema import Config, NotWith, OnlyWith, Range, help_texts, markers
+from gspo.config.schema import TINY_MODELS, Config, NotWith, OnlyWith, Range, help_texts, markers
 from gspo.config.toml import flat, get
 from gspo.errors import ConfigError
 from gspo.redact import holds_secret
@@ -66,7 +66,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError("model: set either model.path (a directory, hub name or .gguf) or model.build, not both")
     if config.model.quantize and not config.model.lora.rank:
         raise ConfigError('model.quantize: 4-bit weights cannot be trained; set model.lora.rank, or quantize = ""')
-    if config.model.lora.rank and config.model.build:
+    if config.model.trust_remote_code and config.model.build:
+        raise ConfigError("model.trust_remote_code: has no effect with model.build; leave it out")
+    # A directory gives the shape of a real model, whose time and memory with adapters is worth measuring.
+    if config.model.lora.rank and config.model.build in TINY_MODELS:
         raise ConfigError(
             "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "
             "untrained; set model.path, or set the rank to 0"

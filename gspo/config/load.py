@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from gspo import aliases
 from gspo.config.checks import check
-from gspo.config.schema import Config, ObjectiveConfig, help_texts
+from gspo.config.schema import TINY_MODELS, Config, ObjectiveConfig, help_texts
 from gspo.errors import ConfigError
 
 
@@ -111,12 +111,17 @@ def anchored(config: Config) -> Config:
 
     Paths of required files are relative to the current directory. `model.path` and the options of rewards and engines
     may also hold a hub name or a URL, so they are treated as paths only if such a file or directory exists."""
+    model = config.model
     data = config.data
     reward = config.reward
     specs = {spec: _anchored_function(spec) for spec in reward.functions}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=_absolute_if_exists(config.model.path)),
+        model=dataclasses.replace(
+            model,
+            path=_absolute_if_exists(model.path),
+            build=model.build if model.build in TINY_MODELS else _absolute(model.build),
+        ),
         data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
         reward=dataclasses.replace(

@@ -66,6 +66,8 @@ AlarmName = Literal[
     "rounding noise",
 ]
 Sink = Literal["tensorboard", "wandb", "trackio"]
+TINY_MODELS = ("tiny_dense", "tiny_moe")
+"""Small models that `model.build` knows by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,12 @@ class ModelConfig:
     path: str = ""
     """Model to train: a directory, a hub name or a `.gguf` file, or the directory of a saved LoRA adapter, which names
     its base model."""
-    build: Literal["", "tiny_moe", "tiny_dense"] = ""
-    """Build a small model from scratch instead of loading one. Meant for the demo, for tests and for trying out a
-    task."""
+    build: str = ""
+    """Build a model from scratch instead of loading one. `tiny_dense` and `tiny_moe` are small Qwen3 models for the
+    demo, for tests and for trying out a task. A directory with a `config.json` gives a model of that shape with random
+    weights, initialized on the device: to measure speed and memory without downloading weights."""
     build_options: Annotated[Mapping[str, Any], OnlyWith("model.build")] = field(default_factory=dict)
-    """Overrides for the built model's Qwen3 config: `{num_hidden_layers = 8, num_experts = 64}`."""
+    """Overrides for the built model's config: `{num_hidden_layers = 8, num_experts = 64}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights. Log-probs are float32 in either case."""
     device: str = "auto"

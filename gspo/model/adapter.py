@@ -41,7 +41,8 @@ def adapted(model: Any) -> bool:
 def base_of(path: str) -> str | None:
     """The base model of the adapter in a folder; None if the folder holds no adapter."""
     file = Path(path).expanduser() / SETTINGS
-    if not file.is_file():
+    # A model that is built from scratch has no path, and an empty one would be the current directory.
+    if not path or not file.is_file():
         return None
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]

@@ -12,8 +12,8 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gspo.model.memory_alignment import align
 from gspo.model.packed_forward import supports_packing
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
-from gspo.model.source import load_errors, resolve_model_source
+from gspo.model.source import load_errors, resolve_model_source, shape_dir
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY_PARAMETERS = 5_000_000
@@ -85,11 +85,12 @@ def position_limit(model: Any) -> int | None:
 
 def load_tokenizer(config: ModelConfig, *, alphabet: str = "") -> Any:
     """The model's tokenizer; for a built model, a tokenizer of the characters of `alphabet` (default: ASCII)."""
-    if config.build:
+    shape = shape_dir(config)
+    if config.build and not (shape and (shape / "tokenizer_config.json").is_file()):
         return char_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
     from transformers import AutoTokenizer
 
-    path, options = resolve_model_source(config)
+    path, options = (str(shape), {}) if shape else resolve_model_source(config)
     # An adapter may come with a tokenizer of its own.
     if adapter.base_of(config.path) and (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
         path, options = os.path.expanduser(config.path), {}
@@ -144,7 +145,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     device = device_of(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and CUDA graphs use the current device
-    model = (build_model(config, tokenizer, seed) if config.build else _load(config, device, seed)).to(device)
+    model = _load(config, tokenizer, device, seed).to(device)
     _check_vocabulary(model, tokenizer, config)
     # The rounding of a one-row product on a CPU depends on the alignment of the weight: docs/log.md, "one bit per
     # resume".
@@ -202,14 +203,16 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _load(config: ModelConfig, device: torch.device, seed: int) -> Any:
+def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int) -> Any:
     adapter_quantize = adapter.quantization_of(config.path)
     if adapter_quantize and config.lora.rank and config.quantize != adapter_quantize:
         raise ConfigError(
             f"model.quantize: the adapter in {config.path} was trained with 4-bit weights; set model.quantize = "
             f'"{adapter_quantize}", or merge it first: gspo merge'
         )
-    model = _load_plain(config)
+    # A model of real size is initialized where it fits. The tiny ones are the same on every device.
+    with device if shape_dir(config) else nullcontext():
+        model = build_model(config, tokenizer, seed) if config.build else _load_plain(config)
     # An adapter that is merged below belongs to the quantized weights, not to the original ones.
     if config.quantize or adapter_quantize:
         quantize(model, device)
@@ -252,18 +255,41 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
                     f"set it to {saved:g}"
                 )
     elif config.lora.rank:
-        place = Path(config.path).expanduser()
+        place = shape_dir(config) or Path(config.path).expanduser()
         # An absolute path, so that the adapter finds its base model from any working directory.
         adapter.attach(model, config.lora, base=str(place.absolute()) if place.exists() else config.path, seed=seed)
     return model
 
 
 def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
-    """Build a small model from scratch, with weights initialized from the seed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Build a model from scratch, with weights initialized from the seed: a small one, or one of the shape that a
+    `config.json` describes."""
+    from transformers import AutoModelForCausalLM
 
-    shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+    shape = _shape(config, tokenizer)
+    # The run's own random state must not depend on the size of the model.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.dtype))
+
+
+def _shape(config: ModelConfig, tokenizer: Any) -> Any:
+    """The transformers config of a model that is built from scratch."""
+    from transformers import AutoConfig
+
+    tokens = {key: getattr(tokenizer, key) for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    folder = shape_dir(config)
+    if folder:
+        with load_errors(replace(config, path=str(folder))):
+            shape = AutoConfig.from_pretrained(folder)
+        _check_options(config, set(shape.to_dict()), shape.model_type)
+        for option, value in config.build_options.items():
+            setattr(shape, option, value)
+        if not (folder / "tokenizer_config.json").is_file():
+            # The ids in the file are those of a tokenizer that is not there.
+            shape.update(tokens)
+        return shape
+    size: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -273,32 +299,26 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
         "tie_word_embeddings": True,
         "initializer_range": 0.05,
         "max_position_embeddings": 4096,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        # The character tokenizer adds no token before a prompt.
-        "bos_token_id": None,
     }
     kind = "qwen3"
     if config.build == "tiny_moe":
         kind = "qwen3_moe"
-        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    known = {*AutoConfig.for_model(kind).to_dict(), *shape} - {
-        "vocab_size",
-        "eos_token_id",
-        "pad_token_id",
-        "bos_token_id",
-    }
+        size |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    _check_options(config, {*AutoConfig.for_model(kind).to_dict(), *size}, kind)
+    # The character tokenizer adds no token before a prompt.
+    fixed = tokens | {"bos_token_id": None, "vocab_size": len(tokenizer)}
+    return AutoConfig.for_model(kind, **(fixed | size | dict(config.build_options)))
+
+
+def _check_options(config: ModelConfig, known: set[str], kind: str) -> None:
+    """Refuse options that the model does not have, or that its tokenizer decides."""
+    known -= {"vocab_size", "eos_token_id", "pad_token_id", "bos_token_id"}
     for option in config.build_options:
         if option not in known:
             hint = difflib.get_close_matches(option, known, n=1)
             raise ConfigError(
                 f"model.build_options.{option}: {kind} has no such size{f'; did you mean {hint[0]}?' if hint else ''}"
             )
-    shape |= config.build_options
-    # The run's own random state must not depend on the size of the model.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=getattr(torch, config.dtype))
 
 
 def char_tokenizer(alphabet: str) -> Any:

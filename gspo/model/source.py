@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from gspo.config import ModelConfig
+from gspo.config import TINY_MODELS, ModelConfig
 from gspo.errors import ConfigError
 from gspo.hub import unreachable_host
 from gspo.model import adapter
@@ -45,6 +45,19 @@ def resolve_model_source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"model.path: {path}: reading it needs the gguf package; run: pip install gguf")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
+
+
+def shape_dir(config: ModelConfig) -> Path | None:
+    """The directory whose `config.json` gives the shape of a model that is built from scratch; None for the others."""
+    if not config.build or config.build in TINY_MODELS:
+        return None
+    folder = Path(config.build).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.build: {config.build}: no such directory with a config.json; "
+            f"give one, or {' or '.join(TINY_MODELS)}"
+        )
+    return folder.absolute()
 
 
 @contextmanager
@@ -110,6 +123,9 @@ def _from_hub(name: str) -> str:
 def weights_fingerprint(config: ModelConfig) -> str:
     """A fingerprint of the files with the model's weights; empty if they are on the hub. In a large file, only blocks
     at regular intervals are read."""
+    if (shape := shape_dir(config)) is not None:
+        # The weights follow from the shape and the seed.
+        return hashlib.sha256((shape / "config.json").read_bytes()).hexdigest()
     if config.build or not Path(_model_name(config)).expanduser().exists():
         return ""
     place, options = resolve_model_source(config)

@@ -53,7 +53,10 @@ def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
 
     if config.build:
         with torch.device("meta"):
-            return build_model(config, tokenizer, seed=0)
+            model = build_model(config, tokenizer, seed=0)
+            if config.lora.rank:
+                adapter.attach(model, config.lora, base=config.build, seed=0)
+            return model
     path, options = resolve_model_source(config)
     remote = config.trust_remote_code
     with load_errors(config):
