@@ -80,6 +80,9 @@ class LoraConfig:
     targets: Annotated[tuple[str, ...], OnlyWith("model.lora.rank")] = ()
     """Layers that get adapters, by the last part of their names (`q_proj`, `down_proj`). An empty list targets every
     linear layer except the LM head."""
+    experts: Annotated[bool, OnlyWith("model.lora.rank")] = False
+    """Also train adapters for the experts of an MoE model that stores all experts of a layer in one tensor. Each
+    forward pass computes the adapted weights of a whole layer, which costs time and the memory of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ chosen linear layers compute `W x + (alpha / rank) B A x`; only A and B are trai
 model starts as the base model, and with its adapters disabled it is bitwise identical to it. The model's class does not
 change, so all other code reads the model as before.
 
+An MoE model may store all experts of a layer in one tensor. Each expert then has an A and a B of its own, and peft
+wraps the module that holds the tensor, once per adapted tensor: the wrappers are nested.
+
 A saved adapter has peft's own format, `adapter_config.json` and `adapter_model.safetensors`: plain peft can load it.
 """
 
@@ -80,6 +83,7 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
         # Dropout would make the learner's probabilities differ from the sampler's.
         lora_dropout=0.0,
         target_modules=targets(model, config),
+        target_parameters=expert_targets(model) if config.experts else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
@@ -91,8 +95,9 @@ def attach(model: Any, config: LoraConfig, *, base: str, seed: int) -> None:
     _match_dtype(model)
 
 
-def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
-    """Inject a saved adapter into its base model for further training; its rank, alpha and target layers."""
+def attach_saved(model: Any, folder: Path) -> LoraConfig:
+    """Inject a saved adapter into its base model for further training; its settings, with alpha and targets filled
+    in."""
     _check_peft()
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
@@ -102,10 +107,11 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
     settings.inference_mode = False
     special = settings.lora_dropout or settings.bias != "none" or settings.modules_to_save or settings.use_dora
     special = special or getattr(settings, "lora_bias", False) or settings.fan_in_fan_out
-    if settings.peft_type != "LORA" or special or settings.target_parameters:
+    experts = sorted(settings.target_parameters or ())
+    if settings.peft_type != "LORA" or special or (experts and experts != _expert_tensors(model)):
         raise ConfigError(
-            f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, without dropout and biases, is "
-            "supported; merge the adapter into its model with peft, and give the merged model"
+            f"model.path: {folder / SETTINGS}: only plain LoRA of linear layers, and of all experts or none, without "
+            "dropout and biases, is supported; merge the adapter into its model with peft, and give the merged model"
         )
     inject_adapter_in_model(settings, model, NAME)
     _match_dtype(model)
@@ -120,7 +126,12 @@ def attach_saved(model: Any, folder: Path) -> tuple[int, float, set[str]]:
         for key, weight in weights.items():
             weight.copy_(saved[key])
     kinds = settings.target_modules or ()
-    return settings.r, settings.lora_alpha, {kinds} if isinstance(kinds, str) else set(kinds)
+    return LoraConfig(
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        targets=(kinds,) if isinstance(kinds, str) else tuple(sorted(kinds)),
+        experts=bool(experts),
+    )
 
 
 def save(model: Any, folder: Path) -> None:
@@ -150,9 +161,11 @@ def merge(model: Any) -> None:
     for path, layer in layers(model).items():
         base = layer.get_base_layer()
         base = quantized.dequantize_layer(base, torch.float32) if quantized.is_quantized(base) else base
-        base.weight.data = merged_weight(layer, base.weight).to(model.dtype)
+        weight = getattr(base, tensor_name(layer))
+        weight.data = merged_weight(layer, weight).to(model.dtype)
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, base)
+        if name != "base_layer":  # an inner wrapper of experts goes with the outer one, which comes first
+            setattr(model.get_submodule(parent), name, base)
     quantized.dequantize(model)
     del model.peft_config
     # Otherwise transformers would save an adapter instead of the model.
@@ -162,10 +175,21 @@ def merge(model: Any) -> None:
 
 @torch.no_grad()
 def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """W + (alpha / rank) B A of an adapted layer, in float32."""
-    return weight.float() + layer.scaling[NAME] * (
-        layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
-    )
+    """W + (alpha / rank) B A of an adapted layer, in float32; with experts, of each of them."""
+    a, b = layer.lora_A[NAME].weight.float(), layer.lora_B[NAME].weight.float()
+    if weight.dim() == 2:
+        return weight.float() + layer.scaling[NAME] * (b @ a)
+    # peft stores the factors of all experts in two matrices: A as [experts * rank, in], B as [out, rank * experts].
+    count = weight.shape[0]
+    change = b.reshape(len(b), -1, count).permute(2, 0, 1) @ a.reshape(count, -1, a.shape[1])
+    # What peft calls out is the last axis of the weight, unless it has swapped the two.
+    swapped = getattr(layer, "_did_swap_in_out_features", False)
+    return weight.float() + layer.scaling[NAME] * (change if swapped else change.mT)
+
+
+def tensor_name(layer: Any) -> str:
+    """The name of the tensor that a layer adapts."""
+    return getattr(layer, "parameter_name", "weight")
 
 
 def targets(model: Any, config: LoraConfig) -> list[str]:
@@ -190,6 +214,25 @@ def targets(model: Any, config: LoraConfig) -> list[str]:
     return chosen
 
 
+def expert_targets(model: Any) -> list[str]:
+    """The tensors of experts that get adapters. Raises if the model has none."""
+    tensors = _expert_tensors(model)
+    if not tensors:
+        what = "stores its experts as linear layers, which always get adapters" if _has_experts(model) else "has none"
+        raise ConfigError(f"model.lora.experts: {type(model).__name__} {what}; leave it out")
+    return tensors
+
+
+def _expert_tensors(model: Any) -> list[str]:
+    """Tensors that hold all experts of a layer, by the last two parts of their names."""
+    names = (name.split(".")[-2:] for name, weight in model.named_parameters() if weight.dim() == 3)
+    return sorted({".".join(parts) for parts in names if parts[0] == "experts"})
+
+
+def _has_experts(model: Any) -> bool:
+    return any("experts" in path.split(".") for path, _ in linear_layers(model))
+
+
 def _adaptable(model: Any) -> set[str]:
     """All linear layers that can have adapters, by the last parts of their names, without names that other layers
     share: peft selects layers by name."""
@@ -212,7 +255,8 @@ def _target_error(model: Any, name: str, adaptable: set[str]) -> str:
         )
     if any(n.rpartition(".")[2] == last and p.dim() == 3 for n, p in model.named_parameters()):
         return (
-            f"model.lora.targets: {name!r} holds all experts of a layer in one tensor, which gets no adapter; {there}"
+            f"model.lora.targets: {name!r} holds all experts of a layer in one tensor; for adapters of these, set "
+            f"model.lora.experts = true; {there}"
         )
     close = difflib.get_close_matches(name, adaptable, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""

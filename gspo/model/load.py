@@ -240,19 +240,25 @@ def _with_adapters(model: Any, config: ModelConfig, seed: int) -> Any:
     base = adapter.base_of(config.path)
     if base is not None:
         with load_errors(config):
-            rank, alpha, targets = adapter.attach_saved(model, Path(config.path).expanduser())
-        if config.lora.targets and set(config.lora.targets) != targets:
+            saved = adapter.attach_saved(model, Path(config.path).expanduser())
+        if config.lora.targets and set(config.lora.targets) != set(saved.targets):
             raise ConfigError(
-                f"model.lora.targets: the adapter in {config.path} has {', '.join(sorted(targets))}, and training "
+                f"model.lora.targets: the adapter in {config.path} has {', '.join(saved.targets)}, and training "
                 "continues with these; remove it"
             )
         if not config.lora.rank:
             adapter.merge(model)
-        for key, given, saved in (("rank", config.lora.rank, rank), ("alpha", config.lora.alpha, alpha)):
-            if given and given != saved:
+        elif config.lora.experts != saved.experts:
+            raise ConfigError(
+                f"model.lora.experts: the adapter in {config.path} has {'adapters' if saved.experts else 'none'} for "
+                f"experts, and training continues with that; set it to {str(saved.experts).lower()}"
+            )
+        for key in ("rank", "alpha"):
+            given, known = getattr(config.lora, key), getattr(saved, key)
+            if given and given != known:
                 raise ConfigError(
-                    f"model.lora.{key}: the adapter in {config.path} has {saved:g}, and training continues with that; "
-                    f"set it to {saved:g}"
+                    f"model.lora.{key}: the adapter in {config.path} has {known:g}, and training continues with that; "
+                    f"set it to {known:g}"
                 )
     elif config.lora.rank:
         place = shape_dir(config) or Path(config.path).expanduser()

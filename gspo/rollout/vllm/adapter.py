@@ -46,6 +46,8 @@ def obstacle_to_adapter(model: Any, settings: Mapping[str, Any]) -> str:
     config = model.peft_config[adapter.NAME]
     if lora_rank(model) > RANKS[-1]:
         return f"vLLM supports no adapters of a rank above {RANKS[-1]}"
+    if config.target_parameters:
+        return "vLLM reads no adapters of experts that peft has stored by tensor"
     if config.rank_pattern or config.alpha_pattern:
         return "vLLM supports no adapters whose rank or scale differs by layer"
     if model.device.type == "cuda" and model.dtype == torch.float32:

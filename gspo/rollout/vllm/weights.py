@@ -26,20 +26,22 @@ CHUNK = 1 << 22
 def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each tensor once: an LM head that is tied to the embedding is not repeated.
     LoRA adapters are merged into their base weights, or left out if `merge` is false."""
-    adapted = adapter.layers(model)
+    adapted = {
+        f"{path.replace('.base_layer', '')}.{adapter.tensor_name(layer)}": layer
+        for path, layer in adapter.layers(model).items()
+    }
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         # Tied weights share their memory; empty tensors all have the same address.
         if tensor.data_ptr() in seen and tensor.numel():
             continue
         seen.add(tensor.data_ptr())
-        owner, mark, rest = name.partition(".base_layer.")  # where peft keeps the base weight of an adapted layer
-        if mark:
-            own = tensor.detach()
-            add = merge and rest == "weight"
-            yield f"{owner}.{rest}", adapter.merged_weight(adapted[owner], own).to(own.dtype) if add else own
-        elif not adapter.is_adapter_parameter(name):
-            yield name, tensor.detach()
+        if adapter.is_adapter_parameter(name):
+            continue
+        # Where peft keeps the base weight of an adapted layer. Wrappers of experts are nested, one for each tensor.
+        own, plain = tensor.detach(), name.replace(".base_layer", "")
+        layer = adapted.get(plain) if merge else None
+        yield plain, own if layer is None else adapter.merged_weight(layer, own).to(own.dtype)
 
 
 def fingerprint(model: Any, *, adapters: bool = True) -> str:
