@@ -11,7 +11,6 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_held_out_accuracy_improves(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gspo.cli", "demo", f"--run-dir={tmp_path}/run", "--steps=40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)

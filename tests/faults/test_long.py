@@ -30,7 +30,7 @@ from gspo.reward.reward import RewardPool
 from gspo.rollout.engines.local import LocalEngine
 from gspo.trainer import resume, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 SMALL = ("eval.every=0", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4", "log.rollouts=false")
 

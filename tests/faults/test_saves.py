@@ -30,7 +30,7 @@ from gspo.config import Config
 from gspo.learner import checkpoint
 from gspo.trainer import resume, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 CALLS = (
     "openat",

@@ -27,7 +27,7 @@ from gspo.reward.sandbox.suite import read_suite
 DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data"
 FILES = ("mbpp.jsonl", "mbpp_sanitized.json", "HumanEval.jsonl.gz")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.launch_server import TOKEN
 from gspo.types import Completion, Sampling
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

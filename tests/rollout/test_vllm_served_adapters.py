@@ -16,7 +16,7 @@ from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm import transfer
 from gspo.rollout.vllm.guard import TOKEN
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

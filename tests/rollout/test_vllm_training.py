@@ -14,7 +14,7 @@ from gspo.record.run_dir import read_jsonl
 from gspo.rollout.vllm.in_process import InProcessHost
 from gspo.trainer import resume, train
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 MOE = ("rollout.engine=vllm", "model.build=tiny_moe", "model.build_options={head_dim = 32}")
 
 
