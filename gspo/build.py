@@ -189,7 +189,8 @@ def check_routes(config: Config, engine: Engine) -> None:
 
 
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
-    """If the engine's log-probs are the old policy's, there is no mismatch to correct and no old forward to record."""
+    """If the engine's log-probs are the old policy's, there is no mismatch to correct, and no forward of the old policy
+    whose experts could be replayed."""
     if config.learner.old_logp != "sampler":
         return
     if objective.mismatch != "none":
@@ -197,10 +198,17 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
             f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", '
             "where the old log-probs are the engine's; leave one of them out"
         )
-    if policy.routers is not None:
+    if policy.routers is None:
+        return
+    if config.routing.replay == "old":
         raise ConfigError(
-            'learner.old_logp: "sampler" skips the forward pass that records the experts of the old policy; '
-            'set routing.record = false (no replay), or old_logp = "recompute"'
+            'routing.replay: "old" replays the experts of the forward pass that learner.old_logp = "sampler" skips; '
+            'set replay = "sampler" (the engine\'s experts) or "off", or old_logp = "recompute"'
+        )
+    if config.routing.balance_loss:
+        raise ConfigError(
+            "routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = \"sampler\" skips; "
+            'set balance_loss = 0, or old_logp = "recompute"'
         )
 
 

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "learner.micro_batch_tokens",
     "learner.max_skipped",
     "learner.old_logp",
+    "learner.allow_mismatch",
     *(f"learner.{name}" for name in TUNABLE),
 )
 """Settings and sections that may change on resume. Most do not affect the training result. The others fix a run that

@@ -5,7 +5,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import COV_ROWS, ROWS, all_options, bare, evaluate, random_case
+from cases import CONSTANT_LENGTH_ROWS, COV_ROWS, ROWS, all_options, bare, evaluate, random_case
 
 import gspo
 
@@ -146,5 +146,5 @@ def test_weights_are_those_of_the_optimizer_step(row):
     }[oracle.AGGREGATE[row].__name__]
     for weights, part in [(first, mask[:5]), (second, mask[5:])]:
         n, sequences = int(part.sum()), int(part.any(1).sum())
-        want = per_step or n / sequences / (3000 if row == "dr_grpo" else 1)
+        want = per_step or n / sequences / (3000 if row in CONSTANT_LENGTH_ROWS else 1)
         assert weights.double().sum().item() == pytest.approx(want, rel=1e-6)

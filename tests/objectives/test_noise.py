@@ -14,7 +14,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
-from gspo.objectives.rounding import clip_limit, rounding_noise
+from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
@@ -53,8 +53,8 @@ def test_a_range_in_log_space_is_judged_in_log_space() -> None:
     noise = rounding_noise(build("gmpo"), TWO, torch.tensor([0.39, -0.39, 0.41, -0.41]))
     assert noise is not None
     assert noise.beyond_clip == 0.5
-    assert clip_limit(build("gmpo")) == pytest.approx(0.4)
-    assert clip_limit(build("grpo")) == pytest.approx(math.log(1.2))
+    assert build("gmpo").trust_region.noise_limit == pytest.approx(0.4)
+    assert build("grpo").trust_region.noise_limit == pytest.approx(math.log(1.2))
 
 
 @pytest.mark.parametrize("name", ["sapo", "vespo", "rloo"])
