@@ -116,6 +116,7 @@ def anchored(config: Config) -> Config:
     specs = {spec: _anchored_function(spec) for spec in reward.functions}
     return dataclasses.replace(
         config,
+        objective=dataclasses.replace(config.objective, name=_anchored_function(config.objective.name)),
         model=dataclasses.replace(config.model, path=_absolute_if_exists(config.model.path)),
         data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),

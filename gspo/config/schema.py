@@ -220,8 +220,9 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     name: str = "gspo"
-    """Name of the objective, as listed by `gspo objectives`. Overriding it on the command line drops the objective
-    settings of the recipe."""
+    """Name of the objective, as listed by `gspo objectives`, or `file.py:name` for your own
+    ([library](library.md#your-own-objective)). Overriding it on the command line drops the objective settings of the
+    recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the objective, given next to its name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists
     them)."""

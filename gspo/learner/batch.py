@@ -300,7 +300,7 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing:
     excess = _excess_mismatch(context.objective, tokens)
     if excess and not context.config.learner.allow_mismatch:
         raise MismatchError(
-            f'{excess}; set learner.old_logp = "recompute", or learner.allow_mismatch = true to train on it all the same'
+            f'{excess}; set learner.old_logp = "recompute", or learner.allow_mismatch = true to train on it anyway'
         )
     log_rho_M = tokens.logp_N - tokens.logp_old_N
     return OldLogprobs(

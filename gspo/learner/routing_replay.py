@@ -9,8 +9,8 @@ sharing of prompts. Padding has no experts and is never counted.
     replay = "old"       R2: training forwards replay the experts of the forward that gave the old log-probs
     replay = "sampler"   R3: that forward, and with it the training forwards, replays the experts of the sampler
 
-With `learner.old_logp = "sampler"` there is no old forward beyond the first mini-batch, and the old policy's experts are
-those that the engine reported. Tokens without a report are neither replayed nor counted.
+With `learner.old_logp = "sampler"` there is no old forward beyond the first mini-batch, and the old policy's experts
+are those that the engine reported. Tokens without a report are neither replayed nor counted.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def mean_scaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     if lowest < 0:
         # A mean near 0 would blow the advantage up and a negative one would turn its sign around.
         raise ConfigError(
-            f"objective: it divides by the mean reward of a group, so rewards must be 0 or more, and one is {lowest:g}; "
-            "use rewards such as 0 and 1, or an objective that divides by the standard deviation (gspo, grpo)"
+            "objective: it divides by the mean reward of a group, so rewards must be 0 or more, and one is "
+            f"{lowest:g}; use rewards such as 0 and 1, or an objective that divides by the standard deviation (grpo)"
         )
     count_P = _sum(scored_B.double(), group_B, groups)
     mean_P = _sum(value_B, group_B, groups) / count_P.clamp(min=1)

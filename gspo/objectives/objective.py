@@ -140,6 +140,11 @@ def settings_of(objective: Objective) -> dict[str, Any]:
     return values | {name: getattr(objective, name) for name in OPTIONS if name not in refused}
 
 
+def text_settings(objective: Objective) -> set[str]:
+    """The settings whose values are text."""
+    return {name for name, kinds in _declared_types(objective).items() if str in kinds}
+
+
 def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     """The objective with changed settings, checked."""
     known = settings_of(objective) | dict.fromkeys(_refusals(objective))
@@ -200,7 +205,9 @@ def _refusals(objective: Objective) -> dict[str, str]:
 
 def _declared_types(objective: Objective) -> dict[str, tuple[Any, ...]]:
     """The types that each setting accepts, by the annotation of its field: (float, NoneType) for `float | None`."""
-    hints = {name: hint for part in (objective, *_parts(objective)) for name, hint in get_type_hints(type(part)).items()}
+    hints = {
+        name: hint for part in (objective, *_parts(objective)) for name, hint in get_type_hints(type(part)).items()
+    }
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 

@@ -154,7 +154,9 @@ class ProductRatio(SequenceRatio):
     def __call__(self, tokens: Tokens) -> Tensor:
         log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
         if self.needs_sampler:
-            log_ratio_N = log_ratio_N + (tokens.logp_old_N - tokens.logp_behavior_N).clamp(max=math.log(self.sampler_cap))
+            log_ratio_N = log_ratio_N + (tokens.logp_old_N - tokens.logp_behavior_N).clamp(
+                max=math.log(self.sampler_cap)
+            )
         # Not clamped: the sum over a long completion easily exceeds MAX_LOG_RATIO, and GammaWeight computes in log
         # space.
         log_w_B = self.combine(tokens.sequences, log_ratio_N)

@@ -31,6 +31,7 @@ from gspo.objectives.advantage import (
     z_score,
 )
 from gspo.objectives.aggregate import ConstantLength, sequence_mean, sequence_sum, token_mean
+from gspo.objectives.custom import is_custom, load
 from gspo.objectives.objective import Objective, change
 from gspo.objectives.ratio import (
     ProductRatio,
@@ -120,10 +121,19 @@ TABLE: dict[str, Objective] = {
 
 
 def objective(name: str, **settings: Any) -> Objective:
-    """An objective of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`."""
+    """An objective of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`.
+
+    `file.py:name` is an objective of your own."""
+    return change(base_objective(name), settings)
+
+
+def base_objective(name: str) -> Objective:
+    """A row of the table, or the objective of a user's file, with its default settings."""
+    if is_custom(name):
+        return load(name)
     if not isinstance(name, str) or name not in TABLE:
-        raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}")
-    return change(replace(TABLE[name], name=name), settings)
+        raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}, or write file.py:name")
+    return replace(TABLE[name], name=name)
 
 
 def objective_names() -> list[str]:

@@ -492,7 +492,7 @@ def token_weights(row, mask, **settings):
     value = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
     ragged = [value[i][mask[i]] for i in range(len(mask)) if mask[i].any()]
     aggregate = AGGREGATE[row]
-    total = constant_length(ragged, settings.get("max_length", 3000)) if aggregate is constant_length else aggregate(ragged)
+    total = aggregate(ragged, *settings.values())
     (grad,) = torch.autograd.grad(total, value)
     return grad
 

@@ -124,7 +124,16 @@ OWN_SETTINGS = {
 }
 
 
-VALUE = {"length_norm": "sqrt", "denominator": "sampler", "advantage_scale": "std", "dual_clip": 3.0, "weight_cap": 4.0, "max_length": 100, "select_fraction": 0.1, "cov_high": 6.0}
+VALUE = {
+    "length_norm": "sqrt",
+    "denominator": "sampler",
+    "advantage_scale": "std",
+    "dual_clip": 3.0,
+    "weight_cap": 4.0,
+    "max_length": 100,
+    "select_fraction": 0.1,
+    "cov_high": 6.0,
+}
 
 
 @pytest.mark.parametrize("setting", OWN_SETTINGS)
@@ -234,7 +243,7 @@ def test_the_annotation_of_a_field_decides_which_values_a_setting_takes() -> Non
 
 def test_a_setting_of_a_component_decides_which_options_make_sense() -> None:
     gspo.objective("vespo", mismatch="token_tis")
-    with pytest.raises(ConfigError, match="mismatch makes no sense here.*twice"):
+    with pytest.raises(ConfigError, match=r"mismatch makes no sense here.*twice"):
         gspo.objective("vespo", denominator="sampler", mismatch="token_tis")
     with pytest.raises(ConfigError, match="denominator: must be one of old, sampler"):
         gspo.objective("vespo", denominator="mu")
