@@ -151,7 +151,8 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     for key in settings:
         if key not in known:
             raise ConfigError(_unknown(objective, key))
-    _check_types(objective, settings)
+    options = {k: v for k, v in settings.items() if k in OPTIONS}
+    _check_types(objective, {k: v for k, v in settings.items() if k not in options})
     parts = {name: _change_part(getattr(objective, name), settings) for name in COMPONENTS}
     changed = replace(objective, **parts)
     # After the components: one of their settings can decide whether an option makes sense. A refusal gives the reason;
@@ -160,7 +161,7 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     for key in settings:
         if key in refused:
             raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
-    options = {k: v for k, v in settings.items() if k in OPTIONS}
+    _check_types(objective, options)
     changed = replace(changed, given=objective.given | settings.keys(), **options)
     _check(changed)
     for text in _unusual_settings(changed):

@@ -421,12 +421,15 @@ def _clip_too_wide(facts: RunFacts) -> Finding | None:
         return None
     std = facts.mean("ratio/sequence_log_std" if facts.clips_sequences else "ratio/token_log_std")
     ratio = "sequence" if facts.clips_sequences else "token"
+    # The metric is of a mean over the completion, which a range for a sum does not bound.
+    summed = facts.setting("objective", "length_norm", "mean") != "mean" or facts.objective.clips_log_ratio
+    moved = f": the {ratio}-level log-ratio has a standard deviation of {std:.1e}, the upper clip range is {high:.1e}"
     return Finding(
         name="clip range too wide",
         level="warn",
         what=(
-            f"The trust region is inactive ({_percent(facts.mean('clip/fraction_tokens'))} of the tokens are clipped): "
-            f"the {ratio}-level log-ratio has a standard deviation of {std:.1e}, the upper clip range is {high:.1e}."
+            f"The trust region is inactive ({_percent(facts.mean('clip/fraction_tokens'))} of the tokens are clipped)"
+            f"{'' if facts.clips_sequences and summed else moved}."
         ),
         remedy=(
             "Nothing limits the policy update. If the reward is unstable, narrow the range: objective.clip_low = "
@@ -537,6 +540,9 @@ def _noise(facts: RunFacts) -> Finding | None:
     ratio = "sequence" if facts.clips_sequences else "token"
     low = facts.mean("clip/low")
     high = facts.mean("clip/high")
+    otherwise = "use one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1"
+    if facts.old_from_sampler:
+        otherwise = 'recompute the old log-probs (learner.old_logp = "recompute")'
     return Finding(
         name="rounding noise",
         level="warn",
@@ -545,9 +551,8 @@ def _noise(facts: RunFacts) -> Finding | None:
             f"out of the clip range ({low:.1e} below, {high:.1e} above): much of the clipping is random."
         ),
         remedy=(
-            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or use '
-            "one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1. Rounding noise also "
-            "averages out over longer completions."
+            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or '
+            f"{otherwise}. Rounding noise also averages out over longer completions."
         ),
     )
 
