@@ -79,7 +79,8 @@ def _import(name: str, file: Path, text: str) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[module_name] = module  # before executing it: dataclasses look up their module
     try:
-        exec(compile(text, str(file), "exec"), vars(module))  # the user named this file
+        # Not with this file's `from __future__` imports.
+        exec(compile(text, str(file), "exec", dont_inherit=True), vars(module))
     except BaseException as error:  # a module may call sys.exit at import
         del sys.modules[module_name]
         raise ConfigError(

@@ -52,6 +52,23 @@ def test_micro_batches_add_up_to_the_step(row):
         assert grad.abs().max() > 1e-6
 
 
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        *((row, {"length_norm": norm}) for row in ("gspo", "luspo", "vespo") for norm in ("sqrt", "none", "mean")),
+        ("vespo", {"denominator": "sampler", "sampler_cap": 1.02}),
+    ],
+    ids=str,
+)
+def test_micro_batches_add_up_with_other_sequence_ratios(row, changed):
+    clip = {} if row == "vespo" else {"clip_low": 0.05, "clip_high": 0.05}
+    for seed in range(2):
+        case = random_case(seed, B=13, T=9, scale=0.05)
+        whole, whole_grad, total, grad = step(bare(row, **changed, **clip), row, case, seed=seed)
+        assert total == pytest.approx(whole, rel=1e-10, abs=1e-14)
+        torch.testing.assert_close(grad, whole_grad, rtol=1e-10, atol=1e-14)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_the_test_above_can_fail(row):
     """Means per micro-batch, averaged: what the public frameworks did. It must differ from the step, for every row."""

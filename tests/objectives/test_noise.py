@@ -41,6 +41,20 @@ def test_a_sequence_ratio_averages_the_noise_of_its_tokens() -> None:
     assert token.beyond_clip == 0.5
 
 
+def test_noise_follows_the_length_norm_of_the_ratio() -> None:
+    """Two tokens: 0.02 each is 0.02 on average, 0.04 / sqrt(2), and 0.04 in total."""
+    rounding_N = torch.tensor([0.01, -0.01, 0.02, 0.02])
+    for length_norm, size in (("mean", 0.02), ("sqrt", 0.04 / 2**0.5), ("none", 0.04)):
+        noise = rounding_noise(build("gspo", length_norm=length_norm), TWO, rounding_N)
+        assert noise is not None
+        assert noise.log_ratio_M.tolist() == pytest.approx([0.0, size], abs=1e-8)
+    # FSPO's range is for the sum over sqrt(T).
+    for clip, beyond in ((0.028, 0.5), (0.029, 0.0)):
+        noise = rounding_noise(build("fspo", clip_low=clip, clip_high=clip), TWO, rounding_N)
+        assert noise is not None
+        assert noise.beyond_clip == beyond
+
+
 def test_each_side_of_the_range_counts() -> None:
     wide_above = build("gspo", clip_low=1e-3, clip_high=0.1)
     noise = rounding_noise(wide_above, TWO, torch.tensor([-0.01, -0.01, 0.02, 0.02]))
