@@ -22,10 +22,9 @@ from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.load import Policy, load_policy, load_tokenizer
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
-from gspo.objectives.objective import Objective, settings_of
+from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
-from gspo.objectives.table import TABLE
-from gspo.objectives.table import objective as build_objective
+from gspo.objectives.table import base_objective
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_traits
 
@@ -33,10 +32,11 @@ from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_trai
 def run_objective(config: Config) -> Objective:
     """The config's objective. Raises `ConfigError` if a run cannot use it."""
     name = config.objective.name
+    base = base_objective(name)
     _, settings = run_adaptive_clip(config)
-    if name in TABLE and "max_length" in settings_of(TABLE[name]):
+    if "max_length" in settings_of(base):
         settings.setdefault("max_length", config.rollout.max_tokens)
-    objective = build_objective(name, **settings)
+    objective = change(base, settings)
     if objective.advantage.scope == "external":
         raise ConfigError(
             f"objective.name: {name} needs external advantages, so it works only in your own training loop "
@@ -103,11 +103,7 @@ def _check_overlong(config: Config, objective: Objective) -> None:
 
 def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adaptive clip range, or None if the range is fixed, and the objective's other settings."""
-    name = config.objective.name
-    settings = dict(config.objective.settings)
-    if name not in TABLE:
-        return None, settings
-    auto, settings = take_adaptive(dataclasses.replace(TABLE[name], name=name), settings)
+    auto, settings = take_adaptive(base_objective(config.objective.name), config.objective.settings)
     if auto and config.learner.mini_batches == 1:
         raise ConfigError(
             f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; "
@@ -189,7 +185,8 @@ def check_routes(config: Config, engine: Engine) -> None:
 
 
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
-    """If the engine's log-probs are the old policy's, there is no mismatch to correct and no old forward to record."""
+    """If the engine's log-probs are the old policy's, there is no mismatch to correct, and no forward of the old policy
+    whose experts could be replayed."""
     if config.learner.old_logp != "sampler":
         return
     if objective.mismatch != "none":
@@ -197,10 +194,17 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
             f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", '
             "where the old log-probs are the engine's; leave one of them out"
         )
-    if policy.routers is not None:
+    if policy.routers is None:
+        return
+    if config.routing.replay == "old":
         raise ConfigError(
-            'learner.old_logp: "sampler" skips the forward pass that records the experts of the old policy; '
-            'set routing.record = false (no replay), or old_logp = "recompute"'
+            'routing.replay: "old" replays the experts of the forward pass that learner.old_logp = "sampler" skips; '
+            'set replay = "sampler" (the engine\'s experts) or "off", or old_logp = "recompute"'
+        )
+    if config.routing.balance_loss:
+        raise ConfigError(
+            'routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = "sampler" skips; '
+            'set balance_loss = 0, or old_logp = "recompute"'
         )
 
 

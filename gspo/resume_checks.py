@@ -21,6 +21,7 @@ from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
+from gspo.objectives.custom import fingerprint as objective_fingerprint
 
 MAY_CHANGE = (
     "name",
@@ -39,6 +40,7 @@ MAY_CHANGE = (
     "learner.micro_batch_tokens",
     "learner.max_skipped",
     "learner.old_logp",
+    "learner.allow_mismatch",
     *(f"learner.{name}" for name in TUNABLE),
 )
 """Settings and sections that may change on resume. Most do not affect the training result. The others fix a run that
@@ -55,6 +57,7 @@ def initial_state(context: RunContext) -> TrainerState:
     return TrainerState(
         problems=fingerprint(context.problems),
         model=weights_fingerprint(config.model) if needs_base_weights else "",
+        objective=objective_fingerprint(config.objective.name),
         settings=flat(config),
     )
 
@@ -68,7 +71,12 @@ def fingerprint(problems: Problems) -> str:
 
 
 def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config) -> None:
-    """Raise if the problems or the original weights are not those the run began with."""
+    """Raise if the problems, the original weights or a custom objective are not those the run began with."""
+    if saved.objective != now.objective:
+        raise ConfigError(
+            f"objective.name: the file of {config.objective.name} is not the one the run began with; "
+            "restore it, or start a new run"
+        )
     if saved.problems != now.problems:
         raise ConfigError(
             "data: the problems are not those the run began with (rows, order, template, tokenizer or the version "

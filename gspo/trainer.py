@@ -86,7 +86,7 @@ def train(config: Config, display: Display) -> Outcome:
         check_file(path)
     run = RunDir.create(config)
     try:
-        trust.remember(run.path, trust.all_code(config, [config.model.path]))
+        trust.remember(run.path, [*trust.all_code(config, [config.model.path]), *trust.objective_code(config)])
         return _run(run, config, objective, display, begin=None)
     finally:
         run.discard_if_empty()
@@ -109,8 +109,11 @@ def resume(
     try:
         config = _with_overrides(config, overrides)
         begin = _where_to_resume(run, display)
-        # Before any code that the run directory names is loaded.
-        trust.check(run.path, trust.all_code(config, _models(run, config, begin)), trust=trust_run)
+        # Before any code that the run directory names is loaded. Whether there is a reference is known only to the
+        # objective, so its model comes second.
+        code = [*trust.all_code(config, [begin or config.model.path]), *trust.objective_code(config)]
+        trust.check(run.path, code, trust=trust_run)
+        trust.check(run.path, trust.model_code(config.model, _models(run, config, begin)), trust=trust_run)
         done = int(begin.name) if begin else 0
         if steps is not None and steps < done:
             raise ConfigError(

@@ -21,6 +21,7 @@ from typing import Any
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError, RewardError, TrustError
 from gspo.model.adapter import base_of
+from gspo.objectives.custom import custom_file, is_custom
 from gspo.reward.function import Source, find_sources
 from gspo.reward.local_imports import local_imports
 from gspo.reward.traits import reward_traits
@@ -40,8 +41,21 @@ class Code:
 
 
 def all_code(config: Config, models: Sequence[Path | str]) -> list[Code]:
-    """All code that a run with these settings would execute if its models were loaded from `models`."""
+    """All code that sampling and scoring with these settings would execute if the models were loaded from `models`."""
     return [*reward_code(config), *engine_code(config), *model_code(config.model, models)]
+
+
+def objective_code(config: Config) -> list[Code]:
+    """The file of a custom objective, which runs where a run is trained or replayed, and not where it is evaluated."""
+    name = config.objective.name
+    if not is_custom(name):
+        return []
+    try:
+        file = custom_file(name)
+    except ConfigError:  # a name without a file cannot run; building the objective reports it
+        return []
+    what = f"objective.name runs {file}"
+    return [Code(what=what, key=f"objective {file}", digest=_digest(file)), *_imported_code(file, [Path.cwd()])]
 
 
 def reward_code(config: Config) -> list[Code]:
@@ -67,7 +81,7 @@ def reward_code(config: Config) -> list[Code]:
 
 
 def _imported_code(file: Path, folders: Sequence[Path]) -> Iterator[Code]:
-    """Modules in these folders that a reward file imports, directly or transitively."""
+    """Modules in these folders that a user's file imports, directly or transitively."""
     for module in local_imports(file, folders):
         yield Code(what=f"{file} imports {module}", key=f"module {module}", digest=_digest(module))
 

@@ -160,7 +160,7 @@ def examples() -> list[Any]:
 
 @pytest.mark.parametrize("source", examples())
 def test_examples_of_the_library_run(source: str) -> None:
-    exec(compile(source, "docs/library.md", "exec"), {"__name__": "example"})
+    exec(compile(source, "docs/library.md", "exec", dont_inherit=True), {"__name__": "example"})
 
 
 def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:

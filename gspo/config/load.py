@@ -122,6 +122,7 @@ def anchored(config: Config) -> Config:
             path=_absolute_if_exists(model.path),
             build=model.build if model.build in TINY_MODELS else _absolute(model.build),
         ),
+        objective=dataclasses.replace(config.objective, name=_anchored_function(config.objective.name)),
         data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
         reward=dataclasses.replace(

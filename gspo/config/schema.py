@@ -226,8 +226,9 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     name: str = "gspo"
-    """Name of the objective, as listed by `gspo objectives`. Overriding it on the command line drops the objective
-    settings of the recipe."""
+    """Name of the objective, as listed by `gspo objectives`, or `file.py:name` for your own
+    ([library](library.md#your-own-objective)). Overriding it on the command line drops the objective settings of the
+    recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the objective, given next to its name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists
     them)."""
@@ -271,7 +272,11 @@ class LearnerConfig:
     """Gradient clipping: a larger gradient norm is scaled down to this value."""
     old_logp: Literal["recompute", "sampler"] = "recompute"
     """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
-    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range."""
+    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range
+    (`learner.allow_mismatch`)."""
+    allow_mismatch: Annotated[bool, NotWith("learner.old_logp", "recompute")] = False
+    """With `old_logp = "sampler"`: train on although the engine's log-probs differ from the learner's by more than the
+    clip range, with a warning. Rounding then decides much of what is clipped."""
     spike: NonNegativeFloat = 8.0
     """Skip an optimizer step whose gradient norm is this many standard deviations above the mean, in log space over
     the last 128 norms. `0` disables it."""

@@ -8,7 +8,8 @@ The old policy's log-probs are the denominator of importance ratios. `learner.ol
     recompute   a learner forward over all tokens. Exact for every engine.
     sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
                 tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
-                noise that exceeds the clip range before any update is an error, never silently trained on.
+                noise that exceeds the clip range before any update is an error, or with `learner.allow_mismatch` a
+                warning, never silently trained on. The old policy's experts of an MoE model are the engine's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from gspo.model.packed_forward import supports_packing
 from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import select
 from gspo.objectives.objective import Objective
-from gspo.objectives.rounding import clip_limit
+from gspo.objectives.rounding import Noise, root_mean_square, rounding_noise
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.rollout.engine import engine_traits
@@ -64,6 +65,10 @@ class OldLogprobs:
     """log pi_old - log mu at these tokens, with pi_old from the learner's forward and mu from the engine."""
     cached: CachedForward | None = None
     """The forward of the first micro-batch, for the first update; None if computing the log-probs has not run it."""
+    noise: Noise | None = None
+    """With the engine's log-probs as the old ones: the noise that they add to ratios, in the first mini-batch."""
+    excess: str = ""
+    """Why that noise is too large, if `learner.allow_mismatch` accepted it; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +240,7 @@ def _old_logprobs(
     sampled = [logp for s in samples for logp in s.completion.logp_sampler]
     sampler_N = torch.tensor(sampled, dtype=torch.float32, device=context.policy.device)
     if context.config.learner.old_logp == "sampler":
-        return _from_sampler(context, plan, sampler_N)
+        return _from_sampler(context, plan, sampler_N, routing)
     logp_N, entropy_N, cached = _old_forward(context, plan, routing, reuse_forward=reuse_forward)
     return OldLogprobs(
         logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, cached=cached
@@ -277,11 +282,13 @@ def _old_forward(
     return logp_N, entropy_N, CachedForward(first, *outputs)
 
 
-def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLogprobs:
-    """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's."""
+def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay) -> OldLogprobs:
+    """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's, unless
+    `learner.allow_mismatch` is set."""
     policy, temperature = context.policy, context.config.rollout.temperature
     # The first mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
-    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
+    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0, routed=routing.old)
+    routing.old_from_sampler()
     at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
     tokens = Tokens(
         logp_N=logp_N[at_M],
@@ -290,23 +297,33 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLo
         advantage_N=torch.zeros_like(logp_N[at_M]),
         sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.sequences)),
     )
-    _check_mismatch(context.objective, tokens)
+    excess = _excess_mismatch(context.objective, tokens)
+    if excess and not context.config.learner.allow_mismatch:
+        raise MismatchError(
+            f'{excess}; set learner.old_logp = "recompute", or learner.allow_mismatch = true to train on it anyway'
+        )
+    log_rho_M = tokens.logp_N - tokens.logp_old_N
     return OldLogprobs(
         logp_N=sampler_N,
         logp_sampler_N=sampler_N,
         entropy_M=entropy_N[at_M],
-        log_rho_M=tokens.logp_N - tokens.logp_old_N,
+        log_rho_M=log_rho_M,
+        noise=rounding_noise(context.objective, tokens.sequences, log_rho_M),
+        excess=excess,
     )
 
 
-def _check_mismatch(objective: Objective, tokens: Tokens) -> None:
-    """Compare the mismatch with the clip range: the root mean square of the objective's log-ratio before any update."""
-    limit = clip_limit(objective)
-    noise = float(objective.ratio(tokens).double().square().mean().sqrt())
-    if limit is not None and not noise <= limit:  # `not <=` also catches NaN
-        raise MismatchError(
-            f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update '
-            f"(root mean square of the log-ratio between learner and engine), more than its clip range of {limit:.2g}: "
-            "the engine's rounding would be clipped as if the policy had changed; "
-            'set learner.old_logp = "recompute"'
-        )
+def _excess_mismatch(objective: Objective, tokens: Tokens) -> str:
+    """Why the mismatch is too large for the objective: the root mean square of its log-ratio before any update is
+    beyond what its trust region tolerates. Empty if it is not."""
+    region = objective.trust_region
+    length_N = tokens.sequences.expand(tokens.sequences.length_B)
+    noise = root_mean_square(region.bounded(objective.ratio(tokens).double(), length_N))
+    if region.noise_limit is None or noise <= region.noise_limit:  # NaN is not below the limit
+        return ""
+    bound = "its clip range" if region.clip_range else "the log-ratio that its weight tolerates"
+    return (
+        f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update '
+        f"(root mean square of the log-ratio between learner and engine), more than {bound} of "
+        f"{region.noise_limit:.2g}: the engine's rounding acts as if the policy had changed"
+    )

@@ -74,6 +74,8 @@ class TrainerState:
     """Fingerprint of the problems. Resuming with other problems would not be the same run."""
     model: str = ""
     """Fingerprint of the given model if resuming loads it again, for the same reason."""
+    objective: str = ""
+    """Fingerprint of the file of a custom objective, for the same reason; empty for a row of the table."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings by dotted key, for the same reason."""
     pending: Mapping[str, Any] | None = None

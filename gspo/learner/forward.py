@@ -117,6 +117,9 @@ class RoutingReplay(Protocol):
     def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """The context of the forward that gives the old log-probs."""
 
+    def old_from_sampler(self) -> None:
+        """The old log-probs are the engine's: take its experts as those of the old policy."""
+
     def learning(self, micro: MicroBatch) -> AbstractContextManager[RouterTrace | None]:
         """The context of a training forward and its backward pass."""
 
@@ -134,6 +137,9 @@ class NoRouting:
 
     def old(self, micro: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def old_from_sampler(self) -> None:
+        pass
 
     def learning(self, micro: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext()

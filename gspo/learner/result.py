@@ -19,6 +19,7 @@ from gspo.learner.plan import Positions
 from gspo.learner.routing_replay import RoutingStats
 from gspo.model.micro_batch import MicroBatch
 from gspo.objectives.loss import Loss
+from gspo.objectives.rounding import Noise
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Tokens
 
@@ -73,6 +74,10 @@ class LearnResult:
     rounding_N: Tensor | None = None
     """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
     differ; None otherwise."""
+    noise: Noise | None = None
+    """The noise of ratios to the engine's log-probs, where those are the old log-probs (`learner.old_logp`)."""
+    excess: str = ""
+    """Why that noise is too large, if `learner.allow_mismatch` accepted it; empty otherwise."""
 
 
 class GradientStats:
@@ -138,6 +143,8 @@ class LearnStats:
             positions=self._positions,
             halvings=self._halvings,
             rounding_N=batch.rounding_N,
+            noise=batch.old.noise,
+            excess=batch.old.excess,
         )
 
 

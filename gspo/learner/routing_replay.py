@@ -8,6 +8,9 @@ sharing of prompts. Padding has no experts and is never counted.
     replay = "off"       every forward selects its own experts; flips are only counted
     replay = "old"       R2: training forwards replay the experts of the forward that gave the old log-probs
     replay = "sampler"   R3: that forward, and with it the training forwards, replays the experts of the sampler
+
+With `learner.old_logp = "sampler"` there is no old forward beyond the first mini-batch, and the old policy's experts
+are those that the engine reported. Tokens without a report are neither replayed nor counted.
 """
 
 from __future__ import annotations
@@ -74,6 +77,8 @@ class RecordedRouting:
         """The experts that the old policy's forward used."""
         self.native_ILK = torch.zeros_like(self.old_ILK) if balance else None
         """The experts it would have used without replay."""
+        self.old_known_I: Tensor | None = None
+        """Input tokens whose experts in the old policy's forward are known; None if all are."""
         self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
         self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         self.flipped_N, self.native_N, self.sampler_N = (
@@ -137,9 +142,13 @@ class RecordedRouting:
         differ_N = count_expert_changes(used_ILK[micro.output_N], self.sampler_ILK[at_N])
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
 
+    def old_from_sampler(self) -> None:
+        self.old_ILK = torch.where(self.known_I[:, None, None], self.sampler_ILK, self.old_ILK)
+        self.old_known_I = self.known_I
+
     @contextmanager
     def learning(self, micro: MicroBatch) -> Iterator[RouterTrace]:
-        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
+        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, self.old_known_I)
         with self.routers.watch(forced, logits=bool(self.balance)) as trace:
             yield trace
         self._count_flips(micro, trace)
@@ -187,8 +196,9 @@ class RecordedRouting:
         """How many updates came before each token's training forward."""
         updates_N = torch.full_like(self.flipped_N, -1)
         for index, micro_batches in enumerate(self.plan.updates):
-            for micro in micro_batches:
-                updates_N[micro.at_N.to(updates_N.device)] = index
+            for micro in (m.to(updates_N.device) for m in micro_batches):
+                measured_N = True if self.old_known_I is None else self.old_known_I[self._input_of(micro)]
+                updates_N[micro.at_N] = torch.where(torch.as_tensor(measured_N), index, -1).to(updates_N.dtype)
         if len(self.plan.updates) == 1:
             # No training forward came after an update, so one more forward measures the flips that the update caused.
             self._probe(model, self.plan.updates[0][len(self.plan.updates[0]) // 2], updates_N)
@@ -199,7 +209,7 @@ class RecordedRouting:
         micro = cpu_batch.to(updates_N.device)
         # Only the routers matter here, so the LM head computes as little as it can.
         options = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
-        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, None)
+        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, self.old_known_I)
         try:
             with self.routers.watch(forced) as trace, torch.no_grad():
                 run_forward(model, micro, **options)

@@ -53,6 +53,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "offsets": (_counts, "lengths of metrics.jsonl and timings.jsonl"),
     "problems": (lambda value: isinstance(value, str), "a text"),
     "model": (lambda value: isinstance(value, str), "a text"),
+    "objective": (lambda value: isinstance(value, str), "a text"),
     "settings": (_settings, "the settings of the run"),
     "pending": (lambda value: value is None or isinstance(value, Mapping), "the metrics of a step, or null"),
 }
@@ -83,6 +84,8 @@ def saved_fields(path: Path) -> Any:
     if isinstance(values, dict) and "cursor" in values and "rollout" not in values:
         # Before batches had their own number, it was the number of the step that trained on them.
         values["rollout"] = {"batch": values.get("step"), "cursor": values.pop("cursor")}
+    if isinstance(values, dict):
+        values.setdefault("objective", "")  # custom objectives came later
     return values
 
 

@@ -64,7 +64,8 @@ class AdaptiveClip:
         """The smallest scale that would have clipped at most the target fraction of tokens; `objective` is unscaled."""
         region: Any = objective.trust_region
         a_N = tokens.advantage_N.double()
-        log_ratio_N = objective.ratio(tokens).detach().double()
+        length_N = tokens.sequences.expand(tokens.sequences.length_B)
+        log_ratio_N = region.bounded(objective.ratio(tokens).detach().double(), length_N)
         move_N = log_ratio_N if region.clips_log_ratio else torch.expm1(log_ratio_N)
         # A token with A = 0 is clipped at no scale. It stays in the denominator, as in clip/fraction_tokens.
         ranges_N = torch.full_like(move_N, -math.inf)

@@ -11,6 +11,7 @@ KL penalty that belongs to the reward is detached.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from gspo.errors import ConfigError
 from gspo.objectives.kl import KL_ESTIMATORS
+from gspo.objectives.ratio import check_choice
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.types import UNIFORM_TOLERANCE
 
@@ -30,18 +32,37 @@ Scope = Literal["group", "batch", "external"]
 
 
 class AdvantageRule:
-    """(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B."""
+    """(reward_B in float64 with NaN for unscored, group_B as 0..P-1, P) -> advantage_B.
+
+    A rule is a function with the decorator `@advantage_rule`, or a frozen dataclass whose fields are settings of the
+    objective."""
+
+    scope: Scope = "group"
+    """What a completion is compared with: its `group`, the whole `batch`, or nothing, because the advantages are
+    `external` (the caller supplies them)."""
+    per_token: Callable[[Tensor, Tensor, Sequences], Tensor] | None = None
+    """(reward_B, penalty_N, sequences) -> advantage_N, for a rule whose advantages differ between the tokens of a
+    completion. A run uses it instead of the rule itself."""
+    nonnegative_rewards: bool = False
+    """Whether the rule is undefined for rewards below 0, so that penalties on the reward make no sense with it."""
+
+    def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+        raise NotImplementedError
+
+    def ineffective(self) -> dict[str, str]:
+        """Settings that have no effect with the values of the others, and why."""
+        return {}
+
+
+class FunctionRule(AdvantageRule):
+    """A rule made by `@advantage_rule` from a function."""
 
     __name__: str
 
-    def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor], scope: Scope) -> None:
+    def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor], scope: Scope, nonnegative: bool) -> None:
         self.compute = compute
         self.scope = scope
-        """What a completion is compared with: its `group`, the whole `batch`, or nothing, because the advantages are
-        `external` (the caller supplies them)."""
-        self.per_token: Callable[[Tensor, Tensor, Sequences], Tensor] | None = None
-        """(reward_B, penalty_N, sequences) -> advantage_N, for a rule whose advantages differ between the tokens of a
-        completion. A run uses it instead of the rule itself."""
+        self.nonnegative_rewards = nonnegative
         update_wrapper(self, compute)
 
     def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
@@ -55,9 +76,11 @@ class AdvantageRule:
         return self.__name__
 
 
-def advantage_rule(scope: Scope) -> Callable[[Callable[[Tensor, Tensor, int], Tensor]], AdvantageRule]:
+def advantage_rule(
+    scope: Scope, *, nonnegative_rewards: bool = False
+) -> Callable[[Callable[[Tensor, Tensor, int], Tensor]], FunctionRule]:
     """Turn a function into an advantage rule of that scope."""
-    return lambda compute: AdvantageRule(compute, scope)
+    return lambda compute: FunctionRule(compute, scope, nonnegative_rewards)
 
 
 @advantage_rule("group")
@@ -81,6 +104,40 @@ def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     count_P = _sum(scored_B.double(), group_B, groups)
     mean_P = _sum(value_B, group_B, groups) / count_P.clamp(min=1)
     return torch.where(scored_B & mixed(reward_B, group_B, groups)[group_B], value_B - mean_P[group_B], 0.0)
+
+
+@dataclass(frozen=True)
+class GroupCentered(AdvantageRule):
+    """R - mean within the group; with `advantage_scale = "std"` divided by the group's std, as `z_score` does."""
+
+    advantage_scale: str = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("advantage_scale", self.advantage_scale, ("none", "std"))
+
+    def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+        rule = centered if self.advantage_scale == "none" else z_score
+        return rule(reward_B, group_B, groups)
+
+
+@advantage_rule("group", nonnegative_rewards=True)
+def mean_scaled(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """(R - mean) / mean within the group (MaxRL). Rewards are 0 or more; a group whose rewards are all 0 has no
+    advantage."""
+    scored_B = torch.isfinite(reward_B)
+    value_B = torch.where(scored_B, reward_B, 0.0)
+    lowest = float(value_B.min()) if len(value_B) else 0.0
+    if lowest < 0:
+        # A mean near 0 would blow the advantage up and a negative one would turn its sign around.
+        raise ConfigError(
+            "objective: it divides by the mean reward of a group, so rewards must be 0 or more, and one is "
+            f"{lowest:g}; use rewards such as 0 and 1, or an objective that divides by the standard deviation (grpo)"
+        )
+    count_P = _sum(scored_B.double(), group_B, groups)
+    mean_P = _sum(value_B, group_B, groups) / count_P.clamp(min=1)
+    centered_B = centered(reward_B, group_B, groups)
+    # A group with a centered reward other than 0 has a reward above 0, and so has a mean above 0.
+    return torch.where(centered_B == 0, 0.0, centered_B / mean_P[group_B])
 
 
 @advantage_rule("group")

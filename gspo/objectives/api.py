@@ -18,7 +18,7 @@ from gspo.errors import ConfigError
 from gspo.objectives import table
 from gspo.objectives.advantage import apply_rule
 from gspo.objectives.loss import loss_of, loss_statistics, select
-from gspo.objectives.objective import Objective, ObjectiveWarning
+from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.objectives.sequences import Sequences, Tokens
 from gspo.reduction import combined
 
@@ -180,6 +180,8 @@ def _check_inputs(objective: Objective, tokens: Tokens) -> None:
         raise ConfigError(f"selected: objective {objective.name!r} selects no tokens; only {_selecting()} do")
     if objective.mismatch != "none" and tokens.logp_sampler_N is None:
         raise ConfigError(f"mismatch={objective.mismatch}: needs logp_sampler, the sampling engine's log-probs")
+    if settings_of(objective).get("denominator") == "sampler" and tokens.logp_sampler_N is None:
+        raise ConfigError('denominator="sampler": needs logp_sampler, the sampling engine\'s log-probs')
     if objective.entropy and tokens.entropy_N is None:
         raise ConfigError("entropy: the bonus needs entropy=, the policy's entropy at each token")
     # A coefficient that the caller has set needs its reference. The default of a row is only a warning below, so that

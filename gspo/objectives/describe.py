@@ -25,6 +25,8 @@ def resolved(objective: Objective) -> dict[str, Any]:
     low, high = region.clip_range or (None, None)
     return {
         "name": objective.name,
+        "settings": list(settings_of(objective)),
+        "takes_penalties": not objective.advantage.nonnegative_rewards,
         "advantage": _name(objective.advantage),
         "advantage_scope": objective.advantage.scope,
         "ratio": _name(objective.ratio),
@@ -83,7 +85,7 @@ def _record(row: Objective) -> dict[str, Any]:
 
 
 def _name(part: Any) -> str:
-    return type(part).__name__ if is_dataclass(part) else part.__name__
+    return type(part).__name__ if is_dataclass(part) else getattr(part, "__name__", type(part).__name__)
 
 
 def _summary(part: Any) -> str:

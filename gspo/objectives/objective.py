@@ -35,13 +35,14 @@ class ObjectiveWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """One row of the table, or a row with changed settings."""
+    """One row of the table, a row with changed settings, or your own combination of components."""
 
-    paper: str
     advantage: AdvantageRule
     ratio: Ratio
     trust_region: TrustRegion
     aggregate: Callable[[Tensor], Tensor]
+    """(tokens per completion `[B]`) -> the loss weight `[B]` of each of its tokens, over the whole optimizer step."""
+    paper: str = ""
     advantage_per: Literal["sequence", "token"] = "token"
     """Whether a completion has one advantage, or each of its tokens may have its own."""
 
@@ -76,6 +77,22 @@ class Objective:
     given: frozenset[str] = frozenset()
     """Names of the settings that differ from the row of the table."""
 
+    def __post_init__(self) -> None:
+        for name, kind, made in (
+            ("advantage", AdvantageRule, "decorate a function with @advantage_rule"),
+            ("ratio", Ratio, "decorate a function with @ratio"),
+            ("trust_region", TrustRegion, "derive a frozen dataclass from TrustRegion"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"Objective: {name} must be an instance of {kind.__name__} ({made})")
+        if not callable(self.aggregate):
+            raise ConfigError("Objective: aggregate must be a function, for example aggregate.token_mean")
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether it compares the policy with the sampler, and so already corrects for its numerics."""
+        return self.ratio.needs_sampler or self.trust_region.needs_sampler
+
     @property
     def resolved_kl_estimator(self) -> str:
         """The KL estimator: the setting, or its default."""
@@ -93,17 +110,21 @@ class Objective:
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the clip range bounds the length-normalized ratio of a completion."""
-        return self.ratio.length_normalized
+        """Whether the clip range bounds the ratio of a whole completion."""
+        return self.ratio.per_sequence
 
     @property
     def usual_range(self) -> UsualRange | None:
         """Sensible clip ranges; `None` without a clip range."""
         usual = self.trust_region.usual_range
-        return SEQUENCE_RANGE if usual and self.clips_sequences else usual
+        if usual is None or not self.clips_sequences or self.trust_region.clips_log_ratio:
+            return usual
+        # Without 1/T the ratio of a completion grows with its length, and no range is usual for it.
+        return SEQUENCE_RANGE if self.ratio.length_normalized else None
 
 
 COMPONENTS = ("advantage", "ratio", "trust_region", "aggregate")
+"""The parts of an objective. A part that is a dataclass makes its fields settings of the objective."""
 OPTIONS = tuple(
     f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "given")
 )
@@ -113,30 +134,35 @@ OPTIONS = tuple(
 def settings_of(objective: Objective) -> dict[str, Any]:
     """The settings that an objective has, with their values."""
     values: dict[str, Any] = {}
-    for part in (objective.trust_region, objective.aggregate):
-        if is_dataclass(part):
-            values.update({f.name: getattr(part, f.name) for f in fields(part)})
+    for part in _parts(objective):
+        values.update({f.name: getattr(part, f.name) for f in fields(part)})
     refused = _refusals(objective)
     return values | {name: getattr(objective, name) for name in OPTIONS if name not in refused}
 
 
+def text_settings(objective: Objective) -> set[str]:
+    """The settings whose values are text."""
+    return {name for name, kinds in _declared_types(objective).items() if str in kinds}
+
+
 def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     """The objective with changed settings, checked."""
-    # A refusal gives the reason; without it the setting would only be reported as unknown.
-    refused = _refusals(objective)
+    known = settings_of(objective) | dict.fromkeys(_refusals(objective))
+    for key in settings:
+        if key not in known:
+            raise ConfigError(_unknown(objective, key))
+    options = {k: v for k, v in settings.items() if k in OPTIONS}
+    _check_types(objective, {k: v for k, v in settings.items() if k not in options})
+    parts = {name: _change_part(getattr(objective, name), settings) for name in COMPONENTS}
+    changed = replace(objective, **parts)
+    # After the components: one of their settings can decide whether an option makes sense. A refusal gives the reason;
+    # without it the setting would only be reported as unknown.
+    refused = _refusals(changed)
     for key in settings:
         if key in refused:
             raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
-        if key not in settings_of(objective):
-            raise ConfigError(_unknown(objective, key))
-    _check_types(objective, settings)
-    changed = replace(
-        objective,
-        trust_region=_change_part(objective.trust_region, settings),
-        aggregate=_change_part(objective.aggregate, settings),
-        given=objective.given | settings.keys(),
-        **{k: v for k, v in settings.items() if k in OPTIONS},
-    )
+    _check_types(objective, options)
+    changed = replace(changed, given=objective.given | settings.keys(), **options)
     _check(changed)
     for text in _unusual_settings(changed):
         # Level 3 is the caller of `gspo.objective`.
@@ -144,11 +170,17 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     return changed
 
 
+def _parts(objective: Objective) -> list[Any]:
+    """The components that have settings."""
+    return [part for name in COMPONENTS if is_dataclass(part := getattr(objective, name))]
+
+
 def _change_part(part: Any, settings: dict[str, Any]) -> Any:
     if not is_dataclass(part):
         return part
     mine = {f.name for f in fields(part)}
-    return replace(part, **{k: v for k, v in settings.items() if k in mine})  # type: ignore[type-var]
+    own = {k: v for k, v in settings.items() if k in mine}
+    return replace(part, **own) if own else part  # type: ignore[type-var]
 
 
 def _unknown(objective: Objective, key: str) -> str:
@@ -163,7 +195,7 @@ def _refusals(objective: Objective) -> dict[str, str]:
     refused: dict[str, str] = {}
     if "dual_clip" not in {f.name for f in fields(objective.trust_region)}:
         refused["dual_clip"] = "it bounds a clipped ratio (min(r A, clip(r) A)) from below, and this objective has none"
-    if objective.trust_region.needs_sampler:
+    if objective.needs_sampler:
         reason = "this objective already divides by the sampler's probability, so a correction would count twice"
         refused |= dict.fromkeys(("mismatch", "mismatch_low", "mismatch_high"), reason)
     if objective.advantage.scope == "external":
@@ -174,14 +206,17 @@ def _refusals(objective: Objective) -> dict[str, str]:
 
 def _declared_types(objective: Objective) -> dict[str, tuple[Any, ...]]:
     """The types that each setting accepts, by the annotation of its field: (float, NoneType) for `float | None`."""
-    parts = [part for part in (objective, objective.trust_region, objective.aggregate) if is_dataclass(part)]
-    hints = {name: hint for part in parts for name, hint in get_type_hints(type(part)).items()}
+    hints = {
+        name: hint for part in (objective, *_parts(objective)) for name, hint in get_type_hints(type(part)).items()
+    }
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
 def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
     declared = _declared_types(objective)
     for key, value in settings.items():
+        if key not in declared:  # a setting of other components, which is refused with the reason
+            continue
         if value is None and NoneType in declared[key]:
             continue
         wanted: Any = str if str in declared[key] else numbers.Real
@@ -216,6 +251,7 @@ def _check(objective: Objective) -> None:
             raise ConfigError(f"objective {objective.name!r}: {key} must be a finite number above 0, not {value}")
     _check_overlong(objective)
     _check_pairs(objective)
+    _check_rewards(objective)
 
 
 def _check_overlong(objective: Objective) -> None:
@@ -232,11 +268,16 @@ def _check_overlong(objective: Objective) -> None:
 def _check_pairs(objective: Objective) -> None:
     """Check settings that have an effect only together with another setting."""
 
+    values = settings_of(objective)
+
     def refuse(key: str, why: str) -> None:
         # Only what the user has set: a row's own default may be without effect after another setting has changed.
-        if key in objective.given and getattr(objective, key) is not None:
+        if key in objective.given and values.get(key) is not None:
             raise ConfigError(f"objective {objective.name!r}: {key} has no effect: {why}")
 
+    for part in (objective.advantage, objective.ratio, objective.trust_region):
+        for key, why in part.ineffective().items():
+            refuse(key, why)
     if objective.kl == 0:
         refuse("kl_estimator", "kl is 0; set kl, for example kl=0.001")
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
@@ -253,6 +294,17 @@ def _check_pairs(objective: Objective) -> None:
     low, high = objective.mismatch_bounds
     if low is not None and high is not None and not 0 <= low < high:
         raise ConfigError(f"objective {objective.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
+
+
+def _check_rewards(objective: Objective) -> None:
+    """A rule that needs rewards of 0 or more cannot have a penalty subtracted from them."""
+    if not objective.advantage.nonnegative_rewards:
+        return
+    why = "would make rewards negative, and this objective divides by the mean reward of a group"
+    if objective.shape == "soft_overlong":
+        raise ConfigError(f'objective {objective.name!r}: shape=soft_overlong {why}; use "overlong_filter"')
+    if objective.kl and objective.kl_in == "reward":
+        raise ConfigError(f'objective {objective.name!r}: kl_in=reward {why}; use "loss"')
 
 
 def _check_kl_in_reward(objective: Objective) -> None:
@@ -287,7 +339,7 @@ def _unusual_settings(objective: Objective) -> Iterator[str]:
             )
     if text := objective.trust_region.warning():
         yield text
-    if objective.clips_sequences and objective.mismatch == "sequence_tis":
+    if objective.ratio.length_normalized and objective.mismatch == "sequence_tis":
         yield (
             "the product of pi_old/mu over a long completion is heavy-tailed and undoes the length normalization; "
             "use mismatch=token_tis or sequence_mask"

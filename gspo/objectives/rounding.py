@@ -46,16 +46,14 @@ def rounding_noise(objective: Objective, sequences: Sequences, rounding_N: Tenso
     if log_range is None or not len(rounding_N):
         return None
     low, high = log_range
-    # A sequence without tokens has a mean of 0 and would count as one without noise.
-    log_ratio = sequences.mean(rounding_N)[sequences.length_B > 0] if objective.clips_sequences else rounding_N
-    log_ratio = log_ratio.double()
+    log_ratio, length = rounding_N, sequences.expand(sequences.length_B)
+    if objective.clips_sequences:
+        # A sequence without tokens has a log-ratio of 0 and would count as one without noise.
+        present_B = sequences.length_B > 0
+        log_ratio = objective.ratio.combine(sequences, rounding_N)[present_B]
+        length = sequences.length_B[present_B]
+    log_ratio = objective.trust_region.bounded(log_ratio, length).double()
     return Noise(log_ratio_M=log_ratio, beyond_M=(log_ratio < low) | (log_ratio > high))
-
-
-def clip_limit(objective: Objective) -> float | None:
-    """The narrower side of the clip range, as a log-ratio; None if the objective has no clip range."""
-    log_range = objective.trust_region.log_range
-    return None if log_range is None else min(-log_range[0], log_range[1])
 
 
 def root_mean_square(values: Tensor) -> float:

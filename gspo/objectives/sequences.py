@@ -39,6 +39,25 @@ class Sequences:
         """The value of its sequence for every token `[N]`."""
         return x_B[self.index_N]
 
+    def minimum_before(self, x_N: Tensor) -> Tensor:
+        """The smallest value among the earlier tokens of the same sequence `[N]`; 0 for its first token.
+
+        The tokens of a sequence must be in order; other tokens may be between them."""
+        if self.reduce is not None:
+            raise NotImplementedError("a minimum over the tokens before each token needs whole sequences per process")
+        if not len(x_N):
+            return x_N
+        # Sequence by sequence. The sort is stable, so it keeps the order within each of them.
+        order_N = torch.argsort(self.index_N, stable=True)
+        _, row_N, length_P = torch.unique_consecutive(self.index_N[order_N], return_inverse=True, return_counts=True)
+        at_N = torch.arange(len(x_N), device=x_N.device) - (length_P.cumsum(0) - length_P)[row_N]
+        # One column more than the longest sequence needs: column t + 1 takes token t, so a running minimum up to
+        # column t is over the tokens before t.
+        shifted_PT = x_N.new_full((len(length_P), int(length_P.max()) + 1), torch.inf)
+        shifted_PT[row_N, at_N + 1] = x_N[order_N]
+        smallest_N = shifted_PT.cummin(1).values[row_N, at_N]
+        return torch.empty_like(x_N).index_put((order_N,), torch.where(at_N == 0, 0.0, smallest_N))
+
     @cached_property
     def length_B(self) -> Tensor:
         """Tokens per sequence."""

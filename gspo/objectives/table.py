@@ -21,26 +21,42 @@ from torch import Tensor
 from gspo.errors import ConfigError
 from gspo.objectives.advantage import (
     AdvantageRule,
+    GroupCentered,
     batch_whitened,
     centered,
     external,
     leave_one_out,
+    mean_scaled,
     rescaled,
     z_score,
 )
 from gspo.objectives.aggregate import ConstantLength, sequence_mean, sequence_sum, token_mean
+from gspo.objectives.custom import is_custom, load
 from gspo.objectives.objective import Objective, change
-from gspo.objectives.ratio import Ratio, none, product, sequence, token
+from gspo.objectives.ratio import (
+    ProductRatio,
+    Ratio,
+    SequenceRatio,
+    none,
+    prefix_minimum,
+    token,
+    token_to_sampler,
+)
 from gspo.objectives.trust_region import (
+    BinaryKlMask,
     CappedWeight,
     Clip,
+    CompletionMask,
     DropCovariance,
     GammaWeight,
+    LengthBand,
     LogClipThenMean,
     MaskedWeight,
     MassGate,
     PenalizeCovariance,
     SoftGate,
+    SoftGateThenMean,
+    TotalVariationMask,
     TrustRegion,
     Unbounded,
 )
@@ -68,23 +84,32 @@ def row(
 TABLE: dict[str, Objective] = {
     # Sequence level: one ratio per completion.
     # GSPO's range was chosen for long completions of a large model. Shorter completions need a wider one.
-    "gspo": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
+    "gspo": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
     # The same value and gradient as gspo, unless the advantage differs between the tokens of a completion.
-    "gspo_token": row("2507.18071", z_score, sequence, Clip(3e-4, 4e-4), sequence_mean),
-    "luspo": row("2602.05261", z_score, sequence, Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
+    "gspo_token": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean),
+    "luspo": row("2602.05261", z_score, SequenceRatio(), Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
+    # The gradient of the product of all ratios is a sum over tokens, so FSPO does not divide by the length.
+    "fspo": row("2509.09177", z_score, SequenceRatio("none"), LengthBand(), sequence_sum, advantage_per="sequence"),
     "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, advantage_per="sequence"),
-    "vespo": row("2602.10693", centered, product, GammaWeight(), token_mean, advantage_per="sequence"),
+    "sspo": row("2602.19327", z_score, token, SoftGateThenMean(), sequence_mean, advantage_per="sequence"),
+    "vespo": row("2602.10693", GroupCentered(), ProductRatio(), GammaWeight(), token_mean, advantage_per="sequence"),
     # Token level, hard clip.
     "grpo": row("2402.03300", z_score, token, Clip(), sequence_mean, kl=0.04),
     "dr_grpo": row("2503.20783", centered, token, Clip(), ConstantLength()),
     "dapo": row("2503.14476", z_score, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape="soft_overlong"),
     "reinforce_pp": row("2501.03262", batch_whitened, token, Clip(), token_mean, kl=0.001, kl_in="reward"),
+    "maxrl": row("2602.02710", mean_scaled, token, Clip(), token_mean),
     "ppo_clip": row("1707.06347", external, token, Clip(), token_mean),
     # Token level, soft or weighted.
     "sapo": row("2511.20347", z_score, token, SoftGate(), sequence_mean),
     "maspo": row("2602.17550", z_score, token, MassGate(), token_mean),
     "cispo": row("2506.13585", z_score, token, CappedWeight(), token_mean),
     "minirl": row("2512.01374", centered, token, MaskedWeight(), sequence_sum),
+    "minpro": row("2601.22718", z_score, prefix_minimum, CappedWeight(), token_mean),
+    # Token level, ratio to the sampler, unbounded where it is not masked.
+    "dppo_tv": row("2602.04879", centered, token_to_sampler, TotalVariationMask(), ConstantLength()),
+    "dppo_kl": row("2602.04879", centered, token_to_sampler, BinaryKlMask(), ConstantLength()),
+    "trm": row("2512.23075", z_score, token_to_sampler, CompletionMask(), token_mean),
     # Token level, with a few tokens selected by covariance.
     "clip_cov": row("2505.22617", z_score, token, DropCovariance(), token_mean),
     "kl_cov": row("2505.22617", z_score, token, PenalizeCovariance(), token_mean),
@@ -96,10 +121,19 @@ TABLE: dict[str, Objective] = {
 
 
 def objective(name: str, **settings: Any) -> Objective:
-    """An objective of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`."""
+    """An objective of the table with changed settings: `gspo.objective("gspo", clip_low=3e-4, clip_high=4e-4)`.
+
+    `file.py:name` is an objective of your own."""
+    return change(base_objective(name), settings)
+
+
+def base_objective(name: str) -> Objective:
+    """A row of the table, or the objective of a user's file, with its default settings."""
+    if is_custom(name):
+        return load(name)
     if not isinstance(name, str) or name not in TABLE:
-        raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}")
-    return change(replace(TABLE[name], name=name), settings)
+        raise ConfigError(f"no objective {name!r}; there are: {', '.join(TABLE)}, or write file.py:name")
+    return replace(TABLE[name], name=name)
 
 
 def objective_names() -> list[str]:

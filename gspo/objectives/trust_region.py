@@ -52,7 +52,7 @@ class TrustRegion:
     clips_log_ratio: ClassVar[bool] = False
     """Whether the clip range bounds log r instead of r - 1."""
     needs_sampler: ClassVar[bool] = False
-    """Whether the region weights by pi/mu, the ratio to the sampler, and so already corrects for its numerics."""
+    """Whether the region compares the policy with the sampler mu, and so already corrects for its numerics."""
     selects_tokens: ClassVar[bool] = False
     """Whether the region selects tokens over the whole optimizer step, before it is split into micro-batches."""
 
@@ -83,6 +83,19 @@ class TrustRegion:
             return -low, high
         # From clip_low = 1 on, the range allows every ratio down to 0, whose log is -inf.
         return (math.log1p(-low) if low < 1 else -math.inf), math.log1p(high)
+
+    def bounded(self, log_ratio: Tensor, length: Tensor) -> Tensor:
+        """The part of a log-ratio that the clip range bounds, for completions of that length."""
+        return log_ratio
+
+    @property
+    def noise_limit(self) -> float | None:
+        """The largest log-ratio that rounding alone may cause; `None` if the region has no bound that it could hit."""
+        return None if self.log_range is None else min(-self.log_range[0], self.log_range[1])
+
+    def ineffective(self) -> dict[str, str]:
+        """Settings that have no effect with the values of the others, and why."""
+        return {}
 
     def warning(self) -> str | None:
         """What is legal about the settings and almost surely not meant, apart from the clip range."""
@@ -157,6 +170,54 @@ class LogClipThenMean(ClipRange, TrustRegion):
 
 
 @dataclass(frozen=True)
+class LengthBand(ClipRange, TrustRegion):
+    """min(W A, W' A), log W' = log W bounded by -clip_low sqrt(T) and +clip_high sqrt(T) for a completion of T tokens
+    (FSPO)."""
+
+    usual_range: ClassVar[UsualRange | None] = UsualRange(1e-3, 1.0, "0.03, in log space and times sqrt(T)")
+    clips_log_ratio: ClassVar[bool] = True
+    # A sum of T independent log-ratios spreads by sqrt(T), so a fixed range would clip long completions more often.
+    clip_low: float = 0.03
+    clip_high: float = 0.03
+
+    def bounded(self, log_ratio: Tensor, length: Tensor) -> Tensor:
+        return log_ratio / length.clamp(min=1).sqrt().to(log_ratio.dtype)
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, sequences = tokens.advantage_N, tokens.sequences
+        root_N = sequences.expand(sequences.length_B).sqrt().to(log_ratio_N.dtype)
+        low_N, high_N = -self.clip_low * root_N, self.clip_high * root_N
+        ratio_N = log_ratio_N.exp()
+        inside_N = torch.minimum(torch.maximum(log_ratio_N, low_N), high_N).exp()
+        clipped_N = ((a_N > 0) & (log_ratio_N > high_N)) | ((a_N < 0) & (log_ratio_N < low_N))
+        objective_N = torch.where(clipped_N, inside_N.detach(), ratio_N) * a_N
+        return Surrogate(objective_N, ratio_N.detach(), clipped_N)
+
+
+@dataclass(frozen=True)
+class SoftGateThenMean(TrustRegion):
+    """A exp(mean_t log f_t), f_t = (4/tau) sigmoid(tau (r_t - 1)), tau = tau_pos where A > 0, else tau_neg (SSPO): the
+    geometric mean of SAPO's gates."""
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.tau_pos, self.tau_neg) <= 0:
+            raise ConfigError("tau_pos, tau_neg: must be above 0")
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N, sequences = tokens.advantage_N, log_ratio_N.exp(), tokens.sequences
+        tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
+        # In log space: the sigmoid of a very large negative number is 0, and its logarithm would be -inf.
+        log_gate_N = torch.log(4.0 / tau_N) + torch.nn.functional.logsigmoid(tau_N * (ratio_N - 1.0))
+        # As in LogClipThenMean, the gradient flows through each token's own gate.
+        mean_N = sequences.expand(sequences.mean(log_gate_N.detach()))
+        return _soft(with_gradient_of(mean_N, log_gate_N).exp() * a_N, ratio_N)
+
+
+@dataclass(frozen=True)
 class SoftGate(TrustRegion):
     """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO).
     The gradient weight is sech^2(tau (r - 1) / 2) r."""
@@ -182,11 +243,15 @@ class SoftGate(TrustRegion):
 class GammaWeight(TrustRegion):
     """sg[W^k exp(lambda (1 - W))] A log pi, (k, lambda) by the sign of A (VESPO). Computed in log space."""
 
-    needs_sampler: ClassVar[bool] = True
     k_pos: float = 2.0
     lambda_pos: float = 3.0
     k_neg: float = 3.0
     lambda_neg: float = 2.0
+
+    @property
+    def noise_limit(self) -> float:
+        # At log W = 0.2 the default weight is off by a quarter.
+        return 0.2
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         a_N, log_w_N = tokens.advantage_N, log_ratio_N.detach()
@@ -270,6 +335,75 @@ class MaskedWeight(ClipRange, TrustRegion):
         dropped_N = pushed_out(ratio_N, tokens.advantage_N, self.clip_low, self.clip_high)
         objective_N = weight_N * tokens.advantage_N * tokens.logp_N
         return Surrogate(torch.where(dropped_N, 0.0, objective_N), ratio_N, dropped_N)
+
+
+@dataclass(frozen=True)
+class DivergenceMask(TrustRegion):
+    """Base of the regions that drop a token whose probability has moved too far from the sampler's in the direction of
+    A. The ratio of the others is not bounded."""
+
+    needs_sampler: ClassVar[bool] = True
+    delta_low: float
+    delta_high: float
+
+    def divergence(self, logp_N: Tensor, log_mu_N: Tensor) -> Tensor:
+        """How far the distributions of a token are apart, 0 or more."""
+        raise NotImplementedError
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N = tokens.advantage_N, log_ratio_N.exp()
+        logp_N, log_mu_N = tokens.logp_N.detach(), tokens.logp_behavior_N
+        far_N = self.divergence(logp_N, log_mu_N)
+        up_N = (a_N > 0) & (logp_N > log_mu_N) & (far_N > self.delta_high)
+        down_N = (a_N < 0) & (logp_N < log_mu_N) & (far_N > self.delta_low)
+        dropped_N = up_N | down_N
+        return Surrogate(torch.where(dropped_N, 0.0, ratio_N * a_N), ratio_N.detach(), dropped_N)
+
+
+@dataclass(frozen=True)
+class TotalVariationMask(DivergenceMask):
+    """M r A, r = pi/mu, M = 0 where |pi - mu| of the sampled token is above delta_high (A > 0) or delta_low (A < 0) and
+    the token has moved in the direction of A (DPPO-Binary-TV)."""
+
+    # The authors' example; prime-rl and SkyRL use 0.2.
+    delta_low: float = 0.15
+    delta_high: float = 0.15
+
+    def divergence(self, logp_N: Tensor, log_mu_N: Tensor) -> Tensor:
+        return (logp_N.exp() - log_mu_N.exp()).abs()
+
+
+@dataclass(frozen=True)
+class BinaryKlMask(DivergenceMask):
+    """M r A, r = pi/mu, M = 0 where the KL from mu to pi of "this token or another" is above delta_high (A > 0) or
+    delta_low (A < 0) and the token has moved in the direction of A (DPPO-Binary-KL)."""
+
+    delta_low: float = 0.05
+    delta_high: float = 0.05
+
+    def divergence(self, logp_N: Tensor, log_mu_N: Tensor) -> Tensor:
+        mu_N = log_mu_N.exp()
+        others_N = (1 - mu_N) * (_log_of_rest(log_mu_N) - _log_of_rest(logp_N))
+        return mu_N * (log_mu_N - logp_N) + others_N
+
+
+@dataclass(frozen=True)
+class CompletionMask(TrustRegion):
+    """M r A, r = pi/mu, M = 0 for a whole completion with a token whose (log pi/mu)^2 / 2 is above max_divergence
+    (TRM). The square estimates the KL from mu to pi and treats both directions alike."""
+
+    needs_sampler: ClassVar[bool] = True
+    # The value in verl's example of this mask, whose authors are those of the paper.
+    max_divergence: float = 2.5
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        sequences, ratio_N = tokens.sequences, log_ratio_N.exp()
+        square_N = 0.5 * (tokens.logp_N.detach() - tokens.logp_behavior_N) ** 2
+        # A sum instead of a maximum, so that processes that share a sequence can add up their parts. NaN counts as far.
+        far_B = sequences.sum((~(square_N <= self.max_divergence)).to(ratio_N.dtype)) > 0
+        dropped_N = sequences.expand(far_B)
+        objective_N = torch.where(dropped_N, 0.0, ratio_N * tokens.advantage_N)
+        return Surrogate(objective_N, ratio_N.detach(), dropped_N)
 
 
 @dataclass(frozen=True)
@@ -376,6 +510,11 @@ def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
     """torch.where of two numbers in the dtype of `like_N`."""
     # torch.where of two Python numbers would return float32, also for float64 inputs.
     return torch.where(where_N, like_N.new_tensor(yes), like_N.new_tensor(no))
+
+
+def _log_of_rest(logp_N: Tensor) -> Tensor:
+    """log(1 - p). A probability of 1 has a rest of 1e-8, so that nothing is infinite."""
+    return torch.log(-torch.expm1(logp_N.clamp(max=-1e-8)))
 
 
 def _soft(objective_N: Tensor, ratio_N: Tensor) -> Surrogate:

@@ -22,6 +22,7 @@ from gspo.learner.plan import Plan, make_plan
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import supports_packing
+from gspo.objectives.objective import settings_of
 from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.context import PATIENCE_S, PreflightContext
@@ -250,11 +251,20 @@ def _agreement(
     if difference > tolerance:
         return warning(
             f"{what}, more than rounding explains in {context.config.model.dtype}.",
-            "The engine and the learner do not compute the same policy: compare weights, precision and chat template. "
-            "objective.mismatch corrects for a part of the difference.",
+            "The engine and the learner do not compute the same policy: compare weights, precision and chat template."
+            f"{_correction(context)}",
             **numbers,
         )
     return ok(f"{what}: they agree up to rounding.", **numbers)
+
+
+def _correction(context: PreflightContext) -> str:
+    """A hint at `objective.mismatch`, if the run could use it."""
+    objective = context.objective
+    usable = objective is not None and "mismatch" in settings_of(objective)
+    if not usable or context.config.learner.old_logp == "sampler":
+        return ""
+    return " objective.mismatch corrects for a part of the difference."
 
 
 def _rounding(context: PreflightContext, logprobs: LogprobsByPolicy) -> Iterator[Finding]:

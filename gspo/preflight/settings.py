@@ -28,7 +28,8 @@ def check_objective(context: PreflightContext) -> Iterator[Finding]:
     context.objective = objective = run_objective(context.config)
     steps = context.config.learner.mini_batches
     yield ok(
-        f"{objective.name} ({objective.paper}){_range(objective)}; {context.completions} completions per step in "
+        f"{objective.name} ({objective.paper or 'custom'}){_range(objective)}; "
+        f"{context.completions} completions per step in "
         f"{steps} optimizer step{'s' * (steps > 1)}.",
         optimizer_steps=steps,
     )

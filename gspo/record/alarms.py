@@ -128,7 +128,7 @@ ALARMS = (
         ),
         what=(
             "the policy is almost deterministic without solving the problems; resume from an earlier checkpoint with "
-            "a lower learning rate or a higher objective.clip_high"
+            "a lower learning rate or, if the objective has a clip range, a higher objective.clip_high"
         ),
     ),
     Alarm(

@@ -49,6 +49,8 @@ class Incidents:
         self._config = config
         self._few_updates_shown = False
         """Whether the message about fewer updates than mini-batches was shown."""
+        self._excess_shown = False
+        """Whether the message about a mismatch beyond the clip range was shown."""
         self._fault_file: Path | None = None
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._active_alarms: set[str] = set()
@@ -125,6 +127,10 @@ class Incidents:
             return in_row
         if len(learned.updates) < self._config.learner.mini_batches:
             self._report_few_updates(step, len(learned.updates))
+        if learned.excess and not self._excess_shown:
+            # Once per process: the metric noise/beyond_clip has every step.
+            self._excess_shown = True
+            self.warn(f"step {step}: {learned.excess} (learner.allow_mismatch accepts it)")
         for index, update in enumerate(learned.updates):
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:

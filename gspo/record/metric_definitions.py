@@ -465,7 +465,8 @@ METRICS = (
         "clip/fraction_tokens",
         "Share of trained tokens on which the trust region acted: the ratio is out of range in the "
         "direction of the advantage (clipping objectives), the weight is at its cap (`cispo`), or the token "
-        "is selected (`clip_cov`, `kl_cov`). 0 for soft objectives (`sapo`, `maspo`, `vespo`) and for "
+        "is selected (`clip_cov`, `kl_cov`) or masked (`dppo_tv`, `dppo_kl`, `trm`). 0 for soft objectives "
+        "(`sapo`, `sspo`, `maspo`, `vespo`) and for "
         "objectives without a bound (`gpg`, `rloo`).",
         present="trained",
         unit="share",
@@ -504,8 +505,8 @@ METRICS = (
     Metric(
         "ratio/mean",
         "Mean of the ratio that the trust region uses: over trained completions for `gspo`, `gspo_token`,"
-        " `luspo`, over trained tokens for the others. `gmpo`: after its bounds. `vespo`: the product "
-        "`pi/mu` of the completion. 1 for `gpg` and `rloo`.",
+        " `luspo`, `fspo` and `vespo` (with their `length_norm`), over trained tokens for the others. `gmpo`: after "
+        "its bounds. `dppo_tv`, `dppo_kl`, `trm`: `pi/mu`. 1 for `gpg` and `rloo`.",
         present="trained",
         unit="number",
         reduction=Reduction.MEAN,
@@ -615,8 +616,10 @@ METRICS = (
         "Root mean square of `log pi_old - log mu` if the `local` engine sampled with the learner's own "
         "weights, so that only rounding separates the two: per completion (mean over its tokens) for "
         "objectives that clip completions, per token for the others. The effect of rounding on a ratio "
-        "([precision.md](precision.md)).",
-        present="trained, the objective has a range, two or more updates, engine `local` without top-p and top-k",
+        '([precision.md](precision.md)). With `learner.old_logp = "sampler"`: the log-ratio between learner and engine '
+        "before any update, with every engine, in the first mini-batch.",
+        present="trained, the objective has a range, two or more updates, and engine `local` without top-p and top-k "
+        'or `old_logp = "sampler"`',
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -766,7 +769,8 @@ METRICS = (
     Metric(
         "routing/flip_fraction_sampler",
         "Share of the experts used in the old policy's forward pass that the sampling engine did not use."
-        ' 0 with `replay = "sampler"`, `null` if the engine does not report its experts.',
+        ' 0 with `replay = "sampler"`, `null` if the engine does not report its experts. With `learner.old_logp = '
+        '"sampler"` it is over the first mini-batch, and the other flips are against the engine\'s experts.',
         present="trained, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,

@@ -210,10 +210,11 @@ def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
 def _noise(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
     """Rounding noise of the importance ratio, if a clip range can act on it.
 
-    With one update per batch the ratio is exactly 1, however coarse the rounding."""
-    if learned.rounding_N is None or len(learned.updates) < 2:
-        return {}
-    noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
+    With one update per batch the ratio is exactly 1, however coarse the rounding, unless it is to the engine's
+    log-probs."""
+    noise = learned.noise
+    if learned.rounding_N is not None and len(learned.updates) > 1:
+        noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
     if noise is None:
         return {}
     return {

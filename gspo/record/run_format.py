@@ -41,6 +41,10 @@ class ObjectiveFacts:
     """Length shaping."""
     kl_in: str
     """Where a KL penalty goes: `loss` or `reward`."""
+    settings: tuple[str, ...]
+    """The settings that the objective takes, of those that a diagnosis may advise."""
+    takes_penalties: bool = True
+    """Whether penalties may be subtracted from its rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +88,26 @@ def read(run: Path) -> RunFormat:
 def _facts(values: Any, file: Path) -> ObjectiveFacts:
     found = values if isinstance(values, dict) else {}
     facts = {f.name: found.get(f.name) for f in dataclasses.fields(ObjectiveFacts)}
+    settings, penalties = facts.pop("settings"), facts.pop("takes_penalties")
     for name, value in facts.items():
         # Other texts than those of a run match no rule, so they need no check here.
         valid = isinstance(value, bool) if name == "clips_log_ratio" else isinstance(value, str)
         if not valid or len(str(value)) > LONGEST_TEXT:
             raise ConfigError(f"{file}: objective.{name} is missing or not valid; restore it from a copy")
-    return ObjectiveFacts(**facts)  # type: ignore[arg-type]
+    # Earlier versions did not record these.
+    if settings is None:
+        settings = _usual_settings(str(found.get("name")), str(facts["clips"]))
+    return ObjectiveFacts(
+        **facts,  # type: ignore[arg-type]
+        settings=tuple(s for s in settings if isinstance(s, str)) if isinstance(settings, list | tuple) else (),
+        takes_penalties=penalties is not False,
+    )
+
+
+def _usual_settings(name: str, clips: str) -> tuple[str, ...]:
+    """What the objectives took when runs did not record it."""
+    own = ("clip_low", "clip_high") if clips != "none" else ()
+    return ("keep", "shape", "entropy", *own, *(() if name in ("vespo", "minirl") else ("mismatch",)))
 
 
 # The objectives of format 1, which records only their names. Later objectives are never in such a directory.
@@ -114,4 +132,5 @@ def format_1_facts(settings: Mapping[str, Any]) -> ObjectiveFacts:
         clips_log_ratio=name in _CLIPS_LOG_RATIO,
         shape=given.get("shape", _SHAPE.get(name, "none")),
         kl_in=given.get("kl_in", _KL_IN.get(name, "loss")),
+        settings=_usual_settings(name, _CLIPS.get(name, "none")),
     )

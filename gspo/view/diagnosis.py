@@ -69,6 +69,15 @@ class RunFacts:
         """Whether the objective clips whole completions."""
         return self.objective.clips == "sequences"
 
+    def takes(self, key: str) -> bool:
+        """Whether the objective of the run has this setting, so that it may be advised."""
+        return key in self.objective.settings
+
+    @property
+    def old_from_sampler(self) -> bool:
+        """Whether the engine's log-probs are the old ones."""
+        return bool(self.setting("learner", "old_logp", "recompute") == "sampler")
+
     def mean(self, key: str, rows: Sequence[Row] | None = None) -> float:
         """Mean of a metric over the recent steps that have it; NaN if none does."""
         values = [float(r[key]) for r in (self.recent if rows is None else rows) if r.get(key) is not None]
@@ -287,7 +296,9 @@ def _uniform(facts: RunFacts) -> Finding | None:
     # Dynamic sampling helps only if it can fill a batch. Otherwise it samples more and trains on just as little.
     fills = (1 - share) * facts.setting("rollout", "refill_budget", 3) >= 1
     disabled = not facts.mean("groups/discarded") > 0
-    dynamic = 'enable dynamic sampling (objective.keep = "mixed"), ' if disabled and fills else ""
+    dynamic = (
+        'enable dynamic sampling (objective.keep = "mixed"), ' if disabled and fills and facts.takes("keep") else ""
+    )
     except_penalty = f" beyond {penalty}" if penalty else ""
     return Finding(
         name="uniform groups",
@@ -356,17 +367,15 @@ def _truncated(facts: RunFacts) -> Finding | None:
     limit = facts.setting("rollout", "max_tokens", 0)
     if len(facts.recent) < FEWEST_STEPS or not share >= 0.1:
         return None
-    shaping = (
-        ', or set objective.shape = "soft_overlong" to penalize length or "overlong_filter" to drop truncated '
-        "completions"
-    )
+    soft = '"soft_overlong" to penalize length or ' if facts.objective.takes_penalties else ""
+    shaping = f', or set objective.shape = {soft}"overlong_filter" to drop truncated completions'
     return Finding(
         name="truncated completions",
         level="warn",
         what=f"{_percent(share)} of the completions are truncated at the limit of {limit} tokens.",
         remedy=(
             "Raise rollout.max_tokens, or ask for shorter answers (data.instruction)"
-            f"{shaping if facts.objective.shape == 'none' else ''}."
+            f"{shaping if facts.objective.shape == 'none' and facts.takes('shape') else ''}."
         ),
     )
 
@@ -412,12 +421,15 @@ def _clip_too_wide(facts: RunFacts) -> Finding | None:
         return None
     std = facts.mean("ratio/sequence_log_std" if facts.clips_sequences else "ratio/token_log_std")
     ratio = "sequence" if facts.clips_sequences else "token"
+    # The metric is of a mean over the completion, which a range for a sum does not bound.
+    summed = facts.setting("objective", "length_norm", "mean") != "mean" or facts.objective.clips_log_ratio
+    moved = f": the {ratio}-level log-ratio has a standard deviation of {std:.1e}, the upper clip range is {high:.1e}"
     return Finding(
         name="clip range too wide",
         level="warn",
         what=(
-            f"The trust region is inactive ({_percent(facts.mean('clip/fraction_tokens'))} of the tokens are clipped): "
-            f"the {ratio}-level log-ratio has a standard deviation of {std:.1e}, the upper clip range is {high:.1e}."
+            f"The trust region is inactive ({_percent(facts.mean('clip/fraction_tokens'))} of the tokens are clipped)"
+            f"{'' if facts.clips_sequences and summed else moved}."
         ),
         remedy=(
             "Nothing limits the policy update. If the reward is unstable, narrow the range: objective.clip_low = "
@@ -448,6 +460,7 @@ def _entropy(facts: RunFacts) -> Finding | None:
     # A policy that solves nearly all problems has low entropy for a good reason.
     if ends is None or not ends[1] <= 0.5 * ends[0] or facts.mean("reward/correct_fraction", facts.recent[-3:]) > 0.95:
         return None
+    clip_higher = "raise objective.clip_high above clip_low (clip-higher), " if facts.takes("clip_high") else ""
     return Finding(
         name="entropy drop",
         level="warn",
@@ -456,8 +469,7 @@ def _entropy(facts: RunFacts) -> Finding | None:
             "stops exploring."
         ),
         remedy=(
-            "Raise objective.clip_high above clip_low (clip-higher), lower learner.learning_rate, or add an entropy "
-            "bonus (objective.entropy)."
+            f"To explore more, {clip_higher}lower learner.learning_rate, or add an entropy bonus (objective.entropy)."
         ),
     )
 
@@ -492,20 +504,32 @@ def _mismatch(facts: RunFacts) -> Finding | None:
             f"The engine's log-probs differ from the learner's by {k3:.1e} nats per token (k3){single}; rounding alone "
             "gives less than 1e-4."
         ),
-        remedy=_mismatch_remedy(bool(truncated), facts.mean("routing/flip_fraction_sampler")),
+        remedy=_mismatch_remedy(facts, bool(truncated)),
     )
 
 
-def _mismatch_remedy(truncated: bool, flips: float) -> str:
+def _mismatch_remedy(facts: RunFacts, truncated: bool) -> str:
     if truncated:
         return "top_p and top_k truncate the sampling distribution; rollout.top_p = 1 and rollout.top_k = 0 do not."
+    flips = facts.mean("routing/flip_fraction_sampler")
     if flips > 0.005:
         return (
             f'The engine routed {flips:.1%} of the tokens\' experts differently. routing.replay = "sampler" makes the '
-            'learner use the same experts; objective.mismatch = "token_tis" or "icepop" corrects for the remaining '
-            "mismatch."
+            f"learner use the same experts. {_correction(facts)}"
         )
-    return 'The engine uses other kernels or another precision. objective.mismatch = "token_tis" corrects for it.'
+    return f"The engine uses other kernels or another precision. {_correction(facts)}"
+
+
+def _correction(facts: RunFacts) -> str:
+    """What accounts for a mismatch, with an objective of this kind."""
+    if not facts.takes("mismatch"):
+        return "The objective already divides by the sampler's probability, which corrects for the mismatch."
+    if facts.old_from_sampler:
+        return (
+            'learner.old_logp = "recompute" keeps the mismatch out of the ratios; with it, objective.mismatch = '
+            '"token_tis" corrects for it.'
+        )
+    return 'objective.mismatch = "token_tis" or "icepop" corrects for the mismatch.'
 
 
 def _noise(facts: RunFacts) -> Finding | None:
@@ -516,6 +540,9 @@ def _noise(facts: RunFacts) -> Finding | None:
     ratio = "sequence" if facts.clips_sequences else "token"
     low = facts.mean("clip/low")
     high = facts.mean("clip/high")
+    otherwise = "use one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1"
+    if facts.old_from_sampler:
+        otherwise = 'recompute the old log-probs (learner.old_logp = "recompute")'
     return Finding(
         name="rounding noise",
         level="warn",
@@ -524,9 +551,8 @@ def _noise(facts: RunFacts) -> Finding | None:
             f"out of the clip range ({low:.1e} below, {high:.1e} above): much of the clipping is random."
         ),
         remedy=(
-            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or use '
-            "one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1. Rounding noise also "
-            "averages out over longer completions."
+            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or '
+            f"{otherwise}. Rounding noise also averages out over longer completions."
         ),
     )
 
@@ -553,11 +579,15 @@ def _flips(facts: RunFacts) -> Finding | None:
     share = facts.mean("routing/flip_fraction")
     if len(facts.recent) < FEWEST_STEPS or not share >= 0.05:
         return None
+    # With the engine's log-probs as the old ones, the old policy has no forward pass whose experts could be replayed.
+    replay = "sampler" if facts.old_from_sampler else "old"
     return Finding(
         name="expert flips",
         level="note",
         what=f"{_percent(share)} of the routed experts change during the updates of a batch.",
-        remedy='This makes token-level ratios noisy. routing.replay = "old" keeps the experts fixed within a batch.',
+        remedy=(
+            f'This makes token-level ratios noisy. routing.replay = "{replay}" keeps the experts fixed within a batch.'
+        ),
     )
 
 
@@ -565,11 +595,12 @@ def _load(facts: RunFacts) -> Finding | None:
     busiest = facts.mean("routing/load_max")
     if len(facts.recent) < FEWEST_STEPS or not busiest >= 8:
         return None
+    needs = ', with learner.old_logp = "recompute"' if facts.old_from_sampler else ""
     return Finding(
         name="load imbalance",
         level="note",
         what=f"The busiest expert processes {busiest:.1f} times its even share of the tokens.",
-        remedy="routing.balance_loss = 1e-3 adds a load-balancing loss.",
+        remedy=f"routing.balance_loss = 1e-3 adds a load-balancing loss{needs}.",
     )
 
 

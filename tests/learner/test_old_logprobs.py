@@ -109,7 +109,9 @@ def test_a_refused_run_resumes_with_recomputed_log_probs(
     [
         ((SAMPLER, "learner.mini_batches=1"), "saves nothing"),
         ((SAMPLER, "objective.mismatch=token_tis"), "mismatch: token_tis has no effect"),
-        ((SAMPLER, "model.build=tiny_moe"), "routing.record = false"),
+        ((SAMPLER, "model.build=tiny_moe", "routing.replay=old"), 'replay = "sampler"'),
+        ((SAMPLER, "model.build=tiny_moe", "routing.balance_loss=0.01"), "balance_loss = 0"),
+        (("learner.allow_mismatch=true",), 'has no effect with learner.old_logp = "recompute"'),
     ],
 )
 def test_incompatible_settings_are_refused(
@@ -119,10 +121,72 @@ def test_incompatible_settings_are_refused(
         train(tiny(*overrides), display)
 
 
-def test_an_moe_model_can_use_sampler_log_probs_without_routing_records(
-    tiny: Callable[..., Config], display: Any
+@pytest.mark.parametrize(
+    "routing", [(), ("routing.record=false",), ("routing.replay=sampler",)], ids=["record", "no record", "R3"]
+)
+def test_an_moe_model_can_use_sampler_log_probs(
+    routing: tuple[str, ...], tiny: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
-    assert train(tiny(SAMPLER, "model.build=tiny_moe", "routing.record=false"), display).step == 3
+    assert train(tiny(SAMPLER, "model.build=tiny_moe", *routing), display).step == 3
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    recorded = "routing/flip_fraction" in rows[0]
+    assert recorded is (routing != ("routing.record=false",))
+    if routing == ("routing.replay=sampler",):
+        assert [r["routing/flip_fraction"] for r in rows] == [0, 0, 0], "the engine's experts are replayed"
+        assert any(r["routing/flip_fraction_native"] for r in rows)
+    assert all(r["mismatch/k3"] < 1e-3 for r in rows)
+
+
+def test_with_an_exact_engine_flips_are_counted_against_the_engines_experts(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """In float32 the engine routes as the learner does, so both sources count the same flips."""
+    for name, overrides in (("a", ()), ("b", (SAMPLER,))):
+        train(tiny("model.build=tiny_moe", "steps=1", *overrides, run_dir=name), display)
+    ours, theirs = (read_jsonl(tmp_path / name / "metrics.jsonl")[1] for name in ("a", "b"))
+    assert ours["routing/flip_fraction"] > 0
+    for key in ("routing/flip_fraction", "routing/flip_fraction_first", "routing/flip_fraction_sampler"):
+        assert theirs[key] == pytest.approx(ours[key], abs=2e-3), key
+
+
+@pytest.mark.parametrize("objective", ["gspo", "vespo"])
+def test_noise_beyond_the_clip_range_is_trained_on_with_a_warning_if_allowed(
+    objective: str, tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The noise of a product grows with its tokens, so VESPO needs less of it per token."""
+    add_noise(monkeypatch, 0.3)
+    noisy = (SAMPLER, f"objective.name={objective}")
+    with pytest.raises(MismatchError, match="allow_mismatch"):
+        train(tiny(*noisy), display)
+    train(tiny(*noisy, "learner.allow_mismatch=true", run_dir="allowed"), display)
+    events = read_jsonl(tmp_path / "allowed" / "events.jsonl")
+    warnings = [e["message"] for e in events if e["event"] == "warning" and "old_logp" in e["message"]]
+    assert len(warnings) == 1, "once per process"
+    rows = read_jsonl(tmp_path / "allowed" / "metrics.jsonl")[1:]
+    if objective == "gspo":
+        assert all(r["noise/log_ratio"] > 1e-2 for r in rows)
+        assert all(r["noise/beyond_clip"] > 0.5 for r in rows)
+
+
+def test_a_refused_run_resumes_with_the_override(
+    tiny: Callable[..., Config], display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_noise(monkeypatch, 0.05)
+    with pytest.raises(MismatchError, match="The run is saved"):
+        train(tiny(SAMPLER), display)
+    assert resume(tmp_path / "run", display, overrides=["learner.allow_mismatch=true"]).step == 3
+
+
+@pytest.mark.parametrize("objective", ["dppo_tv", "dppo_kl", "trm"])
+def test_objectives_to_the_sampler_need_no_old_forward(
+    objective: str, tiny: Callable[..., Config], display: Any, tmp_path: Path
+) -> None:
+    """They never read the recomputed log-probs, so both sources train alike."""
+    for name, overrides in (("a", ()), ("b", (SAMPLER,))):
+        train(tiny(f"objective.name={objective}", *overrides, run_dir=name), display)
+    ours, theirs = (read_jsonl(tmp_path / name / "metrics.jsonl")[1:] for name in ("a", "b"))
+    for key in ("reward/mean", "loss/policy", "ratio/mean", "clip/fraction_tokens"):
+        assert [r[key] for r in ours] == pytest.approx([r[key] for r in theirs], rel=1e-5, abs=1e-8), key
 
 
 def test_mismatch_metrics_match_values_computed_by_hand() -> None:

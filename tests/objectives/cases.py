@@ -8,15 +8,18 @@ import torch
 
 import gspo
 
-SEQUENCE_ROWS = ("gspo", "luspo", "gmpo", "vespo", "rloo")
+SEQUENCE_ROWS = ("gspo", "luspo", "fspo", "gmpo", "sspo", "vespo", "rloo")
 """Objectives that refuse an advantage that varies within a sequence."""
 COV_ROWS = ("clip_cov", "kl_cov")
-HARD_CLIP_ROWS = ("gspo", "gspo_token", "luspo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip", "clip_cov")
-OWN_SAMPLER_ROWS = ("vespo", "minirl")
+HARD_CLIP_ROWS = (
+    "gspo", "gspo_token", "luspo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "maxrl", "ppo_clip", "clip_cov",
+)  # fmt: skip
+OWN_SAMPLER_ROWS = ("minirl", "dppo_tv", "dppo_kl", "trm")
 """Objectives that already divide by the sampler's probabilities and so refuse `mismatch`."""
 ALL_ROWS = (
     "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo", "gmpo", "sapo", "vespo", "maspo", "cispo", "gpg", "rloo",
-    "reinforce_pp", "minirl", "clip_cov", "kl_cov", "ppo_clip",
+    "reinforce_pp", "minirl", "clip_cov", "kl_cov", "ppo_clip", "fspo", "sspo", "maxrl", "minpro", "dppo_tv", "dppo_kl",
+    "trm",
 )  # fmt: skip
 TOKEN_ROWS = tuple(row for row in ALL_ROWS if row not in SEQUENCE_ROWS)
 MIXED_CLIP = {
@@ -28,7 +31,8 @@ MIXED_CLIP = {
 ROWS = gspo.objective_names()
 ADVANTAGE_ROWS = [row for row in ROWS if row != "ppo_clip"]
 GSPO_LIKE = ("gspo", "gspo_token", "luspo")
-TOKEN_CLIP_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip")
+TOKEN_CLIP_ROWS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "maxrl", "ppo_clip")
+CONSTANT_LENGTH_ROWS = ("dr_grpo", "dppo_tv", "dppo_kl")
 
 
 @dataclass(frozen=True, kw_only=True)

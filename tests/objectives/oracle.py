@@ -150,8 +150,13 @@ def sequence_ppo(q, clip_low, clip_high, dual_clip):
     return A * weighted_mean(q.logp - q.old, q.factor)
 
 
-def gspo(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None):
+NORM = {"mean": lambda T: T, "sqrt": math.sqrt, "none": lambda T: 1}
+
+
+def gspo(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None, length_norm="mean"):
     """Equation 5 of arXiv:2507.18071."""
+    if length_norm != "mean":
+        return gspo_token(seqs, clip_low, clip_high, dual_clip, length_norm)
     return sum(sequence_ppo(q, clip_low, clip_high, dual_clip) for q in seqs) / len(seqs)
 
 
@@ -159,11 +164,12 @@ def luspo(seqs, clip_low=2e-3, clip_high=2.5e-3, dual_clip=None):
     return sum(len(q) * sequence_ppo(q, clip_low, clip_high, dual_clip) for q in seqs) / len(seqs)
 
 
-def gspo_token(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None):
-    """Equations 13 and 14 of arXiv:2507.18071."""
+def gspo_token(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None, length_norm="mean"):
+    """Equations 13 and 14 of arXiv:2507.18071, with another power of the length in s on request."""
     per_sequence = []
     for q in seqs:
-        s = (q.logp - q.old).mean().exp().detach() * (q.logp - q.logp.detach()).exp()
+        log_s = ((q.logp - q.old).sum() / NORM[length_norm](len(q))).clamp(-20, 20)
+        s = log_s.exp().detach() * (q.logp - q.logp.detach()).exp()
         per_sequence.append((q.factor * ppo_term(s, q.advantage, clip_low, clip_high, dual_clip)).mean())
     return sum(per_sequence) / len(seqs)
 
@@ -193,12 +199,105 @@ def vespo_phi(log_w, c1, c2):
     return math.exp(c2 + c1 * log_w - c2 * math.exp(log_w)) if log_w < 500 else 0.0
 
 
-def vespo(seqs, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
+def vespo(
+    seqs,
+    k_pos=2.0,
+    lambda_pos=3.0,
+    k_neg=3.0,
+    lambda_neg=2.0,
+    denominator="old",
+    sampler_cap=2.0,
+    length_norm="none",
+):
     per_token = []
     for q in seqs:
-        log_w = (q.logp.detach() - q.behavior).clamp(-20, 20).sum().item()
+        log_w = (q.logp.detach() - q.old).sum().item()
+        if denominator == "sampler":
+            log_w += sum(math.log(min(math.exp(x), sampler_cap)) for x in (q.old - q.sampler).tolist())
+        log_w /= NORM[length_norm](len(q))
         c1, c2 = (k_pos, lambda_pos) if q.sequence_advantage >= 0 else (k_neg, lambda_neg)
         per_token.append(q.factor * vespo_phi(log_w, c1, c2) * q.advantage * q.logp)
+    return token_mean(per_token)
+
+
+def fspo(seqs, clip_low=0.03, clip_high=0.03):
+    """min(W A, exp(clip(log W)) A) of the product W. In the token form each of the T tokens has this value, and its own
+    part of the gradient of W."""
+    total = 0.0
+    for q in seqs:
+        A, T = q.sequence_advantage, len(q)
+        log_w = (q.logp - q.old).sum().item()
+        low, high = -clip_low * math.sqrt(T), clip_high * math.sqrt(T)
+        if A > 0 and log_w > high:
+            total = total + q.factor.sum() * A * math.exp(high)
+        elif A < 0 and log_w < low:
+            total = total + q.factor.sum() * A * math.exp(low)
+        else:
+            w = math.exp(max(-20.0, min(20.0, log_w)))
+            total = total + (q.factor * (w + w * (q.logp - q.logp.detach()))).sum() * A
+    return total / len(seqs)
+
+
+def sspo(seqs, tau_pos=1.0, tau_neg=1.05):
+    """The geometric mean of SAPO's gates."""
+    total = 0.0
+    for q in seqs:
+        A = q.sequence_advantage
+        tau = tau_pos if A > 0 else tau_neg
+        log_gate = -torch.nn.functional.softplus(-tau * (q.log_ratio.exp() - 1)) + math.log(4 / tau)
+        total = total + A * weighted_mean(log_gate, q.factor)
+    return total / len(seqs)
+
+
+def maxrl(seqs, clip_low=0.2, clip_high=0.2, dual_clip=None):
+    return _token_ppo(seqs, token_mean, clip_low, clip_high, dual_clip)
+
+
+def minpro(seqs, weight_cap=5.0):
+    per_token = []
+    for q in seqs:
+        r = q.log_ratio.detach().exp().tolist()
+        weight = [r[t] * min(r[:t], default=1.0) for t in range(len(q))]
+        weight = [max(math.exp(-20), min(w, weight_cap)) for w in weight]
+        per_token.append(q.factor * q.logp.new_tensor(weight) * q.advantage * q.logp)
+    return token_mean(per_token)
+
+
+def _to_sampler(q, keep):
+    ratio = (q.logp - q.behavior).clamp(-20, 20).exp()
+    return q.factor * torch.where(torch.tensor(keep), ratio * q.advantage, torch.zeros_like(ratio))
+
+
+def _dppo(seqs, delta_low, delta_high, max_length, divergence):
+    per_token = []
+    for q in seqs:
+        keep = []
+        for logp, mu, A in zip(q.logp.tolist(), q.behavior.tolist(), q.advantage.tolist(), strict=True):
+            far = divergence(math.exp(logp), math.exp(mu), logp - mu)
+            keep.append(not ((A > 0 and logp > mu and far > delta_high) or (A < 0 and logp < mu and far > delta_low)))
+        per_token.append(_to_sampler(q, keep))
+    return constant_length(per_token, max_length)
+
+
+def dppo_tv(seqs, delta_low=0.15, delta_high=0.15, max_length=3000):
+    return _dppo(seqs, delta_low, delta_high, max_length, lambda p, mu, log_r: abs(p - mu))
+
+
+def binary_kl(p, mu, log_r):
+    """KL between two coins that show heads with probability mu and p."""
+    rest_mu, rest_p = max(1 - mu, 1e-8), max(1 - p, 1e-8)
+    return -mu * log_r + (1 - mu) * math.log(rest_mu / rest_p)
+
+
+def dppo_kl(seqs, delta_low=0.05, delta_high=0.05, max_length=3000):
+    return _dppo(seqs, delta_low, delta_high, max_length, binary_kl)
+
+
+def trm(seqs, max_divergence=2.5):
+    per_token = []
+    for q in seqs:
+        largest = max(x * x / 2 for x in (q.logp - q.behavior).tolist())
+        per_token.append(_to_sampler(q, [largest <= max_divergence] * len(q)))
     return token_mean(per_token)
 
 
@@ -274,7 +373,7 @@ ROWS = {
     f.__name__: f
     for f in (
         gspo, gspo_token, grpo, dr_grpo, dapo, luspo, gmpo, sapo, vespo, maspo, cispo, gpg, rloo, reinforce_pp, minirl,
-        clip_cov, kl_cov, ppo_clip,
+        clip_cov, kl_cov, ppo_clip, fspo, sspo, maxrl, minpro, dppo_tv, dppo_kl, trm,
     )
 }  # fmt: skip
 
@@ -297,6 +396,13 @@ AGGREGATE = {
     "clip_cov": token_mean,
     "kl_cov": token_mean,
     "ppo_clip": token_mean,
+    "fspo": sequence_mean_of_token_sum,
+    "sspo": sequence_mean_of_token_mean,
+    "maxrl": token_mean,
+    "minpro": token_mean,
+    "dppo_tv": constant_length,
+    "dppo_kl": constant_length,
+    "trm": token_mean,
 }
 """How each objective averages per-token values: its KL and entropy terms, and its token weights."""
 
@@ -361,7 +467,7 @@ def loss(
             q.factor = q.factor * (0.0 if q.sequence_advantage < 0 and drift > off_policy_mask else 1.0)
     J = ROWS[row](seqs, **settings)
     aggregate = AGGREGATE[row]
-    if row == "dr_grpo" and "max_length" in settings:
+    if "max_length" in settings:
         aggregate = lambda v: constant_length(v, settings["max_length"])  # noqa: E731
     if kl is None:
         kl = KL_DEFAULT.get(row, 0.0) if case.logp_ref is not None else 0.0
@@ -386,7 +492,7 @@ def token_weights(row, mask, **settings):
     value = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
     ragged = [value[i][mask[i]] for i in range(len(mask)) if mask[i].any()]
     aggregate = AGGREGATE[row]
-    total = constant_length(ragged, settings.get("max_length", 3000)) if row == "dr_grpo" else aggregate(ragged)
+    total = aggregate(ragged, *settings.values())
     (grad,) = torch.autograd.grad(total, value)
     return grad
 
@@ -403,8 +509,11 @@ def covariance(case):
 
 # --- group advantages -------------------------------------------------------------------------------------------------
 
-Z_SCORE = ("gspo", "gspo_token", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov")
-CENTERED = ("dr_grpo", "vespo", "minirl")
+Z_SCORE = (
+    "gspo", "gspo_token", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov", "fspo",
+    "sspo", "minpro", "trm",
+)  # fmt: skip
+CENTERED = ("dr_grpo", "vespo", "minirl", "dppo_tv", "dppo_kl")
 
 
 def group_advantage(row, rewards, groups):
@@ -434,6 +543,8 @@ def group_advantage(row, rewards, groups):
                 out[i] = centered / statistics.stdev(values)
             elif row in CENTERED:
                 out[i] = centered
+            elif row == "maxrl":
+                out[i] = centered / mean
             elif row == "rloo":
                 out[i] = k / (k - 1) * centered
             elif row == "gpg":

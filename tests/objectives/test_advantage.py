@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.mark.parametrize("row", ADVANTAGE_ROWS)
 def test_a_uniform_group_has_advantage_exactly_zero(row):
-    for reward in (0.0, 1.0, -1.0, 0.1, 0.9, 1.1, 0.3, 1e-3, 1 / 3, 123.4):
+    for reward in (0.0, 1.0, *(() if row == "maxrl" else (-1.0,)), 0.1, 0.9, 1.1, 0.3, 1e-3, 1 / 3, 123.4):
         for size in (2, 3, 5, 6, 7, 8, 12, 16, 31, 64):
             for rewards in ([reward] * size, torch.full((size,), reward, dtype=torch.float32)):
                 got = gspo.group_advantage(row, rewards, ["p"] * size)
@@ -83,7 +83,7 @@ REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5, 0.75, 1.0, 0.0, 0.7]
 GROUPS = [0, 1, 0, 1, 0, 1, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("row", ADVANTAGE_ROWS)
+@pytest.mark.parametrize("row", [row for row in ADVANTAGE_ROWS if row != "maxrl"])
 def test_advantage_does_not_change_when_rewards_are_shifted(row):
     base = gspo.group_advantage(row, REWARDS, GROUPS)
     moved = gspo.group_advantage(row, [r + 3 for r in REWARDS], GROUPS)
@@ -93,10 +93,11 @@ def test_advantage_does_not_change_when_rewards_are_shifted(row):
 @pytest.mark.parametrize("row", ADVANTAGE_ROWS)
 @pytest.mark.parametrize("factor", [1e-4, 0.1, 7.0, 1e4])
 def test_advantage_under_scaled_rewards(row, factor):
-    """z-scores and whitened advantages do not move (an eps in the denominator would show); the others scale."""
+    """z-scores, whitened and mean-scaled advantages do not move (an eps in the denominator would show); the others
+    scale."""
     base = gspo.group_advantage(row, REWARDS, GROUPS).double()
     scaled = gspo.group_advantage(row, [r * factor for r in REWARDS], GROUPS).double()
-    invariant = row in oracle.Z_SCORE or row == "reinforce_pp"
+    invariant = row in (*oracle.Z_SCORE, "reinforce_pp", "maxrl")
     torch.testing.assert_close(scaled, base if invariant else base * factor, rtol=1e-5, atol=1e-6 * factor)
 
 
@@ -132,7 +133,8 @@ def test_groups_may_be_a_tensor_of_ids(row):
 def test_any_rewards_and_groups(data):
     row = data.draw(st.sampled_from(ADVANTAGE_ROWS))
     n = data.draw(st.integers(1, 12))
-    rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.5, None]), min_size=n, max_size=n))
+    values = [0.0, 1.0, 0.1, 0.5, None] + ([] if row == "maxrl" else [-1.0])
+    rewards = data.draw(st.lists(st.sampled_from(values), min_size=n, max_size=n))
     groups = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
     if row == "reinforce_pp":
         groups = [0] * n
@@ -165,3 +167,35 @@ def test_rloo_leaves_the_sample_out_of_its_baseline():
     want = [1.0 - 0.7 / 3, 0.0 - 1.7 / 3, 0.5 - 1.2 / 3, 0.2 - 1.5 / 3]
     assert got.tolist() == pytest.approx(want, rel=1e-5)
     assert gspo.group_advantage("rloo", [1.0], [0]).tolist() == [0]
+
+
+def test_maxrl_divides_by_the_success_rate():
+    """K successes of N: (N - K) / K for a success and -1 for a failure, so a rare success weighs most."""
+    for successes in (1, 2, 7):
+        got = gspo.group_advantage("maxrl", [1.0] * successes + [0.0] * (8 - successes), [0] * 8)
+        want = [(8 - successes) / successes] * successes + [-1.0] * (8 - successes)
+        assert got.tolist() == pytest.approx(want, rel=1e-6)
+
+
+def test_maxrl_gives_nothing_to_a_group_without_success_and_refuses_negative_rewards():
+    assert gspo.group_advantage("maxrl", [0.0, 0.0, 1.0, 0.0], [0, 0, 1, 1]).tolist() == [0, 0, 1, -1]
+    for rewards in ([1.0, -1.0], [0.0, 0.0, -1e-3], [-1.0, None]):
+        with pytest.raises(ValueError, match="0 or more"):
+            gspo.group_advantage("maxrl", rewards, [0] * len(rewards))
+
+
+def test_maxrl_refuses_penalties_on_the_reward():
+    with pytest.raises(ValueError, match="overlong_filter"):
+        gspo.objective("maxrl", shape="soft_overlong")
+    with pytest.raises(ValueError, match="kl_in"):
+        gspo.objective("maxrl", kl=0.1, kl_in="reward")
+    gspo.objective("maxrl", shape="overlong_filter", kl=0.1)
+
+
+def test_vespo_may_divide_by_the_deviation():
+    rewards, groups = [1.0, 0.0, 0.0, 0.5, 0.1], [0, 0, 0, 1, 1]
+    scaled = gspo.objective("vespo", advantage_scale="std")
+    assert torch.equal(gspo.group_advantage(scaled, rewards, groups), gspo.group_advantage("gspo", rewards, groups))
+    assert torch.equal(gspo.group_advantage("vespo", rewards, groups), gspo.group_advantage("dr_grpo", rewards, groups))
+    with pytest.raises(ValueError, match="advantage_scale"):
+        gspo.objective("vespo", advantage_scale="mean")

@@ -65,14 +65,16 @@ def share_clipped(name: str, low: float, high: float, tokens: Tokens) -> float:
     log_ratio_N: Tensor = (tokens.logp_N - tokens.logp_old_N).double()
     if name in SEQUENCE_ROWS:
         log_ratio_N = log_ratio_N.view(-1, LENGTH).mean(1).repeat_interleave(LENGTH)
-    move_N = log_ratio_N if name == "gmpo" else log_ratio_N.exp() - 1
+    if name == "fspo":
+        log_ratio_N = log_ratio_N.view(-1, LENGTH).sum(1).repeat_interleave(LENGTH) / LENGTH**0.5
+    move_N = log_ratio_N if name in ("gmpo", "fspo") else log_ratio_N.exp() - 1
     a_N = tokens.advantage_N
     return float((((a_N > 0) & (move_N > high)) | ((a_N < 0) & (move_N < -low))).double().mean())
 
 
 def typical(name: str) -> float:
     """Standard deviation of the log-ratio that the objective clips."""
-    return STD / LENGTH**0.5 if name in SEQUENCE_ROWS else STD
+    return STD / LENGTH**0.5 if name in SEQUENCE_ROWS else STD  # fspo: the sum over sqrt(LENGTH)
 
 
 def followed(

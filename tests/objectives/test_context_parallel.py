@@ -62,7 +62,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-ROWS = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
+ROWS = ["gspo", "gspo_token", "luspo", "fspo", "gmpo", "sspo", "vespo"]
 
 
 def test_two_processes_agree_on_the_ratios_of_shared_sequences(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import COV_ROWS, ROWS, all_options, bare, evaluate, random_case
+from cases import CONSTANT_LENGTH_ROWS, COV_ROWS, ROWS, all_options, bare, evaluate, random_case
 
 import gspo
 
@@ -50,6 +50,23 @@ def test_micro_batches_add_up_to_the_step(row):
         assert total == pytest.approx(whole, rel=1e-10, abs=1e-14)
         torch.testing.assert_close(grad, whole_grad, rtol=1e-10, atol=1e-14)
         assert grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        *((row, {"length_norm": norm}) for row in ("gspo", "luspo", "vespo") for norm in ("sqrt", "none", "mean")),
+        ("vespo", {"denominator": "sampler", "sampler_cap": 1.02}),
+    ],
+    ids=str,
+)
+def test_micro_batches_add_up_with_other_sequence_ratios(row, changed):
+    clip = {} if row == "vespo" else {"clip_low": 0.05, "clip_high": 0.05}
+    for seed in range(2):
+        case = random_case(seed, B=13, T=9, scale=0.05)
+        whole, whole_grad, total, grad = step(bare(row, **changed, **clip), row, case, seed=seed)
+        assert total == pytest.approx(whole, rel=1e-10, abs=1e-14)
+        torch.testing.assert_close(grad, whole_grad, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -146,5 +163,5 @@ def test_weights_are_those_of_the_optimizer_step(row):
     }[oracle.AGGREGATE[row].__name__]
     for weights, part in [(first, mask[:5]), (second, mask[5:])]:
         n, sequences = int(part.sum()), int(part.any(1).sum())
-        want = per_step or n / sequences / (3000 if row == "dr_grpo" else 1)
+        want = per_step or n / sequences / (3000 if row in CONSTANT_LENGTH_ROWS else 1)
         assert weights.double().sum().item() == pytest.approx(want, rel=1e-6)

@@ -14,7 +14,7 @@ from gspo.clock import Clock
 from gspo.config import Config
 from gspo.learner.batch import plan_batch
 from gspo.learner.forward import plan_logprobs
-from gspo.objectives.rounding import clip_limit, rounding_noise
+from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.samples import train_samples
 from gspo.objectives.sequences import Sequences
 from gspo.objectives.table import objective as build
@@ -41,6 +41,20 @@ def test_a_sequence_ratio_averages_the_noise_of_its_tokens() -> None:
     assert token.beyond_clip == 0.5
 
 
+def test_noise_follows_the_length_norm_of_the_ratio() -> None:
+    """Two tokens: 0.02 each is 0.02 on average, 0.04 / sqrt(2), and 0.04 in total."""
+    rounding_N = torch.tensor([0.01, -0.01, 0.02, 0.02])
+    for length_norm, size in (("mean", 0.02), ("sqrt", 0.04 / 2**0.5), ("none", 0.04)):
+        noise = rounding_noise(build("gspo", length_norm=length_norm), TWO, rounding_N)
+        assert noise is not None
+        assert noise.log_ratio_M.tolist() == pytest.approx([0.0, size], abs=1e-8)
+    # FSPO's range is for the sum over sqrt(T).
+    for clip, beyond in ((0.028, 0.5), (0.029, 0.0)):
+        noise = rounding_noise(build("fspo", clip_low=clip, clip_high=clip), TWO, rounding_N)
+        assert noise is not None
+        assert noise.beyond_clip == beyond
+
+
 def test_each_side_of_the_range_counts() -> None:
     wide_above = build("gspo", clip_low=1e-3, clip_high=0.1)
     noise = rounding_noise(wide_above, TWO, torch.tensor([-0.01, -0.01, 0.02, 0.02]))
@@ -53,8 +67,8 @@ def test_a_range_in_log_space_is_judged_in_log_space() -> None:
     noise = rounding_noise(build("gmpo"), TWO, torch.tensor([0.39, -0.39, 0.41, -0.41]))
     assert noise is not None
     assert noise.beyond_clip == 0.5
-    assert clip_limit(build("gmpo")) == pytest.approx(0.4)
-    assert clip_limit(build("grpo")) == pytest.approx(math.log(1.2))
+    assert build("gmpo").trust_region.noise_limit == pytest.approx(0.4)
+    assert build("grpo").trust_region.noise_limit == pytest.approx(math.log(1.2))
 
 
 @pytest.mark.parametrize("name", ["sapo", "vespo", "rloo"])

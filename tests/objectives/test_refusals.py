@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from cases import (
+    CONSTANT_LENGTH_ROWS,
     COV_ROWS,
     GSPO_LIKE,
     HARD_CLIP_ROWS,
@@ -100,15 +101,20 @@ def test_refuses_an_unknown_setting_and_names_the_valid_ones(row):
 
 
 OWN_SETTINGS = {
-    "clip_low": (*HARD_CLIP_ROWS, "minirl", "gmpo"),
-    "clip_high": (*HARD_CLIP_ROWS, "minirl", "gmpo"),
+    "clip_low": (*HARD_CLIP_ROWS, "minirl", "gmpo", "fspo"),
+    "clip_high": (*HARD_CLIP_ROWS, "minirl", "gmpo", "fspo"),
     "dual_clip": HARD_CLIP_ROWS,
-    "weight_cap": ("cispo", "minirl"),
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
+    "weight_cap": ("cispo", "minirl", "minpro"),
+    "delta_low": ("dppo_tv", "dppo_kl"),
+    "max_divergence": ("trm",),
+    "length_norm": ("gspo", "gspo_token", "luspo", "fspo", "vespo"),
+    "denominator": ("vespo",),
+    "advantage_scale": ("vespo",),
+    "tau_pos": ("sapo", "sspo"),
+    "tau_neg": ("sapo", "sspo"),
     "k_pos": ("vespo",),
     "lambda_neg": ("vespo",),
-    "max_length": ("dr_grpo",),
+    "max_length": CONSTANT_LENGTH_ROWS,
     "sigma_base": ("maspo",),
     "mass_power": ("maspo",),
     "select_fraction": COV_ROWS,
@@ -118,7 +124,16 @@ OWN_SETTINGS = {
 }
 
 
-VALUE = {"dual_clip": 3.0, "weight_cap": 4.0, "max_length": 100, "select_fraction": 0.1, "cov_high": 6.0}
+VALUE = {
+    "length_norm": "sqrt",
+    "denominator": "sampler",
+    "advantage_scale": "std",
+    "dual_clip": 3.0,
+    "weight_cap": 4.0,
+    "max_length": 100,
+    "select_fraction": 0.1,
+    "cov_high": 6.0,
+}
 
 
 @pytest.mark.parametrize("setting", OWN_SETTINGS)
@@ -198,6 +213,8 @@ def test_dual_clip_must_exceed_one(bad):
         ("gspo", {"mismatch": "token_tis", "mismatch_low": 0.3}, "mismatch_low"),
         ("gspo", {"mismatch": "sequence_tis", "mismatch_low": 0.3}, "mismatch_low"),
         ("gspo", {"kl_estimator": "k2"}, "kl_estimator"),
+        ("vespo", {"sampler_cap": 3.0}, "sampler_cap"),
+        ("vespo", {"sampler_cap": 3.0, "denominator": "old"}, "sampler_cap"),
     ],
 )
 def test_refuses_a_setting_without_effect(row, kw, named):
@@ -222,3 +239,20 @@ def test_the_annotation_of_a_field_decides_which_values_a_setting_takes() -> Non
         change(row, {"limit": "1"})
     with pytest.raises(ConfigError, match="clip_low must be a number, not None"):
         change(row, {"clip_low": None})
+
+
+def test_a_setting_of_a_component_decides_which_options_make_sense() -> None:
+    gspo.objective("vespo", mismatch="token_tis")
+    with pytest.raises(ConfigError, match=r"mismatch makes no sense here.*twice"):
+        gspo.objective("vespo", denominator="sampler", mismatch="token_tis")
+    with pytest.raises(ConfigError, match="denominator: must be one of old, sampler"):
+        gspo.objective("vespo", denominator="mu")
+    with pytest.raises(ConfigError, match="logp_sampler"):
+        evaluate(gspo.objective("vespo", denominator="sampler"), random_case(0), row="vespo")
+
+
+def test_a_component_of_the_wrong_kind_is_refused() -> None:
+    row = gspo.objective("grpo")
+    for name in ("advantage", "ratio", "trust_region", "aggregate"):
+        with pytest.raises(ConfigError, match=f"Objective: {name}"):
+            replace(row, **{name: "token"})

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from shown_runs import metrics, timings
 
-from gspo.record.run_format import format_1_facts
+import gspo
+from gspo.objectives.describe import resolved
+from gspo.objectives.objective import change, settings_of
+from gspo.record.run_format import _facts, format_1_facts, to_json
 from gspo.view.diagnosis import RULES, WINDOW, RunFacts, diagnose
 
 
@@ -410,3 +416,55 @@ def test_settings_of_another_type_are_no_error(settings: dict[str, Any]) -> None
             state="ended",
         )
     )
+
+
+# ------------------------------------------------------------------------------------- advice that the objective takes
+
+
+def decline(step: int) -> dict[str, Any]:
+    """Everything goes wrong at once, and entropy falls."""
+    return metrics(
+        step,
+        groups__uniform_fraction=0.6,
+        groups__discarded=0,
+        length__truncated_fraction=0.5,
+        entropy__mean=2.0 if step <= WINDOW + 3 else 0.1,
+        mismatch__k3=5e-3,
+        routing__flip_fraction_sampler=0.02,
+        routing__flip_fraction=0.1,
+        routing__load_max=20.0,
+    )
+
+
+@pytest.mark.parametrize("old_logp", ["recompute", "sampler"])
+@pytest.mark.parametrize("name", [n for n in gspo.objective_names() if n != "ppo_clip"])
+def test_no_advice_that_the_objective_refuses(name: str, old_logp: str) -> None:
+    objective = gspo.objective(name)
+    run = facts(decline, learner__old_logp=old_logp, rollout__refill_budget=3)
+    recorded = json.loads(to_json(resolved(objective)))["objective"]
+    run = replace(run, objective=_facts(recorded, Path("run.json")))
+    found = {f.name: f for f in diagnose(run)}
+    assert {"uniform groups", "truncated completions", "entropy drop", "sampler-learner mismatch"} <= found.keys()
+    advised = [
+        (key, choice)
+        for finding in found.values()
+        for key, choice in re.findall(r'objective\.(\w+)(?: = "(\w+)")?', finding.remedy or "")
+    ]
+    assert advised
+    for key, choice in advised:
+        # Applying what is advised must be possible; a setting without a choice is at least one that there is.
+        assert key in settings_of(objective), key
+        if choice:
+            change(objective, {key: choice})
+    text = " ".join(f.remedy or "" for f in found.values())
+    assert ('routing.replay = "old"' in text) is (old_logp == "recompute")
+    if old_logp == "sampler" and "objective.mismatch" in text:
+        assert 'learner.old_logp = "recompute"' in text
+
+
+def test_a_run_that_recorded_no_settings_gets_the_advice_of_its_time() -> None:
+    old = {k: v for k, v in resolved(gspo.objective("minirl")).items() if k not in ("settings", "takes_penalties")}
+    found = _facts(old, Path("run.json"))
+    assert "mismatch" not in found.settings
+    assert "clip_high" in found.settings
+    assert "mismatch" in _facts(old | {"name": "gspo"}, Path("run.json")).settings

@@ -86,6 +86,8 @@ def compute(request: Request) -> Replay:
     """Compute the numbers of a replay."""
     source = open_run(request.run)
     sweeps = [parse_sweep(text) for text in request.sweeps]
+    # The file of a custom objective runs in `_check` already.
+    trust.check(source.path, trust.objective_code(source.config), trust=request.trust_run)
     _check(source, request, sweeps)
     step, start = source.start_of(request.step)
     # A checkpoint may contain model code, which loading executes. Ask before anything is loaded.

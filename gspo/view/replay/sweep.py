@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo.errors import ConfigError
-from gspo.objectives.objective import Objective, ObjectiveWarning, change, settings_of
+from gspo.objectives.objective import Objective, ObjectiveWarning, change, settings_of, text_settings
 
 POINTS = 13
 MOST_POINTS = 200
-STRING_SETTINGS = ("keep", "shape", "kl_estimator", "kl_in", "mismatch")
 INTEGER_SETTINGS = ("max_length", "overlong_limit", "overlong_cache")
 
 
@@ -66,8 +65,8 @@ def _number(text: str, part: str) -> float:
 def swept(objective: Objective, sweep: Sweep) -> list[Objective]:
     """One objective per value. An unknown setting or an invalid value is an error."""
     known = settings_of(objective)
-    if sweep.setting in STRING_SETTINGS or sweep.setting not in known:
-        numeric = [k for k in known if k not in STRING_SETTINGS]
+    numeric = [k for k in known if k not in text_settings(objective)]
+    if sweep.setting not in numeric:
         raise ConfigError(
             f"--sweep: {objective.name} has no numeric setting {sweep.setting!r}; choose one of: {', '.join(numeric)}"
         )
