@@ -83,7 +83,7 @@ def _check_lora_reference(config: Config, objective: Objective) -> None:
 
 def _check_overlong(config: Config, objective: Objective) -> None:
     """The ramp of a length penalty must fit below its limit and start below the length of the longest completion."""
-    if objective.shape != "soft_overlong":
+    if "soft_overlong" not in objective.shape:
         return
     longest = config.rollout.max_tokens
     limit, cache = overlong_range(objective, max_tokens=longest)

@@ -27,6 +27,8 @@ from gspo.objectives.trust_region import TrustRegion, UsualRange
 SEQUENCE_RANGE = UsualRange(1e-5, 0.01, "3e-4/4e-4 (small models with short completions: 3e-3/4e-3)")
 """Sensible clip ranges for a length-normalized sequence ratio, which moves by ~1e-3 where a token ratio moves by
 ~1e-1."""
+SHAPES = ("overlong_filter", "soft_overlong")
+"""The kinds of length shaping."""
 
 
 class ObjectiveWarning(UserWarning):
@@ -49,9 +51,9 @@ class Objective:
     keep: str = "all"
     """Which groups are trained on: `all`, or those with `mixed` rewards (before length shaping; with rewards of 0 and
     1: 0 < #correct < G). Dynamic sampling replaces the others."""
-    shape: str = "none"
-    """Length shaping: `soft_overlong` (penalty near the limit) or `overlong_filter` (truncated completions are
-    dropped)."""
+    shape: tuple[str, ...] = ()
+    """Length shaping, one or both of: `overlong_filter` (truncated completions are dropped) and `soft_overlong`
+    (penalty near the limit). `"none"` or an empty list disables it."""
     overlong_limit: int | None = None
     """L_max of the soft penalty; by default the token limit of a completion."""
     overlong_cache: int | None = None
@@ -129,6 +131,8 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
             raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
         if key not in settings_of(objective):
             raise ConfigError(_unknown(objective, key))
+    if "shape" in settings:
+        settings = settings | {"shape": _parse_shape(objective, settings["shape"])}
     _check_types(objective, settings)
     changed = replace(
         objective,
@@ -184,7 +188,7 @@ def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if value is None and NoneType in declared[key]:
             continue
-        wanted: Any = str if str in declared[key] else numbers.Real
+        wanted: Any = tuple if key == "shape" else str if str in declared[key] else numbers.Real
         # bool is a Real, but `kl=True` is a mistake.
         if not isinstance(value, wanted) or isinstance(value, bool):
             kind = "text" if wanted is str else "a number"
@@ -193,10 +197,25 @@ def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
             raise ConfigError(f"objective {objective.name!r}: {key} must be {kind}, not {value!r}{hint}")
 
 
+def _parse_shape(objective: Objective, value: Any) -> tuple[str, ...]:
+    """Shapings in the order of `SHAPES`, which is that of DAPO's ablation: their effects do not depend on it.
+
+    Text is one shaping, `none`, or several separated by commas: that is how a command line gives a list."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if names == ["none"]:
+        return ()
+    if not isinstance(names, list | tuple) or any(name not in SHAPES for name in names):
+        raise ConfigError(
+            f"objective {objective.name!r}: shape must be none, or a list of {' and '.join(SHAPES)}, not {value!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"objective {objective.name!r}: shape names one of {list(names)} twice; name each once")
+    return tuple(name for name in SHAPES if name in names)
+
+
 def _check(objective: Objective) -> None:
     choices = {
         "keep": ("all", "mixed"),
-        "shape": ("none", "soft_overlong", "overlong_filter"),
         "kl_in": ("loss", "reward"),
         "kl_estimator": (None, *KL_ESTIMATORS),
         "mismatch": tuple(MISMATCH_BOUNDS),
@@ -242,7 +261,7 @@ def _check_pairs(objective: Objective) -> None:
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
     if objective.kl_in == "reward":
         _check_kl_in_reward(objective)
-    if objective.shape != "soft_overlong":
+    if "soft_overlong" not in objective.shape:
         refuse("overlong_limit", 'set shape="soft_overlong"')
         refuse("overlong_cache", 'set shape="soft_overlong"')
     low, high = MISMATCH_BOUNDS[objective.mismatch]

@@ -68,7 +68,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
     """Why a completion is not trained on; `None` if it is."""
     if score.status is Status.UNSCORED:
         return "unscored"
-    if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
+    if "overlong_filter" in objective.shape and completion.stop is StopReason.LENGTH:
         return "overlong"
     return None if completion.sampled_count else "empty"
 
@@ -76,7 +76,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
 def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
     """The reward, with the length penalty if the objective has one."""
     assert score.reward is not None
-    if objective.shape != "soft_overlong":
+    if "soft_overlong" not in objective.shape:
         return score.reward
     return score.reward + soft_overlong(completion.sampled_count, *overlong_range(objective, max_tokens=max_tokens))
 

@@ -123,7 +123,7 @@ def check_uniform(context: PreflightContext) -> Iterator[Finding]:
     assert context.objective is not None
     share = interval([float(g.uniform) for g in context.groups])
     mixed = context.objective.keep == "mixed"
-    penalty = " apart from the length penalty" if context.objective.shape == "soft_overlong" and not mixed else ""
+    penalty = " apart from the length penalty" if "soft_overlong" in context.objective.shape and not mixed else ""
     what = (
         f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards and no training "
         f"signal{penalty}{_kinds(context.groups)}"

@@ -172,7 +172,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "padding/learner": Mean(positions.empty, positions.computed),
         "padding/saved": Gather([(positions.computed, positions.padded)], _rest),
     }
-    metrics |= _shaping(learned) if objective.shape == "soft_overlong" else {}
+    metrics |= _shaping(learned) if "soft_overlong" in objective.shape else {}
     if clip_range := objective.trust_region.clip_range:
         metrics |= {"clip/low": Same(clip_range[0]), "clip/high": Same(clip_range[1])}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
