@@ -191,8 +191,8 @@ class Loop:
         return eval_metrics(done)
 
     def _check_scores(self, step: int, collected: CollectResult, state: TrainerState) -> None:
-        """Stop if too many completions are unscored."""
-        error = self.incidents.check_scores(step, collected)
+        """Stop if too many completions are unscored, or if sampling cannot find anything to train on."""
+        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(step, collected)
         if error is None:
             return
         # The state before this step is saved: a resume repeats the step. Its completions show what failed.

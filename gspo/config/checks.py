@@ -146,7 +146,8 @@ def _check_ranges(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.name):
         raise ConfigError(f"name: use 1 to 64 letters, digits, '.', '_' and '-', not {config.name!r}")
     for key, marker in markers():
-        if isinstance(marker, Range):
+        # A setting that accepts a number or a word (`rollout.refill_budget`) has a range for the number.
+        if isinstance(marker, Range) and not isinstance(get(config, key), str):
             _check_range(key, get(config, key), marker)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -186,8 +187,11 @@ class RolloutConfig:
     """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which appears as a mismatch."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens, with the same mismatch as `top_p`. `0` disables it."""
-    refill_budget: Count = 3
-    """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups."""
+    refill_budget: Annotated[int | Literal["full"], Range(low=1)] = 3
+    """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups. `"full"`
+    samples until the batch has `prompts` groups. It gives up after a whole pass over the training problems without a
+    group to keep: the step then trains on the groups it has, and without any the run stops. A batch that stays short is
+    reported."""
 
     @functools.cached_property
     def sampling(self) -> Sampling:
@@ -243,7 +247,9 @@ class RoutingConfig:
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     mini_batches: Count = 4
-    """Optimizer steps per rollout batch."""
+    """Optimizer steps per full rollout batch. A batch with fewer completions to train on gets fewer, so that each has
+    about as many completions as in a full batch: `mini_batches` x completions / (`rollout.prompts` x
+    `rollout.group_size`), rounded up. The learning-rate schedule counts optimizer steps."""
     micro_batch_tokens: Count = 16384
     """Tokens per forward and backward pass: the completions, and each group's prompt once. Padding counts too for
     models that do not support sequence packing. Affects memory and speed, never the gradient."""
@@ -371,6 +377,8 @@ def _markers(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _type_name(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(_type_name, args))
     if origin is Literal:
         return " or ".join(f'"{a}"' for a in args)
     if origin is tuple:

@@ -194,7 +194,7 @@ PANELS = (
         title="Failures",
         form="count",
         hide_zero=True,
-        what="Completions that could not be scored, and skipped updates.",
+        what="Completions that could not be scored, skipped updates, and groups that a batch lacks.",
     ),
 )
 """The panels, in the order of the page."""
@@ -286,6 +286,16 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.SUM,
+    ),
+    Metric(
+        "groups/missing",
+        "How many groups fewer than `rollout.prompts` the batch has, because sampling found too few to keep "
+        "(`rollout.refill_budget`). A short batch gets fewer updates (`learner.mini_batches`).",
+        present="step ≥ 1",
+        unit="count",
+        reduction=Reduction.SUM,
+        panels=("trouble",),
+        label="missing groups",
     ),
     Metric(
         "samples/unscored",

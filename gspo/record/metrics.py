@@ -83,6 +83,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "groups/sampled": Sum(len(groups)),
         "groups/uniform_fraction": Mean.of([g.uniform for g in groups]),
         "groups/discarded": Sum(len(collected.rollouts.discarded)),
+        **({} if collected.wanted is None else {"groups/missing": Sum(collected.missing)}),
         "samples/unscored": Sum(sum(s.status is Status.UNSCORED for s in scores)),
         "samples/unscored/KIND": _counts(Counter(s.failure.partition(":")[0] for s in scores if s.failure)),
         "reward/note/FUNCTION/WORD": _notes(scores),
