@@ -140,7 +140,8 @@ class Score:
 
     status: Status
     reward: float | None = None
-    """Weighted sum of the parts, before shaping. `None` if unscored."""
+    """Weighted sum of the parts, before shaping. A function that abstained counts as the mean of its values for the
+    other completions of the group. `None` if unscored."""
     correct: bool | None = None
     """Counts toward accuracy. `None` if unscored, or if the first reward function abstained."""
     parts: Mapping[str, float | None] = field(default_factory=dict)

@@ -54,6 +54,10 @@ class Objective:
     shape: tuple[str, ...] = ()
     """Length shaping, one or both of: `overlong_filter` (truncated completions are dropped) and `soft_overlong`
     (penalty near the limit). `"none"` or an empty list disables it."""
+    normalize: str = "sum"
+    """How several reward functions are compared within a group: by the weighted `sum` of their values, or each function
+    `separate`ly, as in GDPO (arXiv:2601.05242). Then the advantage is the weighted sum of each function's own
+    advantages, divided by its standard deviation over the batch."""
     overlong_limit: int | None = None
     """L_max of the soft penalty; by default the token limit of a completion."""
     overlong_cache: int | None = None
@@ -75,6 +79,9 @@ class Objective:
     """Lower bound of the correction on pi_old/mu; by default its published value."""
     mismatch_high: float | None = None
     """Upper bound of the correction on pi_old/mu; by default its published value."""
+    reward_weights: tuple[float, ...] = ()
+    """Weights of the reward functions, for `normalize = "separate"`; all 1 if empty. A run takes them from
+    `reward.weights`."""
     given: frozenset[str] = frozenset()
     """Names of the settings that differ from the row of the table."""
 
@@ -107,7 +114,9 @@ class Objective:
 
 COMPONENTS = ("advantage", "ratio", "trust_region", "aggregate")
 OPTIONS = tuple(
-    f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "given")
+    f.name
+    for f in fields(Objective)
+    if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "reward_weights", "given")
 )
 """The settings of any objective, as far as they make sense with it."""
 
@@ -172,7 +181,9 @@ def _refusals(objective: Objective) -> dict[str, str]:
         refused |= dict.fromkeys(("mismatch", "mismatch_low", "mismatch_high"), reason)
     if objective.advantage.scope == "external":
         reason = "its advantages come from outside, so it sees no rewards and no groups"
-        refused |= dict.fromkeys(("keep", "shape", "overlong_limit", "overlong_cache"), reason)
+        refused |= dict.fromkeys(("keep", "shape", "normalize", "overlong_limit", "overlong_cache"), reason)
+    if objective.advantage.scope == "batch":
+        refused["normalize"] = "it compares completions across the batch, and separate rewards are compared in groups"
     return refused
 
 
@@ -216,6 +227,7 @@ def _parse_shape(objective: Objective, value: Any) -> tuple[str, ...]:
 def _check(objective: Objective) -> None:
     choices = {
         "keep": ("all", "mixed"),
+        "normalize": ("sum", "separate"),
         "kl_in": ("loss", "reward"),
         "kl_estimator": (None, *KL_ESTIMATORS),
         "mismatch": tuple(MISMATCH_BOUNDS),
@@ -261,6 +273,8 @@ def _check_pairs(objective: Objective) -> None:
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
     if objective.kl_in == "reward":
         _check_kl_in_reward(objective)
+    if objective.normalize == "separate":
+        _check_separate(objective)
     if "soft_overlong" not in objective.shape:
         refuse("overlong_limit", 'set shape="soft_overlong"')
         refuse("overlong_cache", 'set shape="soft_overlong"')
@@ -272,6 +286,18 @@ def _check_pairs(objective: Objective) -> None:
     low, high = objective.mismatch_bounds
     if low is not None and high is not None and not 0 <= low < high:
         raise ConfigError(f"objective {objective.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
+
+
+def _check_separate(objective: Objective) -> None:
+    """Penalties are parts of the summed reward. Without a sum there is nothing that they could be added to."""
+    no_sum = f"objective {objective.name!r}: normalize=separate has no summed reward to subtract"
+    if "soft_overlong" in objective.shape:
+        raise ConfigError(
+            f'{no_sum} the length penalty from; set shape="none" or "overlong_filter", and give a penalty as a reward '
+            "function of its own"
+        )
+    if objective.kl and objective.kl_in == "reward":
+        raise ConfigError(f"{no_sum} the KL penalty from; set kl_in=loss")
 
 
 def _check_kl_in_reward(objective: Objective) -> None:

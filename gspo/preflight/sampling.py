@@ -190,7 +190,8 @@ def _refill(context: PreflightContext, groups: Sequence[Group], objective: Objec
     elif budget == "full":
         yield ok(
             f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step samples about '
-            f'{digits(batches_per_step(context), 2)} batches of prompts until it is full (rollout.refill_budget = "full").'
+            f"{digits(batches_per_step(context), 2)} batches of prompts until it is full "
+            '(rollout.refill_budget = "full").'
         )
     elif mixed.value * budget < 1:
         needed = math.ceil(1 / mixed.value)

@@ -103,8 +103,8 @@ class Incidents:
         verdicts = [s.correct for g in collected.rollouts.sampled for s in g.scores if s.correct is not None]
         correct = f" {sum(verdicts)} of {len(verdicts)} completions were correct." if verdicts else ""
         return DataError(
-            f"step {step}: none of {sampled} groups, a whole pass over the training problems, has different rewards, so "
-            f'there is nothing to train on (objective.keep = "mixed", rollout.refill_budget = "full").{correct} '
+            f"step {step}: none of {sampled} groups, a whole pass over the training problems, has different rewards, "
+            f'so there is nothing to train on (objective.keep = "mixed", rollout.refill_budget = "full").{correct} '
             "Train the last checkpoint on other problems in a new run (model.path), or use a reward with partial credit"
         )
 

@@ -18,7 +18,7 @@ from gspo.objectives.objective import Objective, ObjectiveWarning, change, setti
 
 POINTS = 13
 MOST_POINTS = 200
-STRING_SETTINGS = ("keep", "shape", "kl_estimator", "kl_in", "mismatch")
+STRING_SETTINGS = ("keep", "shape", "normalize", "kl_estimator", "kl_in", "mismatch")
 INTEGER_SETTINGS = ("max_length", "overlong_limit", "overlong_cache")
 
 
