@@ -116,6 +116,8 @@ class Loop:
             self._check_scores(step, collected, state)
             with clock.measure("learn"):
                 learned = learn(context, collected.rollouts.groups, step=step)
+            if learned is not None and learned.routed is not None:
+                clock.add("routing", learned.routed.seconds)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         # The metrics of every rank are combined. A run has one rank.

@@ -91,7 +91,7 @@ def learn(
             with attempt:  # swallows an out-of-memory error; the next attempt has micro-batches of half the size
                 result = accumulate_gradients(context, attempt.batch, update_index)
         batch = attempt.batch  # of the attempt that succeeded
-        update = optimizer.step(loss_finite=result.finite)
+        update = optimizer.step(loss_finite=result.finite, log_weight_B=result.log_weight_B(batch.tokens))
         stats.add(result, update, attempt.halvings)
     return stats.result(batch, context.policy.model)
 

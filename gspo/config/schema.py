@@ -261,6 +261,11 @@ class LearnerConfig:
     """Learning-rate decay after warmup, over all steps of the run."""
     final_fraction: Annotated[Fraction, NotWith("learner.schedule", "constant")] = 0.1
     """Learning rate at the end of a linear or cosine schedule, as a fraction of the peak."""
+    ess_scaling: Literal["off", "sqrt", "linear"] = "off"
+    """Scale the learning rate of an optimizer step by the effective sample size of its completions, as VCPO does
+    (arXiv:2602.17616). With weights w = prod pi/mu over the tokens of each of its N completions, before the step:
+    ESS/N = (sum w)^2 / (N sum w^2). `sqrt` multiplies the rate by the root of ESS/N (published, for Adam), `linear` by
+    ESS/N. `off` only reports it (`ratio/ess`)."""
     beta1: Decay = 0.9
     """AdamW's first-moment decay."""
     beta2: Decay = 0.95

@@ -158,12 +158,19 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "grad/norm": Same(_mean([u.grad_norm for u in learned.updates])),
         "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
         "learning_rate": Same(learned.updates[-1].learning_rate),
+        "ratio/ess": Same(_mean([u.ess for u in learned.updates])),
+        "ratio/ess_factor": Same(_mean([u.ess_factor for u in learned.updates])),
         "clip/fraction_tokens": stats["clip_fraction_tokens"],
         "clip/fraction_sequences": stats["clip_fraction_sequences"],
+        "clip/probability_low": stats["clip_probability_low"],
+        "clip/probability_middle": stats["clip_probability_middle"],
+        "clip/probability_high": stats["clip_probability_high"],
         "ratio/mean": stats["ratio_mean"],
         "ratio/max": stats["ratio_max"],
         "ratio/token_log_std": stats["ratio_token_log_std"],
         "ratio/sequence_log_std": stats["ratio_sequence_log_std"],
+        "ratio/sequence_log_abs_mean": stats["ratio_sequence_log_abs_mean"],
+        "ratio/sequence_log_abs_max": stats["ratio_sequence_log_abs_max"],
         "kl/old_new": stats["kl_old_new"],
         **mismatch(learned.log_rho_M),
         "entropy/mean": Mean.of(learned.entropy_M),
@@ -237,6 +244,8 @@ def _routing(routed: RoutingStats, updates: int) -> dict[str, Reduced]:
     }
     if routed.replayed:
         metrics["routing/flip_fraction_native"] = _flips(routed.native_N[after_N], routed.choices)
+    metrics["routing/stored_bytes"] = Sum(routed.stored_bytes)
+    metrics["routing/sampler_bytes"] = Sum(routed.sampler_bytes)
     load = routed.load_LE.unsqueeze(0)
     metrics["routing/load_entropy"] = Gather(load, lambda load: float(_load_entropy(load).mean()))
     metrics["routing/load_max"] = Gather(load, lambda load: float(_busiest(load).max()))

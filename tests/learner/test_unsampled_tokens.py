@@ -44,7 +44,7 @@ class Sgd:
         self.updates = 0
         self.gradients: list[Tensor] = []
 
-    def step(self, *, loss_finite: bool) -> Update:
+    def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite
         self.gradients.append(flat_gradient(self.model))
         with torch.no_grad():
