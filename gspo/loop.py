@@ -275,7 +275,7 @@ class Loop:
         except Interrupted:
             self.display.message("cold start interrupted: a resume repeats it, with the same result")
             raise
-        self.run_dir.event("cold_start", steps=done.steps, accuracy=done.accuracy)
+        self.run_dir.event("cold_start", steps=done.steps, accuracy=done.accuracy, **done.demonstrations)
 
     def _freeze_reference(self) -> None:
         """Make the current policy the frozen reference of the KL penalty.

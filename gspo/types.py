@@ -63,6 +63,8 @@ class Prompt:
     """Equal for duplicate problems. No key is in both the training set and the held-out set."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
+    demonstration: str = ""
+    """A correct completion, for the cold start; empty if the row has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,11 @@ def _check_model(config: Config) -> None:
             "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "
             "untrained; set model.path, or set the rank to 0"
         )
-    if config.cold_start.steps and not config.data.task:
-        raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
+    if config.cold_start.steps and not (config.data.task or config.data.solution_field):
+        raise ConfigError(
+            "cold_start.steps: there are no demonstrations; set data.solution_field to the field of the data that "
+            "holds them, or data.task, or steps = 0"
+        )
 
 
 def _check_rewards(config: Config) -> None:

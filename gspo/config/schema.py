@@ -112,15 +112,15 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ColdStartConfig:
     steps: NonNegative = 0
-    """Maximum number of supervised fine-tuning steps on the task's demonstrations before RL. `0` disables the cold
-    start."""
+    """Maximum number of supervised fine-tuning steps on demonstrations before RL: those of the generated task, or of
+    the data (`data.solution_field`). `0` disables the cold start."""
     batch: Count = 64
     """Demonstrations per step."""
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate of AdamW."""
     stop_accuracy: Fraction = 0.3
-    """Stop as soon as sampled accuracy on fresh problems reaches this value. RL then has correct completions to
-    reinforce and room to improve."""
+    """Stop as soon as sampled accuracy on problems that the cold start does not train on reaches this value. RL then
+    has correct completions to reinforce and room to improve."""
     check_every: Count = 10
     """Steps between accuracy checks."""
 
@@ -152,6 +152,9 @@ class DataConfig:
     no answers."""
     answer_after: str = ""
     """Keep only the text after the last occurrence of this marker in the answer field (`####` for GSM8K)."""
+    solution_field: Annotated[str, NotWith("data.task")] = ""
+    """Field that contains a demonstration, for the cold start (`cold_start.steps`): a correct completion, as text or as
+    a list with one assistant message. It may be `answer_field`, with `answer_after`. Rows without one are allowed."""
     instruction: str = ""
     """Text appended to each problem, for example instructions for stating the answer."""
     system: str = ""
