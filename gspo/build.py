@@ -49,11 +49,28 @@ def run_objective(config: Config) -> Objective:
             'rollout.refill_budget: has no effect unless groups are filtered; set objective.keep = "mixed"'
         )
     _check_overlong(config, objective)
+    _check_separate(config, objective)
     _check_quantized(config)
     _check_lora_reference(config, objective)
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
-    return objective
+    return with_reward_weights(objective, config)
+
+
+def with_reward_weights(objective: Objective, config: Config) -> Objective:
+    """The objective with the run's reward weights, if it compares reward functions separately."""
+    if objective.normalize == "sum":
+        return objective
+    return dataclasses.replace(objective, reward_weights=config.reward.weights)
+
+
+def _check_separate(config: Config, objective: Objective) -> None:
+    weights = config.reward.weights or (1.0,) * len(config.reward.functions)
+    if objective.normalize == "separate" and sum(map(bool, weights)) < 2:
+        raise ConfigError(
+            'objective.normalize: "separate" is for several reward functions, and only '
+            f'{sum(map(bool, weights))} has a weight (reward.functions, reward.weights); set "sum"'
+        )
 
 
 def _check_quantized(config: Config) -> None:
@@ -83,7 +100,7 @@ def _check_lora_reference(config: Config, objective: Objective) -> None:
 
 def _check_overlong(config: Config, objective: Objective) -> None:
     """The ramp of a length penalty must fit below its limit and start below the length of the longest completion."""
-    if objective.shape != "soft_overlong":
+    if "soft_overlong" not in objective.shape:
         return
     longest = config.rollout.max_tokens
     limit, cache = overlong_range(objective, max_tokens=longest)

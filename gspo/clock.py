@@ -20,4 +20,8 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+            self.add(name, time.monotonic() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere to `name`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds

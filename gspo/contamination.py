@@ -52,7 +52,8 @@ def _keys(config: Config, tokenizer: Any) -> set[str]:
     problems = load_problems(config.data, tokenizer, config.seed)
     keys = {p.key for p in problems.train}
     start = config.cold_start
-    if start.steps:
+    # The demonstrations of a file belong to its training problems.
+    if start.steps and config.data.task:
         # An upper bound: the cold start stops early once its accuracy checks pass.
         checks = start.steps // start.check_every + 1
         limit = start.steps * start.batch + checks * CHECKED

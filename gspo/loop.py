@@ -116,6 +116,8 @@ class Loop:
             self._check_scores(step, collected, state)
             with clock.measure("learn"):
                 learned = learn(context, collected.rollouts.groups, step=step)
+            if learned is not None and learned.routed is not None:
+                clock.add("routing", learned.routed.seconds)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         # The metrics of every rank are combined. A run has one rank.
@@ -191,8 +193,8 @@ class Loop:
         return eval_metrics(done)
 
     def _check_scores(self, step: int, collected: CollectResult, state: TrainerState) -> None:
-        """Stop if too many completions are unscored."""
-        error = self.incidents.check_scores(step, collected)
+        """Stop if too many completions are unscored, or if sampling cannot find anything to train on."""
+        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(step, collected)
         if error is None:
             return
         # The state before this step is saved: a resume repeats the step. Its completions show what failed.
@@ -273,7 +275,7 @@ class Loop:
         except Interrupted:
             self.display.message("cold start interrupted: a resume repeats it, with the same result")
             raise
-        self.run_dir.event("cold_start", steps=done.steps, accuracy=done.accuracy)
+        self.run_dir.event("cold_start", steps=done.steps, accuracy=done.accuracy, **done.demonstrations)
 
     def _freeze_reference(self) -> None:
         """Make the current policy the frozen reference of the KL penalty.

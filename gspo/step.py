@@ -42,7 +42,14 @@ def collect(context: RunContext, start: RolloutState, *, clock: Clock) -> Collec
     engine, rollout, version = context.engine, context.config.rollout, context.optimizer.updates
     decoded_before = engine.decoded
     keep = partial(keeps_group, context.objective)
-    gatherer = Gatherer(want=rollout.prompts, budget=rollout.refill_budget, start=start, keep=keep)
+    gatherer = Gatherer(
+        want=rollout.prompts,
+        budget=rollout.refill_budget,
+        start=start,
+        keep=keep,
+        patience=len(context.problems.train),  # a whole pass over the data
+        max_unscored=context.config.reward.max_unscored_fraction,
+    )
     for request in gatherer:
         groups = sample_groups(
             engine,
@@ -67,7 +74,8 @@ def learn(
     step: int,
     before_update: Callable[[TrainBatch, int], None] | None = None,
 ) -> LearnResult | None:
-    """Train on groups in `learner.mini_batches` optimizer steps; None if no completion can be trained on.
+    """Train on groups in `learner.mini_batches` optimizer steps, fewer if the batch is short; None if no completion can
+    be trained on.
 
     `before_update` may read the batch and use the model before each optimizer step."""
     objective, optimizer = context.objective, context.optimizer
@@ -83,7 +91,7 @@ def learn(
             with attempt:  # swallows an out-of-memory error; the next attempt has micro-batches of half the size
                 result = accumulate_gradients(context, attempt.batch, update_index)
         batch = attempt.batch  # of the attempt that succeeded
-        update = optimizer.step(loss_finite=result.finite)
+        update = optimizer.step(loss_finite=result.finite, log_weight_B=result.log_weight_B(batch.tokens))
         stats.add(result, update, attempt.halvings)
     return stats.result(batch, context.policy.model)
 

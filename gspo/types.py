@@ -63,6 +63,8 @@ class Prompt:
     """Equal for duplicate problems. No key is in both the training set and the held-out set."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
+    demonstration: str = ""
+    """A correct completion, for the cold start; empty if the row has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,8 @@ class Score:
 
     status: Status
     reward: float | None = None
-    """Weighted sum of the parts, before shaping. `None` if unscored."""
+    """Weighted sum of the parts, before shaping. A function that abstained counts as the mean of its values for the
+    other completions of the group. `None` if unscored."""
     correct: bool | None = None
     """Counts toward accuracy. `None` if unscored, or if the first reward function abstained."""
     parts: Mapping[str, float | None] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class GradientRecorder:
         self.updates = 0
         self.gradients: list[Any] = []
 
-    def step(self, *, loss_finite: bool) -> Any:
+    def step(self, *, loss_finite: bool, **weights: Any) -> Any:
         self.gradients.append(
             torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).clone()
         )

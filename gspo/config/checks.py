@@ -74,8 +74,11 @@ def _check_model(config: Config) -> None:
             "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "
             "untrained; set model.path, or set the rank to 0"
         )
-    if config.cold_start.steps and not config.data.task:
-        raise ConfigError("cold_start.steps: only generated tasks have demonstrations; set data.task or steps = 0")
+    if config.cold_start.steps and not (config.data.task or config.data.solution_field):
+        raise ConfigError(
+            "cold_start.steps: there are no demonstrations; set data.solution_field to the field of the data that "
+            "holds them, or data.task, or steps = 0"
+        )
 
 
 def _check_rewards(config: Config) -> None:
@@ -149,7 +152,8 @@ def _check_ranges(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.name):
         raise ConfigError(f"name: use 1 to 64 letters, digits, '.', '_' and '-', not {config.name!r}")
     for key, marker in markers():
-        if isinstance(marker, Range):
+        # A setting that accepts a number or a word (`rollout.refill_budget`) has a range for the number.
+        if isinstance(marker, Range) and not isinstance(get(config, key), str):
             _check_range(key, get(config, key), marker)
 
 

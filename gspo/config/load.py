@@ -212,7 +212,7 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_convert(v, args[0], where=where, key=key) for v in items)
     if origin in (types.UnionType, typing.Union):
-        raise AssertionError(f"unsupported setting type {hint}")
+        return _convert_union(value, args, where=where, key=key)
     # In Python a bool is an int, but `learning_rate = true` is a mistake.
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -224,6 +224,17 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
         return dict(value)
     wanted = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a table")
     raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
+
+
+def _convert_union(value: Any, kinds: Sequence[Any], *, where: str, key: str) -> Any:
+    """The value as the first of the kinds that accepts it."""
+    expected = []
+    for kind in kinds:
+        try:
+            return _convert(value, kind, where=where, key=key)
+        except ConfigError as error:
+            expected.append(str(error).partition(" must be ")[2].rpartition(", not ")[0])
+    raise ConfigError(f"{where}: {key} must be {', or '.join(expected)}, not {value!r}")
 
 
 def _split_override(text: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -117,15 +118,15 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ColdStartConfig:
     steps: NonNegative = 0
-    """Maximum number of supervised fine-tuning steps on the task's demonstrations before RL. `0` disables the cold
-    start."""
+    """Maximum number of supervised fine-tuning steps on demonstrations before RL: those of the generated task, or of
+    the data (`data.solution_field`). `0` disables the cold start."""
     batch: Count = 64
     """Demonstrations per step."""
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate of AdamW."""
     stop_accuracy: Fraction = 0.3
-    """Stop as soon as sampled accuracy on fresh problems reaches this value. RL then has correct completions to
-    reinforce and room to improve."""
+    """Stop as soon as sampled accuracy on problems that the cold start does not train on reaches this value. RL then
+    has correct completions to reinforce and room to improve."""
     check_every: Count = 10
     """Steps between accuracy checks."""
 
@@ -157,6 +158,9 @@ class DataConfig:
     no answers."""
     answer_after: str = ""
     """Keep only the text after the last occurrence of this marker in the answer field (`####` for GSM8K)."""
+    solution_field: Annotated[str, NotWith("data.task")] = ""
+    """Field that contains a demonstration, for the cold start (`cold_start.steps`): a correct completion, as text or as
+    a list with one assistant message. It may be `answer_field`, with `answer_after`. Rows without one are allowed."""
     instruction: str = ""
     """Text appended to each problem, for example instructions for stating the answer."""
     system: str = ""
@@ -192,8 +196,11 @@ class RolloutConfig:
     """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which appears as a mismatch."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens, with the same mismatch as `top_p`. `0` disables it."""
-    refill_budget: Count = 3
-    """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups."""
+    refill_budget: Annotated[int | Literal["full"], Range(low=1)] = 3
+    """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups. `"full"`
+    samples until the batch has `prompts` groups. It gives up after a whole pass over the training problems without a
+    group to keep: the step then trains on the groups it has, and without any the run stops. A batch that stays short is
+    reported."""
 
     @functools.cached_property
     def sampling(self) -> Sampling:
@@ -250,7 +257,9 @@ class RoutingConfig:
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     mini_batches: Count = 4
-    """Optimizer steps per rollout batch."""
+    """Optimizer steps per full rollout batch. A batch with fewer completions to train on gets fewer, so that each has
+    about as many completions as in a full batch: `mini_batches` x completions / (`rollout.prompts` x
+    `rollout.group_size`), rounded up. The learning-rate schedule counts optimizer steps."""
     micro_batch_tokens: Count = 16384
     """Tokens per forward and backward pass: the completions, and each group's prompt once. Padding counts too for
     models that do not support sequence packing. Affects memory and speed, never the gradient."""
@@ -262,6 +271,11 @@ class LearnerConfig:
     """Learning-rate decay after warmup, over all steps of the run."""
     final_fraction: Annotated[Fraction, NotWith("learner.schedule", "constant")] = 0.1
     """Learning rate at the end of a linear or cosine schedule, as a fraction of the peak."""
+    ess_scaling: Literal["off", "sqrt", "linear"] = "off"
+    """Scale the learning rate of an optimizer step by the effective sample size of its completions, as VCPO does
+    (arXiv:2602.17616). With weights w = prod pi/mu over the tokens of each of its N completions, before the step:
+    ESS/N = (sum w)^2 / (N sum w^2). `sqrt` multiplies the rate by the root of ESS/N (published, for Adam), `linear` by
+    ESS/N. `off` only reports it (`ratio/ess`)."""
     beta1: Decay = 0.9
     """AdamW's first-moment decay."""
     beta2: Decay = 0.95
@@ -382,6 +396,8 @@ def _markers(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _type_name(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(_type_name, args))
     if origin is Literal:
         return " or ".join(f'"{a}"' for a in args)
     if origin is tuple:

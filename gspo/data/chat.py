@@ -86,6 +86,19 @@ def token_ids_of(texts: Sequence[str], tokenizer: Any, *, chat: Chat) -> list[tu
     return [done[i][1] for i in range(len(texts))]
 
 
+def follows_template(prompt: str, content: str | Messages, answer: str, tokenizer: Any, *, chat: Chat) -> bool:
+    """Whether the template writes an assistant's answer right after the rendered prompt of `content`, unchanged up to
+    white space. True without a template, and if the template refuses to write an answer at all."""
+    if not uses_template(tokenizer, chat=chat):
+        return True
+    messages = [*_messages(content), {"role": "assistant", "content": answer}]
+    try:
+        whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template is a program that may raise anything
+        return True
+    return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(answer.strip())
+
+
 def uses_template(tokenizer: Any, *, chat: Chat) -> bool:
     """Whether text prompts are wrapped in the tokenizer's chat template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))

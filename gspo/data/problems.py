@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.config import DataConfig
@@ -158,6 +158,8 @@ def _check_settings(config: DataConfig, tokenizer: Any) -> None:
         raise ConfigError("data.held_out_path: has no effect with data.held_out=0; raise data.held_out")
     if config.prompt_template:
         _check_template(config)
+    if config.solution_field == config.prompt_field and not config.prompt_template:
+        raise ConfigError(f"data.solution_field: {config.solution_field!r} is data.prompt_field too; set one of them")
     if config.prompt_field == config.answer_field:
         raise ConfigError(f"data.answer_field: {config.answer_field!r} is data.prompt_field too; set one of them")
     if config.system and not uses_template(tokenizer, chat=config.chat):
@@ -176,6 +178,11 @@ def _check_template(config: DataConfig) -> None:
         raise ConfigError(
             f"data.prompt_template: shows the model {{{config.answer_field}}}, which is data.answer_field; remove it"
         )
+    if config.solution_field in names:
+        raise ConfigError(
+            f"data.prompt_template: shows the model {{{config.solution_field}}}, which is data.solution_field; "
+            "remove it"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- rows to prompts
@@ -192,6 +199,7 @@ class _Candidate:
     """The content with instructions, as the model sees it."""
     key: str = ""
     columns: Mapping[str, Any]
+    demonstration: str = ""
     fault: str = ""
 
 
@@ -213,7 +221,8 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
         columns = {k: v for k, v in row.fields.items() if k != duplicate}
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
-        return _candidate(row.index, row.where, content, columns, config, key=_text_key(content))
+        candidate = _candidate(row.index, row.where, content, columns, config, key=_text_key(content))
+        return replace(candidate, demonstration=_demonstration(row.fields, config.solution_field))
     except _BadRow as error:
         return _Candidate(index=row.index, where=row.where, columns={}, fault=str(error))
 
@@ -247,13 +256,17 @@ def _content(fields: Mapping[str, Any], name: str) -> str | Messages:
     texts = [content] if isinstance(content, str) else _message_texts(content, name)
     if not any(text.strip() for text in texts):
         raise _BadRow(f"field {name!r}: empty; write the problem there or remove the row")
+    _check_unicode("".join(texts), name)
+    return content
+
+
+def _check_unicode(text: str, name: str) -> None:
     try:
-        "".join(texts).encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise _BadRow(
             f"field {name!r}: half of a surrogate pair, which is not a character; fix its \\u escapes"
         ) from None
-    return content
 
 
 def _filled(fields: Mapping[str, Any], config: DataConfig) -> str:
@@ -301,6 +314,27 @@ def _answer(fields: Mapping[str, Any], config: DataConfig) -> Any:
     return answer
 
 
+def _demonstration(fields: Mapping[str, Any], name: str) -> str:
+    """The text of a demonstration; empty if the row has none."""
+    value = fields.get(name) if name else None
+    if (
+        isinstance(value, list)
+        and len(value) == 1
+        and isinstance(value[0], dict)
+        and value[0].get("role") == "assistant"
+    ):
+        value = value[0].get("content")
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _BadRow(
+            f"field {name!r}: must be text, or a list with one assistant message, not {type(value).__name__} "
+            f"{value!r:.40}; fix it or set data.solution_field"
+        )
+    _check_unicode(value, name)
+    return value if value.strip() else ""
+
+
 def _names(fields: Mapping[str, Any]) -> str:
     return ", ".join(fields) or "no fields"
 
@@ -342,7 +376,15 @@ def _prompt(
         )
     # The row's number in its file, so ids do not change if other rows are skipped.
     id_ = f"{prefix}/{c.index}"
-    return Prompt(id=id_, content=c.content, text=text, token_ids=token_ids, key=c.key, columns=c.columns)
+    return Prompt(
+        id=id_,
+        content=c.content,
+        text=text,
+        token_ids=token_ids,
+        key=c.key,
+        columns=c.columns,
+        demonstration=c.demonstration,
+    )
 
 
 def _bad_rows(faults: list[str]) -> str:

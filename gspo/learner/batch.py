@@ -32,7 +32,7 @@ from gspo.learner.forward import (
     completion_logprobs,
     plan_logprobs,
 )
-from gspo.learner.plan import Plan, make_plan
+from gspo.learner.plan import Plan, make_plan, update_count
 from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.adapter import adapters_disabled
 from gspo.model.micro_batch import MicroBatch, TokenSequence
@@ -140,7 +140,9 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
     return make_plan(
         [token_sequence(s.prompt, s.completion) for s in samples],
         [s.group for s in samples],
-        mini_batches=config.learner.mini_batches,
+        mini_batches=update_count(
+            config.learner.mini_batches, len(samples), full=config.rollout.prompts * config.rollout.group_size
+        ),
         token_budget=config.learner.micro_batch_tokens,
         pad_id=context.policy.pad_id,
         seed=f"{config.seed}/mini-batches/{step}",

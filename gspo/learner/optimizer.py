@@ -2,9 +2,10 @@
 
 In: gradients accumulated on the model, in float32 for weights of any precision. Out: an update, or a skip that leaves
 weights and moments unchanged.
-Invariant: the learning rate is a pure function of the update count, and the whole state is plain tensors by parameter
-name, so that it is saved and restored without pickle. If weights are sharded over ranks, so are masters and moments;
-the norm and the decision to skip are the same on all ranks, and the state is the one that a single rank would have.
+Invariant: the learning rate is a pure function of the update count and, with `ess_scaling`, of the completions of the
+update. The whole state is plain tensors by parameter name, so that it is saved and restored without pickle. If weights
+are sharded over ranks, so are masters and moments; the norm, the learning rate and the decision to skip are the same on
+all ranks, and the state is the one that a single rank would have.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
-from gspo.model.sharding import full, is_sharded, on_all_ranks, sharded_like
+from gspo.model.sharding import full, is_sharded, on_all_ranks, over_ranks, sharded_like
 
 WINDOW = 128
 """How many earlier gradient norms a spike is compared with. Detection starts once an eighth of them is known."""
 LEAST_SPREAD = 0.5
 """Lower bound on the standard deviation of the log norms. If norms hardly vary, every doubling would be a spike."""
 
-TUNABLE = ("learning_rate", "warmup_updates", "schedule", "final_fraction", "max_grad_norm", "spike")
+TUNABLE = ("learning_rate", "warmup_updates", "schedule", "final_fraction", "ess_scaling", "max_grad_norm", "spike")
 """Settings of the learner that a resumed run may change: moments and master weights stay valid."""
 
 
@@ -37,8 +39,13 @@ class Update:
     applied: bool
     grad_norm: float
     learning_rate: float
+    """After scaling by the effective sample size."""
     skipped: str = ""
     """Why it was not applied; empty if it was."""
+    ess: float = 1.0
+    """Effective sample size of the completions' importance weights, as a share of their number."""
+    ess_factor: float = 1.0
+    """What it multiplied the learning rate by."""
 
 
 class Optimizer:
@@ -73,12 +80,17 @@ class Optimizer:
             fused=all(master.device.type == "cpu" for master in self._masters.values()) or None,
         )
 
-    def step(self, *, loss_finite: bool) -> Update:
-        """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes."""
+    def step(self, *, loss_finite: bool, log_weight_B: Tensor | None = None) -> Update:
+        """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes.
+
+        `log_weight_B` are the log importance weights of the completions of this optimizer step; None without any."""
         self._gradients_to_masters()
         norm = self._clip()
         # A skipped update does not advance the schedule, which counts the updates that were applied.
         rate = learning_rate(self.config, self.updates, self.total_updates)
+        ess = 1.0 if log_weight_B is None else effective_sample_size(log_weight_B, self._masters.values())
+        factor = ess_factor(self.config, ess)
+        rate = rate * factor
         skipped = self._skip_reason(on_all_ranks(loss_finite, self._masters.values()), norm)
         if not skipped:
             for group in self._adamw.param_groups:
@@ -88,7 +100,9 @@ class Optimizer:
             self.updates += 1
         self._adamw.zero_grad(set_to_none=True)
         self._reset_gradients()
-        return Update(applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped)
+        return Update(
+            applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped, ess=ess, ess_factor=factor
+        )
 
     def _clip(self) -> float:
         """Scale the gradients down to the largest norm that is allowed, and return their norm before."""
@@ -166,6 +180,29 @@ class Optimizer:
         for name, master in self._masters.items():
             if master is not self._weights[name]:
                 self._weights[name].copy_(master)
+
+
+def effective_sample_size(log_weight_B: Tensor, weights: Iterable[Tensor]) -> float:
+    """(sum w)^2 / (N sum w^2), from log w, over the completions of all ranks that share the model's weights.
+
+    1 if all w are equal, 1/N if one dominates."""
+    weights = list(weights)
+    # Relative to the largest, which cancels: the ratio of a long completion may be e^100.
+    largest = over_ranks(log_weight_B.double().max(), "max", weights)
+    relative_B = (log_weight_B.double() - largest).exp()
+    sums = torch.stack([relative_B.sum(), relative_B.square().sum(), relative_B.new_tensor(float(len(relative_B)))])
+    total, squares, count = over_ranks(sums, "sum", weights).tolist()
+    return total * total / (count * squares)
+
+
+def ess_factor(config: LearnerConfig, ess: float) -> float:
+    """What the effective sample size multiplies the learning rate by."""
+    if config.ess_scaling == "off":
+        return 1.0
+    # A log-prob that is not finite makes it NaN. The loss is then not finite either, and the update is skipped.
+    if not math.isfinite(ess):
+        return 0.0
+    return math.sqrt(ess) if config.ess_scaling == "sqrt" else ess
 
 
 def learning_rate(config: LearnerConfig, update: int, total: int) -> float:

@@ -92,6 +92,15 @@ class Plan:
         return torch.tensor([self.sequences[s].sampled_count for s in sequence_ids], dtype=torch.float64)
 
 
+def update_count(mini_batches: int, completions: int, *, full: int) -> int:
+    """Optimizer steps for a batch of so many completions, if a full batch has `full` and gets `mini_batches`.
+
+    ceil(mini_batches x completions / full): few completions must not become many optimizer steps on a few each, which
+    would be far noisier than those of a full batch. At least 1, and never more than `mini_batches`."""
+    # In integers: a float could round a full batch up to one more.
+    return max(1, min(mini_batches, -(-mini_batches * completions // full)))
+
+
 def make_plan(
     sequences: Sequence[TokenSequence],
     groups: Sequence[int],

@@ -44,6 +44,12 @@ class GradientResult:
         """Whether the loss is a finite number."""
         return math.isfinite(float(self.loss.total))
 
+    def log_weight_B(self, tokens: Tokens) -> Tensor:
+        """log prod_t pi/mu of each of its completions, before the optimizer acts; `tokens` are those of the batch."""
+        own = replace(tokens.take(self.at_N), logp_N=self.logp_N)
+        log_ratio_B = own.sequences.sum((own.logp_N - own.logp_behavior_N).double())
+        return log_ratio_B[own.sequences.length_B > 0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnResult:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.clock import Clock
 from gspo.errors import ConfigError
 from gspo.learner.plan import Plan
 from gspo.model.lm_head import supports_logits_to_keep
@@ -53,6 +54,12 @@ class RoutingStats:
     replayed: bool
     balance_losses: tuple[float, ...]
     """The auxiliary loss of each optimizer step, coefficient included; empty without that loss."""
+    stored_bytes: int = 0
+    """Memory of the stored experts."""
+    sampler_bytes: int = 0
+    """Bytes of the experts that the engine reported."""
+    seconds: float = 0.0
+    """Time of the host that recording and replaying took."""
 
 
 class RecordedRouting:
@@ -72,6 +79,8 @@ class RecordedRouting:
         self.plan = plan
         self.replay = replay
         self.balance = balance
+        self.clock = Clock()
+        self.sampler_bytes = sum(len(routes.experts) for routes in sampled if routes is not None)
         shape = (plan.input_tokens, routers.layers, routers.top_k)
         self.old_ILK = torch.zeros(shape, dtype=routers.compact, device=device)
         """The experts that the old policy's forward used."""
@@ -79,7 +88,8 @@ class RecordedRouting:
         """The experts it would have used without replay."""
         self.old_known_I: Tensor | None = None
         """Input tokens whose experts in the old policy's forward are known; None if all are."""
-        self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
+        with self.clock.measure("routing"):
+            self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
         self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         self.flipped_N, self.native_N, self.sampler_N = (
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
@@ -128,9 +138,14 @@ class RecordedRouting:
 
     @contextmanager
     def old(self, micro: MicroBatch) -> Iterator[None]:
-        forced = self._forced_experts(micro, self.sampler_ILK, self.known_I) if self.replay == "sampler" else None
-        with self.routers.watch(forced) as trace:
+        with self.clock.measure("routing"):
+            forced = self._forced_experts(micro, self.sampler_ILK, self.known_I) if self.replay == "sampler" else None
+        with self.routers.watch(forced, clock=self.clock) as trace:
             yield
+        with self.clock.measure("routing"):
+            self._store_old(micro, trace)
+
+    def _store_old(self, micro: MicroBatch, trace: RouterTrace) -> None:
         used_ILK = trace.used_ILK
         at_I = micro.input_at.flatten()
         real_I = at_I >= 0
@@ -148,10 +163,12 @@ class RecordedRouting:
 
     @contextmanager
     def learning(self, micro: MicroBatch) -> Iterator[RouterTrace]:
-        forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, self.old_known_I)
-        with self.routers.watch(forced, logits=bool(self.balance)) as trace:
+        with self.clock.measure("routing"):
+            forced = None if self.replay == "off" else self._forced_experts(micro, self.old_ILK, self.old_known_I)
+        with self.routers.watch(forced, logits=bool(self.balance), clock=self.clock) as trace:
             yield trace
-        self._count_flips(micro, trace)
+        with self.clock.measure("routing"):
+            self._count_flips(micro, trace)
 
     def _count_flips(self, micro: MicroBatch, trace: RouterTrace) -> None:
         old_NLK = self.old_ILK[self._input_of(micro)]
@@ -176,7 +193,14 @@ class RecordedRouting:
     # ---- statistics
 
     def outcome(self, model: Any) -> RoutingStats:
-        updates_N = self._updates_between(model)
+        with self.clock.measure("routing"):
+            updates_N = self._updates_between(model)
+        stored = (
+            self.old_ILK,
+            self.sampler_ILK,
+            self.known_I,
+            *(() if self.native_ILK is None else (self.native_ILK,)),
+        )
         return RoutingStats(
             flipped_N=self.flipped_N,
             native_N=self.native_N,
@@ -186,6 +210,9 @@ class RecordedRouting:
             choices=self.routers.layers * self.routers.top_k,
             replayed=self.replay != "off",
             balance_losses=self._balance_losses(),
+            stored_bytes=sum(tensor.nbytes for tensor in stored),
+            sampler_bytes=self.sampler_bytes,
+            seconds=self.clock.seconds["routing"],
         )
 
     def _balance_losses(self) -> tuple[float, ...]:

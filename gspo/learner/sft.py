@@ -1,8 +1,9 @@
 """Supervised fine-tuning on demonstrations, so that some sampled completions earn a reward. `cold_start.py` calls it.
 
 In: a policy and an endless stream of demonstrations. Out: the same policy, able to solve some problems.
-Invariant: it stops at a sampled accuracy on fresh problems, not after a fixed number of steps. Accuracy rises fast
-here: after a weak cold start no completion earns a reward, and after a strong one RL has nothing left to improve.
+Invariant: it stops at a sampled accuracy on problems that it does not train on, not after a fixed number of steps.
+Accuracy rises fast here: after a weak cold start no completion earns a reward, and after a strong one RL has nothing
+left to improve.
 """
 
 from __future__ import annotations

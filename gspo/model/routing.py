@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gspo.clock import Clock
 from gspo.errors import ConfigError
 from gspo.model.patching import patched_forward
 from gspo.types import Routes
@@ -92,9 +93,14 @@ class Routers:
 
     @contextmanager
     def watch(
-        self, forced: ForcedExperts | None = None, *, logits: bool = False, gates: bool = False
+        self,
+        forced: ForcedExperts | None = None,
+        *,
+        logits: bool = False,
+        gates: bool = False,
+        clock: Clock | None = None,
     ) -> Iterator[RouterTrace]:
-        """Record the choices of the one forward inside, or force them.
+        """Record the choices of the one forward inside, or force them. The clock measures that as `routing`.
 
         With gradient checkpointing the backward pass must be inside too, because it runs the routers again. `logits`
         keeps the router logits with their graph, `gates` the gate weights of the experts."""
@@ -106,7 +112,9 @@ class Routers:
             stack.callback(setattr, self, "_watched", False)
             for layer, module in enumerate(self.modules):
                 stack.enter_context(
-                    patched_forward(module, self._wrap(layer, module.forward, trace, forced, logits, gates))
+                    patched_forward(
+                        module, self._wrap(layer, module.forward, trace, forced, logits, gates, clock or Clock())
+                    )
                 )
             yield trace
         missing = self.layers - len(trace.used)
@@ -120,8 +128,13 @@ class Routers:
         forced: ForcedExperts | None,
         logits: bool,
         gates: bool,
+        clock: Clock,
     ) -> Callable[..., Any]:
         def choose(score_IE: Tensor, native: Any) -> Any:
+            with clock.measure("routing"):
+                return chosen(score_IE, native)
+
+        def chosen(score_IE: Tensor, native: Any) -> Any:
             # Not the choice of experts: some routers also select groups of experts by top-k.
             if tuple(score_IE.shape[1:]) != (self.experts,) or native.indices.shape[1] != self.top_k:
                 return native

@@ -8,7 +8,7 @@ whole is the same on all ranks, and every rank must ask for it, because it takes
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ def on_all_ranks(flag: bool, tensors: Iterable[Tensor]) -> bool:
         vote = torch.tensor(float(not flag), device=mesh.device_type)
         opposed += float(DTensor.from_local(vote, mesh, [Partial()] * mesh.ndim).full_tensor())
     return flag and not opposed
+
+
+def over_ranks(values: Tensor, operation: Literal["sum", "max"], tensors: Iterable[Tensor]) -> Tensor:
+    """The sum or maximum of the values over the ranks that share these tensors, all of them on the same mesh."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if mesh is None:
+        return values
+    own = values.to(mesh.device_type)
+    whole: Tensor = DTensor.from_local(own, mesh, [Partial(operation)] * mesh.ndim).full_tensor()
+    return whole.to(values.device)
 
 
 def module_class(module: Any) -> type:

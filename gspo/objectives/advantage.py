@@ -6,6 +6,8 @@ exactly 0 to a group whose scored rewards are equal, or that has fewer than two 
 only if this holds for the whole batch. Equality is tested on the rewards themselves, because a mean of equal floats can
 be off by an ulp, and dividing by a std of that size makes it large (0.1 in float32 gave |A| = 0.95 with eps = 1e-8). A
 KL penalty that belongs to the reward is detached.
+
+Several reward functions are summed before the rule compares them, or the rule compares each of them alone (`separate`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from gspo.objectives.samples import TrainSample
 
 Scope = Literal["group", "batch", "external"]
+CANCELED = 1e-9
+"""A sum below this share of its terms, in float64, is what rounding left of a sum of 0."""
 
 
 class AdvantageRule:
@@ -191,6 +195,22 @@ def external(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     raise AssertionError("the caller supplies the advantages")
 
 
+def separate(rule: AdvantageRule, reward_BK: Tensor, weight_K: Sequence[float], group_B: Tensor, groups: int) -> Tensor:
+    """GDPO (arXiv:2601.05242): A = sum_k w_k rule(R_k), divided by the std of A over the batch (Bessel).
+
+    NaN marks a function that abstained. It adds 0 to the completion's advantage, and the completion is in none of that
+    function's means and stds. Weights act after each function is normalized. The mean over the batch is 0 already,
+    because it is 0 within each group."""
+    advantage_KB = torch.stack([w * rule(reward_BK[:, k], group_B, groups) for k, w in enumerate(weight_K)])
+    total_B = advantage_KB.sum(0)
+    # Functions that contradict each other cancel up to rounding, which the division would blow up.
+    total_B = torch.where(total_B.abs() <= CANCELED * advantage_KB.abs().sum(0), 0.0, total_B)
+    counts_K = torch.tensor([bool(w) for w in weight_K], device=reward_BK.device)
+    scored_B = (torch.isfinite(reward_BK) & counts_K).any(1)
+    spread = total_B[scored_B].std() if scored_B.sum() > 1 else total_B.new_zeros(())
+    return total_B / spread if spread else total_B
+
+
 def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Whether each group's scored rewards differ `[P]`. The rule of `types.Group.uniform`."""
     scored_B = torch.isfinite(reward_B)
@@ -204,10 +224,16 @@ def mixed(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 
 def apply_rule(
-    rule: AdvantageRule, reward_B: Sequence[float | None] | Tensor, group_B: Sequence[Hashable] | Tensor
+    rule: AdvantageRule,
+    reward_B: Sequence[float | None] | Sequence[Sequence[float | None]] | Tensor,
+    group_B: Sequence[Hashable] | Tensor,
+    weight_K: Sequence[float] | None = None,
 ) -> Tensor:
-    """Number the groups, compute in float64, and return the reward's dtype, but at least float32."""
-    reward = _as_tensor(reward_B)
+    """Number the groups, compute in float64, and return the reward's dtype, but at least float32.
+
+    With weights, rewards are `[B, K]`, and each of the K functions is normalized separately. Without any weight in
+    `weight_K`, all are 1."""
+    reward = _as_tensor(reward_B, functions=None if weight_K is None else len(weight_K))
     ids = group_B.tolist() if isinstance(group_B, Tensor) else list(group_B)
     if len(ids) != len(reward):
         raise ConfigError(f"group_advantage: {len(reward)} rewards but {len(ids)} group ids; give one id per reward")
@@ -220,6 +246,8 @@ def apply_rule(
         ) from None
     given = reward_B.dtype if isinstance(reward_B, Tensor) else torch.float32
     dtype = torch.promote_types(given, torch.float32) if given.is_floating_point else torch.float32
+    if weight_K is not None:
+        return separate(rule, reward, weight_K or [1.0] * reward.shape[1], index_B, len(number)).to(dtype)
     return rule(reward, index_B, len(number)).to(dtype)
 
 
@@ -236,19 +264,38 @@ def token_advantages(objective: Objective, tokens: Tokens, samples: Sequence[Tra
     if objective.advantage.per_token is not None:
         # Such a rule subtracts the penalty itself, token by token, so it gets the reward without the penalty.
         return reward_B, objective.advantage.per_token(shaped_B, penalty_N, sequences).float()
-    advantage_B = apply_rule(objective.advantage, reward_B, [s.group for s in samples]).float()
+    groups = [s.group for s in samples]
+    if objective.normalize == "separate":
+        parts_BK = [list(s.score.parts.values()) for s in samples]
+        advantage_B = apply_rule(objective.advantage, parts_BK, groups, objective.reward_weights).float()
+    else:
+        advantage_B = apply_rule(objective.advantage, reward_B, groups).float()
     return reward_B, sequences.expand(advantage_B.to(penalty_N.device))
 
 
-def _as_tensor(reward_B: Sequence[float | None] | Tensor) -> Tensor:
+def _as_tensor(
+    reward_B: Sequence[float | None] | Sequence[Sequence[float | None]] | Tensor, functions: int | None
+) -> Tensor:
+    """Rewards `[B]`, or `[B, K]` for a number of functions (0: any)."""
     if isinstance(reward_B, Tensor):
         reward = reward_B.detach().double()
     else:
-        values = [float("nan") if r is None else float(r) for r in reward_B]
-        reward = torch.tensor(values, dtype=torch.float64)
-    if reward.dim() != 1:
+        reward = torch.tensor(_with_nan(reward_B), dtype=torch.float64)
+    if functions is None and reward.dim() != 1:
         raise ConfigError(f"group_advantage: rewards must be one per completion, shape [B], not {list(reward.shape)}")
+    if functions is not None and (reward.dim() != 2 or functions not in (0, reward.shape[1])):
+        raise ConfigError(
+            f'group_advantage: with normalize="separate", rewards must be one per completion and function, shape '
+            f"[B, {functions or 'K'}], with as many weights, not {list(reward.shape)}"
+        )
     return reward
+
+
+def _with_nan(value: Any) -> Any:
+    """The same numbers, nested as before, with NaN for None."""
+    if isinstance(value, Sequence):
+        return [_with_nan(v) for v in value]
+    return float("nan") if value is None else float(value)
 
 
 def _sum(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:

@@ -32,18 +32,28 @@ class PolicyLoss:
 
 
 def group_advantage(
-    objective: Objective | str, reward_B: Sequence[float | None] | Tensor, group_B: Sequence[Hashable] | Tensor
+    objective: Objective | str,
+    reward_B: Sequence[float | None] | Sequence[Sequence[float | None]] | Tensor,
+    group_B: Sequence[Hashable] | Tensor,
+    *,
+    weights: Sequence[float] | None = None,
 ) -> Tensor:
     """Advantages `[B]` by the objective's rule.
 
-    `None` or NaN marks an unscored completion. Its advantage is 0, and means and standard deviations exclude it."""
+    `None` or NaN marks an unscored completion. Its advantage is 0, and means and standard deviations exclude it. With
+    `normalize="separate"`, rewards are `[B, K]`, one per reward function, and `weights` are those of the functions (all
+    1 by default); `None` or NaN then marks a function that abstained."""
     objective = _resolve(objective)
     if objective.advantage.scope == "external":
         raise ConfigError(
             f"objective {objective.name!r} takes advantages from outside (one per token): "
             "pass them to policy_loss yourself"
         )
-    return apply_rule(objective.advantage, reward_B, group_B)
+    if objective.normalize == "sum":
+        if weights is not None:
+            raise ConfigError('weights: have an effect only with normalize="separate"; add up the rewards yourself')
+        return apply_rule(objective.advantage, reward_B, group_B)
+    return apply_rule(objective.advantage, reward_B, group_B, weights or ())
 
 
 def token_weights(objective: Objective | str, mask: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def resolved(objective: Objective) -> dict[str, Any]:
         "clip_low": low,
         "clip_high": high,
         "keep": objective.keep,
-        "shape": objective.shape,
+        # As text: files of earlier versions have one shaping, or `none`.
+        "shape": ",".join(objective.shape) or "none",
         "kl": objective.kl,
         "kl_in": objective.kl_in,
     }
@@ -94,6 +95,8 @@ def _summary(part: Any) -> str:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -19,6 +19,9 @@ from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import Surrogate
 from gspo.reduction import Gather, Max, Mean, Reduced, std
 
+UNLIKELY, CERTAIN = 0.1, 0.9
+"""Bounds on the old policy's probability of a token, for the metrics of clipping by probability."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -77,6 +80,7 @@ def loss_statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipp
     ratio_B = sequences.mean(ratio_N)[present_B]
     # A sequence counts as clipped if any of its tokens is: with a token-level region only some of them are.
     clipped_B = sequences.sum(clipped_N.double())[present_B] > 0
+    log_s_B = sequences.mean(log_ratio_N)[present_B]
     stats: dict[str, Reduced] = {
         "clip_fraction_tokens": Mean.of(clipped_N.double()),
         "clip_fraction_sequences": Mean.of(clipped_B.double()),
@@ -84,14 +88,32 @@ def loss_statistics(objective: Objective, tokens: Tokens, ratio_N: Tensor, clipp
         "ratio_mean": Mean.of((ratio_B if objective.clips_sequences else ratio_N).double()),
         "ratio_max": Max.of(ratio_N),
         "ratio_token_log_std": Gather(log_ratio_N, std),
-        "ratio_sequence_log_std": Gather(sequences.mean(log_ratio_N)[present_B], std),
+        "ratio_sequence_log_std": Gather(log_s_B, std),
+        # The spread says nothing about a drift that all completions share. Token clipping bounds neither.
+        "ratio_sequence_log_abs_mean": Mean.of(log_s_B.abs()),
+        "ratio_sequence_log_abs_max": Max.of(log_s_B.abs()),
         "kl_old_new": _k3(log_ratio_N),
+        **_clipped_by_probability(tokens, clipped_N),
     }
     if tokens.logp_sampler_N is not None:
         stats["mismatch_k3"] = _k3(tokens.logp_old_N - tokens.logp_sampler_N)
     if tokens.logp_ref_N is not None:
         stats["kl_ref"] = _k3((tokens.logp_ref_N - tokens.logp_N).detach())
     return stats
+
+
+def _clipped_by_probability(tokens: Tokens, clipped_N: Tensor) -> dict[str, Reduced]:
+    """Share of clipped tokens among those that the old policy considered unlikely, possible and nearly certain.
+
+    A token of probability 0.01 leaves a range of 20 % at 0.012, and one of 0.95 can never leave it upward. So a clip
+    range acts on the tokens by which a policy explores (DAPO's argument for a higher `clip_high`)."""
+    probability_N = tokens.logp_old_N.exp()
+    unlikely_N, certain_N = probability_N < UNLIKELY, probability_N > CERTAIN
+    bins = {"low": unlikely_N, "middle": ~(unlikely_N | certain_N), "high": certain_N}
+    return {
+        f"clip_probability_{name}": Mean((clipped_N & in_N).double().sum(), int(in_N.sum()))
+        for name, in_N in bins.items()
+    }
 
 
 def _k3(log_ratio_N: Tensor) -> Mean:

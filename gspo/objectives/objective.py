@@ -27,6 +27,8 @@ from gspo.objectives.trust_region import TrustRegion, UsualRange
 SEQUENCE_RANGE = UsualRange(1e-5, 0.01, "3e-4/4e-4 (small models with short completions: 3e-3/4e-3)")
 """Sensible clip ranges for a length-normalized sequence ratio, which moves by ~1e-3 where a token ratio moves by
 ~1e-1."""
+SHAPES = ("overlong_filter", "soft_overlong")
+"""The kinds of length shaping."""
 
 
 class ObjectiveWarning(UserWarning):
@@ -50,9 +52,13 @@ class Objective:
     keep: str = "all"
     """Which groups are trained on: `all`, or those with `mixed` rewards (before length shaping; with rewards of 0 and
     1: 0 < #correct < G). Dynamic sampling replaces the others."""
-    shape: str = "none"
-    """Length shaping: `soft_overlong` (penalty near the limit) or `overlong_filter` (truncated completions are
-    dropped)."""
+    shape: tuple[str, ...] = ()
+    """Length shaping, one or both of: `overlong_filter` (truncated completions are dropped) and `soft_overlong`
+    (penalty near the limit). `"none"` or an empty list disables it."""
+    normalize: str = "sum"
+    """How several reward functions are compared within a group: by the weighted `sum` of their values, or each function
+    `separate`ly, as in GDPO (arXiv:2601.05242). Then the advantage is the weighted sum of each function's own
+    advantages, divided by its standard deviation over the batch."""
     overlong_limit: int | None = None
     """L_max of the soft penalty; by default the token limit of a completion."""
     overlong_cache: int | None = None
@@ -74,6 +80,9 @@ class Objective:
     """Lower bound of the correction on pi_old/mu; by default its published value."""
     mismatch_high: float | None = None
     """Upper bound of the correction on pi_old/mu; by default its published value."""
+    reward_weights: tuple[float, ...] = ()
+    """Weights of the reward functions, for `normalize = "separate"`; all 1 if empty. A run takes them from
+    `reward.weights`."""
     given: frozenset[str] = frozenset()
     """Names of the settings that differ from the row of the table."""
 
@@ -126,7 +135,9 @@ class Objective:
 COMPONENTS = ("advantage", "ratio", "trust_region", "aggregate")
 """The parts of an objective. A part that is a dataclass makes its fields settings of the objective."""
 OPTIONS = tuple(
-    f.name for f in fields(Objective) if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "given")
+    f.name
+    for f in fields(Objective)
+    if f.name not in (*COMPONENTS, "paper", "advantage_per", "name", "reward_weights", "given")
 )
 """The settings of any objective, as far as they make sense with it."""
 
@@ -161,6 +172,8 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     for key in settings:
         if key in refused:
             raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
+    if "shape" in options:
+        options["shape"] = _parse_shape(objective, options["shape"])
     _check_types(objective, options)
     changed = replace(changed, given=objective.given | settings.keys(), **options)
     _check(changed)
@@ -200,7 +213,9 @@ def _refusals(objective: Objective) -> dict[str, str]:
         refused |= dict.fromkeys(("mismatch", "mismatch_low", "mismatch_high"), reason)
     if objective.advantage.scope == "external":
         reason = "its advantages come from outside, so it sees no rewards and no groups"
-        refused |= dict.fromkeys(("keep", "shape", "overlong_limit", "overlong_cache"), reason)
+        refused |= dict.fromkeys(("keep", "shape", "normalize", "overlong_limit", "overlong_cache"), reason)
+    if objective.advantage.scope == "batch":
+        refused["normalize"] = "it compares completions across the batch, and separate rewards are compared in groups"
     return refused
 
 
@@ -219,7 +234,7 @@ def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
             continue
         if value is None and NoneType in declared[key]:
             continue
-        wanted: Any = str if str in declared[key] else numbers.Real
+        wanted: Any = tuple if key == "shape" else str if str in declared[key] else numbers.Real
         # bool is a Real, but `kl=True` is a mistake.
         if not isinstance(value, wanted) or isinstance(value, bool):
             kind = "text" if wanted is str else "a number"
@@ -228,10 +243,26 @@ def _check_types(objective: Objective, settings: dict[str, Any]) -> None:
             raise ConfigError(f"objective {objective.name!r}: {key} must be {kind}, not {value!r}{hint}")
 
 
+def _parse_shape(objective: Objective, value: Any) -> tuple[str, ...]:
+    """Shapings in the order of `SHAPES`, which is that of DAPO's ablation: their effects do not depend on it.
+
+    Text is one shaping, `none`, or several separated by commas: that is how a command line gives a list."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if names == ["none"]:
+        return ()
+    if not isinstance(names, list | tuple) or any(name not in SHAPES for name in names):
+        raise ConfigError(
+            f"objective {objective.name!r}: shape must be none, or a list of {' and '.join(SHAPES)}, not {value!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"objective {objective.name!r}: shape names one of {list(names)} twice; name each once")
+    return tuple(name for name in SHAPES if name in names)
+
+
 def _check(objective: Objective) -> None:
     choices = {
         "keep": ("all", "mixed"),
-        "shape": ("none", "soft_overlong", "overlong_filter"),
+        "normalize": ("sum", "separate"),
         "kl_in": ("loss", "reward"),
         "kl_estimator": (None, *KL_ESTIMATORS),
         "mismatch": tuple(MISMATCH_BOUNDS),
@@ -283,7 +314,9 @@ def _check_pairs(objective: Objective) -> None:
         refuse("kl_in", "kl is 0; set kl, for example kl=0.001")
     if objective.kl_in == "reward":
         _check_kl_in_reward(objective)
-    if objective.shape != "soft_overlong":
+    if objective.normalize == "separate":
+        _check_separate(objective)
+    if "soft_overlong" not in objective.shape:
         refuse("overlong_limit", 'set shape="soft_overlong"')
         refuse("overlong_cache", 'set shape="soft_overlong"')
     low, high = MISMATCH_BOUNDS[objective.mismatch]
@@ -301,10 +334,22 @@ def _check_rewards(objective: Objective) -> None:
     if not objective.advantage.nonnegative_rewards:
         return
     why = "would make rewards negative, and this objective divides by the mean reward of a group"
-    if objective.shape == "soft_overlong":
+    if "soft_overlong" in objective.shape:
         raise ConfigError(f'objective {objective.name!r}: shape=soft_overlong {why}; use "overlong_filter"')
     if objective.kl and objective.kl_in == "reward":
         raise ConfigError(f'objective {objective.name!r}: kl_in=reward {why}; use "loss"')
+
+
+def _check_separate(objective: Objective) -> None:
+    """Penalties are parts of the summed reward. Without a sum there is nothing that they could be added to."""
+    no_sum = f"objective {objective.name!r}: normalize=separate has no summed reward to subtract"
+    if "soft_overlong" in objective.shape:
+        raise ConfigError(
+            f'{no_sum} the length penalty from; set shape="none" or "overlong_filter", and give a penalty as a reward '
+            "function of its own"
+        )
+    if objective.kl and objective.kl_in == "reward":
+        raise ConfigError(f"{no_sum} the KL penalty from; set kl_in=loss")
 
 
 def _check_kl_in_reward(objective: Objective) -> None:

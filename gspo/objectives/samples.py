@@ -7,7 +7,7 @@ counted as a reward of 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gspo.errors import ConfigError
@@ -57,18 +57,30 @@ def keeps_group(objective: Objective, group: Group) -> bool:
 
     The reward is the one before length shaping. A soft length penalty makes the rewards of wrong completions differ,
     and DAPO's condition is meant to drop such groups. With rewards of 0 and 1 this is the paper's 0 < #correct < G.
-    With a dense reward a group can have a signal without any completion above `reward.correct_above`."""
+    With a dense reward a group can have a signal without any completion above `reward.correct_above`. If reward
+    functions are compared separately, one of them must differ."""
     if objective.keep == "all":
         return True
     trained = [s for c, s in zip(group.completions, group.scores, strict=True) if drop_reason(c, s, objective) is None]
-    return not equal_rewards([s.reward for s in trained if s.reward is not None])
+    return not all(map(equal_rewards, _compared(objective, trained)))
+
+
+def _compared(objective: Objective, scores: Sequence[Score]) -> Iterator[list[float]]:
+    """The rewards that the advantages compare: the sums, or the values of each function that has a weight."""
+    if objective.normalize == "sum":
+        yield [s.reward for s in scores if s.reward is not None]
+        return
+    by_function = list(zip(*(s.parts.values() for s in scores), strict=True))
+    for values, weight in zip(by_function, objective.reward_weights or (1.0,) * len(by_function), strict=True):
+        if weight:
+            yield [v for v in values if v is not None]
 
 
 def drop_reason(completion: Completion, score: Score, objective: Objective) -> str | None:
     """Why a completion is not trained on; `None` if it is."""
     if score.status is Status.UNSCORED:
         return "unscored"
-    if objective.shape == "overlong_filter" and completion.stop is StopReason.LENGTH:
+    if "overlong_filter" in objective.shape and completion.stop is StopReason.LENGTH:
         return "overlong"
     return None if completion.sampled_count else "empty"
 
@@ -76,7 +88,7 @@ def drop_reason(completion: Completion, score: Score, objective: Objective) -> s
 def shaped(score: Score, completion: Completion, objective: Objective, *, max_tokens: int) -> float:
     """The reward, with the length penalty if the objective has one."""
     assert score.reward is not None
-    if objective.shape != "soft_overlong":
+    if "soft_overlong" not in objective.shape:
         return score.reward
     return score.reward + soft_overlong(completion.sampled_count, *overlong_range(objective, max_tokens=max_tokens))
 

@@ -96,7 +96,7 @@ TABLE: dict[str, Objective] = {
     # Token level, hard clip.
     "grpo": row("2402.03300", z_score, token, Clip(), sequence_mean, kl=0.04),
     "dr_grpo": row("2503.20783", centered, token, Clip(), ConstantLength()),
-    "dapo": row("2503.14476", z_score, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape="soft_overlong"),
+    "dapo": row("2503.14476", z_score, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape=("soft_overlong",)),
     "reinforce_pp": row("2501.03262", batch_whitened, token, Clip(), token_mean, kl=0.001, kl_in="reward"),
     "maxrl": row("2602.02710", mean_scaled, token, Clip(), token_mean),
     "ppo_clip": row("1707.06347", external, token, Clip(), token_mean),

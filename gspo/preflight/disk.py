@@ -14,6 +14,7 @@ from gspo.learner.checkpoint import size_of
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
+from gspo.preflight.step_time import batches_per_step
 
 TOKEN_BYTES = 64
 """Bytes per completion token in `rollouts/`: its id, three log-probs, flags. Measured on demo runs: 62."""
@@ -69,7 +70,10 @@ def rollout_bytes(context: PreflightContext) -> float:
     if not context.config.log.rollouts:
         return 0.0
     # Discarded groups are written, too.
-    refill = context.config.rollout.refill_budget if context.objective and context.objective.keep == "mixed" else 1
+    # "full" has no bound that is useful here, so the estimate is what the sampled groups suggest.
+    budget = context.config.rollout.refill_budget
+    most = batches_per_step(context) if budget == "full" else budget
+    refill = most if context.objective and context.objective.keep == "mixed" else 1
     text = TEXT_BYTES * (context.longest_prompt + context.completion_length)
     return context.completions * refill * (COMPLETION_BYTES + TOKEN_BYTES * context.completion_length + text)
 

@@ -63,7 +63,38 @@ def check_known(context: PreflightContext) -> Iterator[Finding]:
             yield from _wrong_answers(context, name, known)
     if any(reward_traits(spec).sandbox for spec in specs):
         yield from _tests(context)
+    if context.cold and context.config.data.solution_field:
+        yield _demonstrations_of_data(context)
     yield from _empty(context)
+
+
+def _demonstrations_of_data(context: PreflightContext) -> Finding:
+    """Whether the reward scores the data's own demonstrations as correct. The cold start leaves out the others."""
+    assert context.rewards is not None
+    assert context.problems is not None
+    field = f"data.solution_field = {context.config.data.solution_field!r}"
+    having = [p for p in context.problems.train if p.demonstration]
+    if not having:
+        return fail(
+            f"No training problem has a demonstration ({field}), so the cold start has nothing to train on.",
+            "Set data.solution_field to the field that contains them, or cold_start.steps = 0.",
+            demonstrations=0,
+        )
+    tried = [having[i] for i in PromptOrder(len(having), context.config.seed).take(0, min(TRIED, len(having)))]
+    scores = context.rewards.score([(p, _completions(context, p, [p.demonstration])) for p in tried])
+    wrong = [p.id for p, (score,) in zip(tried, scores, strict=True) if not score.correct]
+    what = f"{len(tried) - len(wrong)} of {len(tried)} demonstrations are scored as correct ({field}; {len(having)} of "
+    what += f"{len(context.problems.train)} training problems have one)."
+    numbers: dict[str, Any] = {"demonstrations": len(having), "tried": len(tried), "wrong": len(wrong)}
+    if not wrong:
+        return ok(what, **numbers)
+    level = fail if len(wrong) == len(tried) else warning
+    return level(
+        what,
+        "Fix these rows or the reward: the cold start leaves out demonstrations that are not scored as correct.",
+        detail=[f"not scored as correct: {', '.join(wrong[:5])}"],
+        **numbers,
+    )
 
 
 def _known_answers(

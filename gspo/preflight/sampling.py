@@ -20,8 +20,9 @@ from gspo.objectives.samples import keeps_group
 from gspo.preflight.context import PATIENCE_S, PreflightContext, Timings
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import free_memory, human
+from gspo.preflight.machine import digits, free_memory, human
 from gspo.preflight.memory import estimate
+from gspo.preflight.step_time import batches_per_step
 from gspo.rollout.gather import sample_groups, with_unique_ids
 from gspo.types import Group, Prompt, StopReason
 
@@ -123,7 +124,7 @@ def check_uniform(context: PreflightContext) -> Iterator[Finding]:
     assert context.objective is not None
     share = interval([float(g.uniform) for g in context.groups])
     mixed = context.objective.keep == "mixed"
-    penalty = " apart from the length penalty" if context.objective.shape == "soft_overlong" and not mixed else ""
+    penalty = " apart from the length penalty" if "soft_overlong" in context.objective.shape and not mixed else ""
     what = (
         f"{share.value:.0%} of the groups [{share.low:.0%} to {share.high:.0%}] have equal rewards and no training "
         f"signal{penalty}{_kinds(context.groups)}"
@@ -186,12 +187,18 @@ def _refill(context: PreflightContext, groups: Sequence[Group], objective: Objec
             f'keep = "mixed" would discard all of the {len(groups)} sampled groups: steps would train on nothing.',
             _remedy(groups),
         )
+    elif budget == "full":
+        yield ok(
+            f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step samples about '
+            f"{digits(batches_per_step(context), 2)} batches of prompts until it is full "
+            '(rollout.refill_budget = "full").'
+        )
     elif mixed.value * budget < 1:
         needed = math.ceil(1 / mixed.value)
         prompts = context.config.rollout.prompts
         yield warning(
             f'keep = "mixed" keeps {mixed.value:.0%} of the groups, so a step of {prompts} groups needs about {needed} '
             f"batches of prompts, and rollout.refill_budget = {budget}: steps would train on fewer groups.",
-            f"Set rollout.refill_budget = {needed} (a step then samples up to {needed} batches), "
+            f'Set rollout.refill_budget = {needed} (a step then samples up to {needed} batches) or "full", '
             "or take problems that are neither too easy nor too hard.",
         )

@@ -27,14 +27,14 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
     train = timings.train_s * context.completions / timings.trained
     # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
     train *= 1.25 if context.objective and context.objective.kl else 1.0
-    rest = reward * _batches(context) + train
+    rest = reward * batches_per_step(context) + train
     runs = 1 + config.steps // config.eval.every + bool(config.steps % config.eval.every) if config.eval.every else 0
     evaluation = _evaluation(context, timings)
     steps = config.steps
     each_ms = digits(1000 * timings.reward_s / timings.completions, 3)
     detail = [
         f"{'sampling':<24} {_range(low, high)}",
-        f"{'rewards':<24} {duration(reward * _batches(context))}   {each_ms} ms per completion with "
+        f"{'rewards':<24} {duration(reward * batches_per_step(context))}   {each_ms} ms per completion with "
         f"{config.reward.workers} workers",
         f"{'training':<24} {duration(train)}   old and new forward, backward; without the optimizer step",
         f"{'an evaluation':<24} {duration(evaluation)}   {runs} times",
@@ -54,7 +54,7 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
 
 def rollout_seconds(context: PreflightContext, timings: Timings, scale: float) -> float:
     """Time to sample a whole step, with refills."""
-    return timings.rollout_s * scale * _batches(context)
+    return timings.rollout_s * scale * batches_per_step(context)
 
 
 def slots_scale(context: PreflightContext, timings: Timings) -> float:
@@ -63,12 +63,20 @@ def slots_scale(context: PreflightContext, timings: Timings) -> float:
     return math.ceil(context.completions / slots) / math.ceil(timings.completions / slots)
 
 
-def _batches(context: PreflightContext) -> float:
+def batches_per_step(context: PreflightContext) -> float:
     """Batches of prompts per step; more than one if groups with equal rewards are replaced."""
     if context.objective is None or context.objective.keep != "mixed" or not context.groups:
         return 1.0
     mixed = sum(keeps_group(context.objective, g) for g in context.groups) / len(context.groups)
-    return min(float(context.config.rollout.refill_budget), 1 / mixed if mixed else math.inf)
+    return min(most_batches(context), 1 / mixed if mixed else math.inf)
+
+
+def most_batches(context: PreflightContext) -> float:
+    """The most batches of prompts per step: the budget; with "full", those of a pass over the data that keeps none."""
+    rollout = context.config.rollout
+    if rollout.refill_budget != "full":
+        return float(rollout.refill_budget)
+    return max(1.0, len(context.problems.train) / rollout.prompts) if context.problems else 1.0
 
 
 def _evaluation(context: PreflightContext, timings: Timings) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo import trust
 from gspo.config import Config
-from gspo.errors import AlarmError, NumericalError, RewardError
+from gspo.errors import AlarmError, DataError, NumericalError, RewardError
 from gspo.evaluation import Evaluation
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
@@ -51,6 +51,8 @@ class Incidents:
         """Whether the message about fewer updates than mini-batches was shown."""
         self._excess_shown = False
         """Whether the message about a mismatch beyond the clip range was shown."""
+        self._short_shown = False
+        """Whether the message about a short batch was shown."""
         self._fault_file: Path | None = None
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._active_alarms: set[str] = set()
@@ -95,6 +97,19 @@ class Incidents:
             f"the first: {failed[0]}.{self._fault_details()} Fix the reward, then: {self._resume_command()}"
         )
 
+    def check_groups(self, step: int, collected: CollectResult) -> DataError | None:
+        """The error, if a whole pass over the data gave no group to train on: another one would hardly help."""
+        if self._config.rollout.refill_budget != "full" or collected.rollouts.groups:
+            return None
+        sampled = len(collected.rollouts.sampled)
+        verdicts = [s.correct for g in collected.rollouts.sampled for s in g.scores if s.correct is not None]
+        correct = f" {sum(verdicts)} of {len(verdicts)} completions were correct." if verdicts else ""
+        return DataError(
+            f"step {step}: none of {sampled} groups, a whole pass over the training problems, has different rewards, "
+            f'so there is nothing to train on (objective.keep = "mixed", rollout.refill_budget = "full").{correct} '
+            "Train the last checkpoint on other problems in a new run (model.path), or use a reward with partial credit"
+        )
+
     def check_first_evaluation(self, evaluation: Evaluation) -> None:
         """Stop before the first step if the reward cannot score a single completion."""
         failed = [s.failure for s in evaluation.scores if s.status is Status.UNSCORED]
@@ -121,12 +136,14 @@ class Incidents:
         """Report skipped updates and steps without data to train on. Stop after too many skipped updates in a row.
 
         Returns the number of skipped updates in a row, which was `in_row` before this step."""
+        if collected.missing:
+            self._report_short(step, collected, idle=learned is None)
         if learned is None:
             self._report_idle(step, drop_reasons(objective, collected, None))
             # No update was tried, so nothing is known about the numerics: the count neither grows nor restarts.
             return in_row
         if len(learned.updates) < self._config.learner.mini_batches:
-            self._report_few_updates(step, len(learned.updates))
+            self._report_few_updates(step, learned)
         if learned.excess and not self._excess_shown:
             # Once per process: the metric noise/beyond_clip has every step.
             self._excess_shown = True
@@ -165,15 +182,34 @@ class Incidents:
             f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
         )
 
-    def _report_few_updates(self, step: int, updates: int) -> None:
+    def _report_few_updates(self, step: int, learned: LearnResult) -> None:
         """Record a step with fewer updates than mini-batches. Only the first such step of a process shows a message."""
-        self._run_dir.event("fewer_updates", step=step, updates=updates)
+        updates, completions = len(learned.updates), len(learned.samples)
+        self._run_dir.event("fewer_updates", step=step, updates=updates, completions=completions)
         if not self._few_updates_shown:
             self._few_updates_shown = True
+            rollout = self._config.rollout
             self._display.message(
-                f"warning: step {step}: only {updates} completions could be trained on, so there were {updates} "
-                f"optimizer steps instead of {self._config.learner.mini_batches} (learner.mini_batches)"
+                f"warning: step {step}: only {completions} of {rollout.prompts * rollout.group_size} completions could "
+                f"be trained on, so there were {updates} optimizer steps instead of "
+                f"{self._config.learner.mini_batches} (learner.mini_batches)"
             )
+
+    def _report_short(self, step: int, collected: CollectResult, *, idle: bool) -> None:
+        """Record a batch with fewer groups than wanted. Only the first such step of a process shows a message, and a
+        step that trains on nothing has a message of its own."""
+        groups, sampled = len(collected.rollouts.groups), len(collected.rollouts.sampled)
+        self._run_dir.event("short_batch", step=step, groups=groups, wanted=collected.wanted, sampled=sampled)
+        if idle or self._short_shown:
+            return
+        self._short_shown = True
+        budget = self._config.rollout.refill_budget
+        more = "" if budget == "full" else 'raise rollout.refill_budget or set it to "full", or '
+        self._display.message(
+            f"warning: step {step}: the batch is short: of {sampled} sampled groups only {groups} have different "
+            f"rewards and are trained on, not {collected.wanted} (rollout.refill_budget = {budget}); {more}use "
+            "problems that are neither too easy nor too hard. Later short batches are counted by groups/missing"
+        )
 
     def report_smaller_micro_batches(self, step: int, tokens: int) -> None:
         """Report that a step ran out of memory and was repeated with micro-batches of `tokens` tokens."""

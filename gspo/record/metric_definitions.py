@@ -97,6 +97,17 @@ PANELS = (
         ),
     ),
     Panel(
+        id="clip-probability",
+        title="Clip fraction by token probability",
+        form="share",
+        hide_zero=True,
+        what=(
+            "Share of clipped tokens among those with a probability below 0.1, from 0.1 to 0.9, and above 0.9 under "
+            "the old policy. If mostly unlikely tokens are clipped, the range limits exploration: raise "
+            "objective.clip_high."
+        ),
+    ),
+    Panel(
         id="signal",
         in_image=True,
         title="Training signal",
@@ -150,6 +161,15 @@ PANELS = (
         ),
     ),
     Panel(
+        id="ess",
+        title="Effective sample size",
+        form="share",
+        what=(
+            "How many of an update's completions count, if each is weighted by its probability ratio to the sampler. "
+            "When it drops, a few completions dominate; learner.ess_scaling then lowers the learning rate."
+        ),
+    ),
+    Panel(
         id="mismatch",
         title="KL divergence",
         log=True,
@@ -194,7 +214,7 @@ PANELS = (
         title="Failures",
         form="count",
         hide_zero=True,
-        what="Completions that could not be scored, and skipped updates.",
+        what="Completions that could not be scored, skipped updates, and groups that a batch lacks.",
     ),
 )
 """The panels, in the order of the page."""
@@ -286,6 +306,16 @@ METRICS = (
         present="step ≥ 1",
         unit="count",
         reduction=Reduction.SUM,
+    ),
+    Metric(
+        "groups/missing",
+        "How many groups fewer than `rollout.prompts` the batch has, because sampling found too few to keep "
+        "(`rollout.refill_budget`). A short batch gets fewer updates (`learner.mini_batches`).",
+        present="step ≥ 1",
+        unit="count",
+        reduction=Reduction.SUM,
+        panels=("trouble",),
+        label="missing groups",
     ),
     Metric(
         "samples/unscored",
@@ -460,6 +490,27 @@ METRICS = (
         unit="number",
         reduction=Reduction.SAME,
     ),
+    Metric(
+        "ratio/ess",
+        "Effective sample size of the completions of an update as a share of their number, mean over updates: "
+        "`(sum w)^2 / (N sum w^2)` with `w = prod pi/mu` over the tokens of a completion, before the update. 1 if all "
+        "weights are equal; a low value means that a few completions dominate the importance-weighted gradient. Long "
+        "completions have a lower one, because differences between engine and learner multiply up, too.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.SAME,
+        panels=("ess",),
+        label="effective sample size",
+    ),
+    Metric(
+        "ratio/ess_factor",
+        "What `learner.ess_scaling` multiplied the learning rate by, mean over updates. 1 if it is `off`.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.SAME,
+        panels=("ess",),
+        label="learning-rate factor",
+    ),
     # The trust region: how far the updates of one batch move the policy, and where that is limited.
     Metric(
         "clip/fraction_tokens",
@@ -485,6 +536,33 @@ METRICS = (
         panels=("clipping",),
         label="completions",
         heading="clipped completions",
+    ),
+    Metric(
+        "clip/probability_low",
+        "Share of clipped tokens among trained tokens with `pi_old < 0.1`. `null` if there are none.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.MEAN,
+        panels=("clip-probability",),
+        label="below 0.1",
+    ),
+    Metric(
+        "clip/probability_middle",
+        "The same for `pi_old` from 0.1 to 0.9.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.MEAN,
+        panels=("clip-probability",),
+        label="0.1 to 0.9",
+    ),
+    Metric(
+        "clip/probability_high",
+        "The same for `pi_old > 0.9`.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.MEAN,
+        panels=("clip-probability",),
+        label="above 0.9",
     ),
     Metric(
         "clip/low",
@@ -537,6 +615,26 @@ METRICS = (
         reduction=Reduction.GATHER,
         panels=("ratio",),
         label="over completions",
+    ),
+    Metric(
+        "ratio/sequence_log_abs_mean",
+        "Mean over trained completions of `|log s|`, with `log s` the completion's mean of `log pi - log pi_old`: how "
+        "far whole completions have drifted, for every objective. A clip range on token ratios does not bound it. The "
+        "standard deviation above excludes a drift that all completions share.",
+        present="trained",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("ratio",),
+        label="drift of completions, mean",
+    ),
+    Metric(
+        "ratio/sequence_log_abs_max",
+        "The maximum.",
+        present="trained",
+        unit="number",
+        reduction=Reduction.MAX,
+        panels=("ratio",),
+        label="drift of completions, maximum",
     ),
     Metric(
         "kl/old_new",
@@ -808,6 +906,22 @@ METRICS = (
         unit="number",
         reduction=Reduction.GATHER,
     ),
+    Metric(
+        "routing/stored_bytes",
+        "Memory in bytes of the expert choices that the learner stores while it trains on the batch: those of the old "
+        "policy and of the sampler, and with a balance loss those without replay. `time/routing_s` is the time that "
+        "they cost.",
+        present="trained, MoE",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "routing/sampler_bytes",
+        "Bytes of the expert choices that the engine reported with the trained completions; 0 if it reports none.",
+        present="trained, MoE",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
     # Evaluation: measured once for all ranks.
     Metric(
         "eval/unscored",
@@ -889,6 +1003,15 @@ TIMINGS = (
         reduction=Reduction.MAX,
         panels=("phases",),
         label="training",
+    ),
+    Metric(
+        "time/routing_s",
+        "The part of `time/learn_s` that recording and replaying experts takes: unpacking those of the sampler, "
+        "storing and forcing choices, counting flips, and the forward pass that measures flips after a single update. "
+        "Time of the host: kernels on a GPU may still be running.",
+        present="trained, MoE",
+        unit="seconds",
+        reduction=Reduction.MAX,
     ),
     Metric(
         "time/eval_s",

@@ -83,6 +83,7 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "groups/sampled": Sum(len(groups)),
         "groups/uniform_fraction": Mean.of([g.uniform for g in groups]),
         "groups/discarded": Sum(len(collected.rollouts.discarded)),
+        **({} if collected.wanted is None else {"groups/missing": Sum(collected.missing)}),
         "samples/unscored": Sum(sum(s.status is Status.UNSCORED for s in scores)),
         "samples/unscored/KIND": _counts(Counter(s.failure.partition(":")[0] for s in scores if s.failure)),
         "reward/note/FUNCTION/WORD": _notes(scores),
@@ -157,12 +158,19 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "grad/norm": Same(_mean([u.grad_norm for u in learned.updates])),
         "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
         "learning_rate": Same(learned.updates[-1].learning_rate),
+        "ratio/ess": Same(_mean([u.ess for u in learned.updates])),
+        "ratio/ess_factor": Same(_mean([u.ess_factor for u in learned.updates])),
         "clip/fraction_tokens": stats["clip_fraction_tokens"],
         "clip/fraction_sequences": stats["clip_fraction_sequences"],
+        "clip/probability_low": stats["clip_probability_low"],
+        "clip/probability_middle": stats["clip_probability_middle"],
+        "clip/probability_high": stats["clip_probability_high"],
         "ratio/mean": stats["ratio_mean"],
         "ratio/max": stats["ratio_max"],
         "ratio/token_log_std": stats["ratio_token_log_std"],
         "ratio/sequence_log_std": stats["ratio_sequence_log_std"],
+        "ratio/sequence_log_abs_mean": stats["ratio_sequence_log_abs_mean"],
+        "ratio/sequence_log_abs_max": stats["ratio_sequence_log_abs_max"],
         "kl/old_new": stats["kl_old_new"],
         **mismatch(learned.log_rho_M),
         "entropy/mean": Mean.of(learned.entropy_M),
@@ -172,7 +180,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "padding/learner": Mean(positions.empty, positions.computed),
         "padding/saved": Gather([(positions.computed, positions.padded)], _rest),
     }
-    metrics |= _shaping(learned) if objective.shape == "soft_overlong" else {}
+    metrics |= _shaping(learned) if "soft_overlong" in objective.shape else {}
     if clip_range := objective.trust_region.clip_range:
         metrics |= {"clip/low": Same(clip_range[0]), "clip/high": Same(clip_range[1])}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
@@ -237,6 +245,8 @@ def _routing(routed: RoutingStats, updates: int) -> dict[str, Reduced]:
     }
     if routed.replayed:
         metrics["routing/flip_fraction_native"] = _flips(routed.native_N[after_N], routed.choices)
+    metrics["routing/stored_bytes"] = Sum(routed.stored_bytes)
+    metrics["routing/sampler_bytes"] = Sum(routed.sampler_bytes)
     load = routed.load_LE.unsqueeze(0)
     metrics["routing/load_entropy"] = Gather(load, lambda load: float(_load_entropy(load).mean()))
     metrics["routing/load_max"] = Gather(load, lambda load: float(_busiest(load).max()))

@@ -38,7 +38,7 @@ class ObjectiveFacts:
     clips_log_ratio: bool
     """Whether the clip range bounds `log r` instead of `r - 1`."""
     shape: str
-    """Length shaping."""
+    """Length shaping: `none`, or one or more names separated by commas."""
     kl_in: str
     """Where a KL penalty goes: `loss` or `reward`."""
     settings: tuple[str, ...]

@@ -3,7 +3,8 @@
 In: prompts with their completions. Out: a `Score` per completion, in the same order. Invariant: a reward function that
 raises, hangs, dies or returns an invalid value leaves exactly the completions it failed on UNSCORED, with the reason.
 It never turns them into a 0 (except completions that make a built-in reward fail, see `jobs.py`), never changes
-another completion's score, and never crashes the run. Functions run in worker processes only.
+another completion's score, and never crashes the run. A function that abstains (returns None) is neither a failure nor
+a 0: it counts as the mean of its values for the other completions of the group. Functions run in worker processes only.
 
 Calls that hang do not block the others: the pool starts spare workers, which end with the batch.
 """
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import re
+import statistics
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -130,7 +132,7 @@ class RewardPool:
         batch = self._batch(groups)
         self._run(batch, batch.jobs())
         return [
-            [self._combine(batch.parts(g, i)) for i in range(len(completions))]
+            self._combine_group([batch.parts(g, i) for i in range(len(completions))])
             for g, (_, completions) in enumerate(groups)
         ]
 
@@ -399,13 +401,30 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- parts to a score
 
-    def _combine(self, parts: Sequence[Part]) -> Score:
+    def _combine_group(self, parts_G: Sequence[Sequence[Part]]) -> list[Score]:
+        neutral = self._neutral_values(parts_G)
+        return [self._combine(parts, neutral) for parts in parts_G]
+
+    def _neutral_values(self, parts_G: Sequence[Sequence[Part]]) -> list[float]:
+        """What an abstention counts as, by function: the mean of the function's other values in the group.
+
+        It changes nothing in a comparison within the group, whereas a 0 would be a verdict. If a function abstains on
+        the whole group, any constant will do."""
+        scored = [parts for parts in parts_G if not any(part.failure for part in parts)]
+        given = [[v for parts in scored if (v := parts[k].value) is not None] for k in range(len(self._sources))]
+        return [statistics.fmean(values) if values else 0.0 for values in given]
+
+    def _combine(self, parts: Sequence[Part], neutral: Sequence[float]) -> Score:
         named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
         notes = {name: tuple(part.notes) for name, part in zip(self.names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
-        terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
-        if failure is None and not terms:
-            failure = "abstained: every reward returned None"
+        terms = [
+            w * (usual if p.value is None else p.value)
+            for w, p, usual in zip(self._weights, parts, neutral, strict=True)
+        ]
+        if failure is None and not any(w and p.value is not None for w, p in zip(self._weights, parts, strict=True)):
+            weighted = "" if all(p.value is None for p in parts) else " with a weight"
+            failure = f"abstained: every reward{weighted} returned None"
         if failure is None and not math.isfinite(sum(terms)):
             failure = "invalid: the weighted sum is not finite"
         # One function that failed makes the whole reward unknown: a sum without its term would be another reward.

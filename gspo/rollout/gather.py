@@ -8,13 +8,14 @@ nothing that was discarded comes back.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from gspo.clock import Clock
 from gspo.rollout.engine import DecodeStats, Engine
-from gspo.types import Completion, Group, Prompt, Sampling, Score
+from gspo.types import Completion, Group, Prompt, Sampling, Score, Status
 
 
 class Scorer(Protocol):
@@ -83,6 +84,8 @@ class CollectResult:
     """Optimizer steps behind the weights when sampling started. A completion carries its own version too."""
     after: RolloutState
     """Where sampling stands after this batch, so a run that has trained on it continues with the next one."""
+    wanted: int | None = None
+    """How many groups a full batch has; None if unknown."""
     decoded: DecodeStats | None = None
     """What decoding cost; None if the engine does not know."""
 
@@ -90,6 +93,11 @@ class CollectResult:
     def batch(self) -> int:
         """The number of this batch, from 1."""
         return self.after.batch
+
+    @property
+    def missing(self) -> int:
+        """How many groups the batch has less than a full one."""
+        return max(0, (self.wanted or 0) - len(self.rollouts.groups))
 
     @property
     def tokens(self) -> int:
@@ -106,22 +114,38 @@ class PromptRequest:
 
 
 class Gatherer:
-    """Iterates over requests for prompts until `want` groups are kept, with at most `budget` times `want` prompts."""
+    """Iterates over requests for prompts until `want` groups are kept, with at most `budget` times `want` prompts.
 
-    def __init__(self, *, want: int, budget: int, start: RolloutState, keep: Callable[[Group], bool]) -> None:
+    Without a budget (`"full"`) it gives up after `patience` prompts in a row without a group to keep, or once more than
+    `max_unscored` of the completions are unscored: a broken reward never fills a batch."""
+
+    def __init__(
+        self,
+        *,
+        want: int,
+        budget: int | Literal["full"],
+        start: RolloutState,
+        keep: Callable[[Group], bool],
+        patience: int,
+        max_unscored: float,
+    ) -> None:
         self.batch = start.batch + 1
         """The number of the batch that is gathered."""
         self._cursor = start.cursor
         self._want = want
-        self._limit = budget * want
+        self._limit = math.inf if budget == "full" else budget * want
         self._keep = keep
+        self._patience = math.inf if budget != "full" else patience
+        self._max_unscored = 1.0 if budget != "full" else max_unscored
+        self._in_vain = 0
+        """Groups in a row that were discarded."""
         self._kept: list[Group] = []
         self._discarded: list[Group] = []
 
     def __iter__(self) -> Iterator[PromptRequest]:
         requested = 0
-        while len(self._kept) < self._want and requested < self._limit:
-            count = min(self._want - len(self._kept), self._limit - requested)
+        while len(self._kept) < self._want and requested < self._limit and not self._hopeless:
+            count = int(min(self._want - len(self._kept), self._limit - requested))
             requested += count
             yield PromptRequest(cursor=self._cursor, count=count)
             self._cursor += count
@@ -129,7 +153,16 @@ class Gatherer:
     def add(self, groups: Sequence[Group]) -> None:
         """Keep or discard the groups of the last request."""
         for group in groups:
-            (self._kept if self._keep(group) else self._discarded).append(group)
+            kept = self._keep(group)
+            (self._kept if kept else self._discarded).append(group)
+            self._in_vain = 0 if kept else self._in_vain + 1
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether further sampling would hardly fill the batch."""
+        scores = [s for group in (*self._kept, *self._discarded) for s in group.scores]
+        unscored = sum(s.status is Status.UNSCORED for s in scores)
+        return self._in_vain >= self._patience or unscored > self._max_unscored * len(scores)
 
     def result(self, version: int, before: DecodeStats | None, after: DecodeStats | None) -> CollectResult:
         """What was gathered from weights of this version; `before` and `after` are the engine's counters around it."""
@@ -137,6 +170,7 @@ class Gatherer:
             rollouts=RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded)),
             version=version,
             after=RolloutState(batch=self.batch, cursor=self._cursor),
+            wanted=self._want,
             decoded=after - before if after and before else None,
         )
 

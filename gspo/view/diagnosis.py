@@ -294,7 +294,8 @@ def _uniform(facts: RunFacts) -> Finding | None:
     correct = facts.mean("reward/correct_fraction")
     accuracy = "" if math.isnan(correct) else f" ({_percent(correct)} of the completions are correct)"
     # Dynamic sampling helps only if it can fill a batch. Otherwise it samples more and trains on just as little.
-    fills = (1 - share) * facts.setting("rollout", "refill_budget", 3) >= 1
+    full = facts.setting("rollout", "refill_budget", "") == "full"
+    fills = share < 1 if full else (1 - share) * facts.setting("rollout", "refill_budget", 3) >= 1
     disabled = not facts.mean("groups/discarded") > 0
     dynamic = (
         'enable dynamic sampling (objective.keep = "mixed"), ' if disabled and fills and facts.takes("keep") else ""

@@ -178,10 +178,10 @@ class Faults:
                     file.write(b"XXXX")
             return done
 
-        def faulty_step(optimizer: Optimizer, *, loss_finite: bool) -> Any:
+        def faulty_step(optimizer: Optimizer, *, loss_finite: bool, **weights: Any) -> Any:
             if self.due("nan", 40):
                 loss_finite = False
-            return step(optimizer, loss_finite=loss_finite)
+            return step(optimizer, loss_finite=loss_finite, **weights)
 
         def faulty_decode(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if self.due("kill", 60):

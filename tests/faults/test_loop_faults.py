@@ -231,14 +231,14 @@ def scale_gradient(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> l
     calls = [0]
     shots: list[int] = []
 
-    def step(self: Optimizer, *, loss_finite: bool) -> Any:
+    def step(self: Optimizer, *, loss_finite: bool, **weights: Any) -> Any:
         calls[0] += 1
         if calls[0] == at:
             shots.append(at)
             for weight in self._weights.values():
                 if weight.grad is not None:
                     weight.grad *= factor
-        return original(self, loss_finite=loss_finite)
+        return original(self, loss_finite=loss_finite, **weights)
 
     monkeypatch.setattr(Optimizer, "step", step)
     return shots

@@ -130,7 +130,7 @@ class GradientRecorder:
         self.model, self.updates = model, 0
         self.gradients: list[Tensor] = []
 
-    def step(self, *, loss_finite: bool) -> Update:
+    def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
         self.gradients.append(torch.cat([g.flatten() for g in grads]).clone())
         self.model.zero_grad()

@@ -56,7 +56,7 @@ CASES = {
 }
 # AdamW turns rounding of a gradient near 0 into a visible step of that one weight. A small learning rate keeps the
 # difference between one and two ranks small on every CPU.
-SETTINGS = LearnerConfig(learning_rate=1e-3, max_grad_norm=0.5, weight_decay=0.1, spike=0.0)
+SETTINGS = LearnerConfig(learning_rate=1e-3, max_grad_norm=0.5, weight_decay=0.1, spike=0.0, ess_scaling="sqrt")
 
 
 def build(case: Case, seed: int) -> Any:
@@ -136,7 +136,11 @@ class Rank:
             loss_of(rule, tokens, weight_B[sequence_N]).total.backward()
         broken = case.broken and index == 0 and self.rank == self.ranks - 1
         gradient = {name: full(weight.grad).clone() for name, weight in model.named_parameters()}
-        return optimizer.step(loss_finite=not broken), gradient
+        own = torch.cat(
+            [work.sequence_N[micro.at_N] for micro in work.updates[index][self.rank :: self.ranks]]
+        ).unique()
+        log_weight_B = 2 * torch.randn(len(length_B), generator=generator)[own]
+        return optimizer.step(loss_finite=not broken, log_weight_B=log_weight_B), gradient
 
     def _save(self, name: str, model: Any, optimizer: Optimizer, **more: Any) -> None:
         """As a checkpoint does: whole tensors."""

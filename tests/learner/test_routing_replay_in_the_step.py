@@ -224,8 +224,8 @@ def test_a_reference_model_routes_by_itself(replay: str, tiny: Callable[..., Con
 class DisturbingRecorder(GradientRecorder):
     """Moves the routers after each step, the same way each time."""
 
-    def step(self, *, loss_finite: bool) -> Update:
-        done = super().step(loss_finite=loss_finite)
+    def step(self, *, loss_finite: bool, **weights: Any) -> Update:
+        done = super().step(loss_finite=loss_finite, **weights)
         disturb(self.model, 0.1)
         return done
 

@@ -45,6 +45,9 @@ def test_gradient_norm_and_weights_are_those_of_one_rank(saved: Saved, name: str
         assert update.applied == expected.applied
         assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         assert update.grad_norm > SETTINGS.max_grad_norm, "clipping must act on the norm of all ranks"
+        assert update.ess == pytest.approx(expected.ess, rel=1e-9)
+        assert update.ess < 0.9, "the completions of all ranks must count"
+        assert update.learning_rate == pytest.approx(SETTINGS.learning_rate * update.ess**0.5, rel=1e-9)
         assert distance(gradient, whole) < 1e-4
     assert distance(two["weights"], one["weights"]) < 1e-4
     assert distance(two["state"], one["state"]) < 1e-4

@@ -44,7 +44,7 @@ class Sgd:
         self.updates = 0
         self.gradients: list[Tensor] = []
 
-    def step(self, *, loss_finite: bool) -> Update:
+    def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite
         self.gradients.append(flat_gradient(self.model))
         with torch.no_grad():
@@ -102,7 +102,7 @@ def naive_logprobs(model: Any, sample: TrainSample, temperature: float) -> Tenso
 
 def shaped_reward(sample: TrainSample, objective: Any) -> float:
     assert sample.score.reward is not None
-    if objective.shape == "none":
+    if not objective.shape:
         return sample.score.reward
     # DAPO's ramp over the last 2 of 10 tokens: it counts sampled tokens.
     return sample.score.reward + max(-1.0, min(0.0, (8 - len(sample.completion.logp_sampler)) / 2))
@@ -147,7 +147,8 @@ def test_loss_and_gradient_are_those_of_the_sampled_tokens(
     if layout == "padded":
         monkeypatch.setattr("gspo.learner.batch.supports_packing", lambda model: False)
     settings = (f"model.build={model}", "rollout.temperature=0.8", "learner.micro_batch_tokens=60")
-    parts = parts_of(tiny(*OBJECTIVES[name], *settings))
+    full = ("rollout.prompts=2", "rollout.group_size=3")  # the groups below are a full batch
+    parts = parts_of(tiny(*OBJECTIVES[name], *full, *settings))
     parts = replace(parts, optimizer=Sgd(in_double(parts)))
     before = copy.deepcopy(parts.policy.model)
     losses, gradients = [], []
@@ -199,7 +200,8 @@ def test_routing_replay_finds_the_experts_of_every_token(
 ) -> None:
     if layout == "padded":
         monkeypatch.setattr("gspo.learner.batch.supports_packing", lambda model: False)
-    parts = parts_of(tiny("model.build=tiny_moe", "routing.replay=sampler"))
+    full = ("rollout.prompts=2", "rollout.group_size=3")
+    parts = parts_of(tiny("model.build=tiny_moe", "routing.replay=sampler", *full))
     model = in_double(parts)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():

@@ -118,7 +118,9 @@ def split(
         part = None
         if rank in learners:
             part = part_of(learned, rows[rank], ranks, learners.index(rank), len(learners))
-        yield replace(collected, rollouts=batch, decoded=decoded), part
+        # Each rank has to fill its own part of the batch.
+        missing = share(collected.missing, rank, ranks)
+        yield replace(collected, rollouts=batch, decoded=decoded, wanted=len(batch.groups) + missing), part
 
 
 def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int, learners: int) -> LearnResult:
@@ -153,6 +155,7 @@ def routed_part(routed: RoutingStats, mine_N: Tensor, learner: int, learners: in
         routed,
         **{name: getattr(routed, name)[mine_N] for name in by_token},
         load_LE=share(routed.load_LE, learner, learners),
+        **{name: share(getattr(routed, name), learner, learners) for name in ("stored_bytes", "sampler_bytes")},
         balance_losses=tuple(loss / learners for loss in routed.balance_losses),
     )
 

@@ -97,9 +97,47 @@ def test_abstaining(make_pool, reward_file, group):
     )
     one, two, none = make_pool(first, second).score([group(["one", "two", "none"])])[0]
     assert (one.reward, one.correct) == (1.25, True)
-    assert (two.status, two.reward, two.correct, two.parts) == (Status.SCORED, 0.25, None, {"a": None, "b": 0.25})
+    # The first function has no opinion on the second completion, which is not a 0: its only other value is 1.
+    assert (two.status, two.reward, two.correct, two.parts) == (Status.SCORED, 1.25, None, {"a": None, "b": 0.25})
     assert (none.status, none.reward, none.correct) == (Status.UNSCORED, None, None)
     assert none.failure == "abstained: every reward returned None"
+
+
+def test_an_abstention_counts_as_the_mean_of_the_group(make_pool, reward_file, group):
+    verifier = reward_file(
+        "def v(completions, **_): return [None if c == '?' else float(c) for c in completions]", "v.py", "v"
+    )
+    form = reward_file("def f(completions, **_): return [0.5 if c == '?' else 1.0 for c in completions]", "f.py", "f")
+    pool = make_pool(verifier, form, weights=(2.0, -1.0))
+    (known, unknown, alone) = pool.score([group(["1", "0", "0", "?"]), group(["3", "?", "?"]), group(["?", "?"])])
+    assert [s.reward for s in known] == pytest.approx([2 - 1, -1, -1, 2 / 3 - 0.5])
+    assert [s.reward for s in unknown] == pytest.approx([6 - 1, 6 - 0.5, 6 - 0.5])  # another group, another mean
+    assert [s.reward for s in alone] == pytest.approx([-0.5, -0.5])  # nothing to compare: the other function alone
+    # Centered within the group, the verifier says nothing about the completion that it abstained on.
+    plain = [s.reward + 1.0 * s.parts["f"] for s in known]
+    assert plain[3] == pytest.approx(sum(plain) / 4)
+
+
+def test_a_function_without_a_weight_does_not_score_a_completion(make_pool, reward_file, group):
+    verifier = reward_file(
+        "def v(completions, **_): return [None if c == '?' else 1.0 for c in completions]", "v.py", "v"
+    )
+    length = reward_file("def n(completions, **_): return [float(len(c)) for c in completions]", "n.py", "n")
+    known, unknown = make_pool(verifier, length, weights=(1.0, 0.0)).score([group(["x", "?"])])[0]
+    assert (known.reward, known.status) == (1.0, Status.SCORED)
+    assert (unknown.reward, unknown.status) == (None, Status.UNSCORED)
+    assert unknown.failure == "abstained: every reward with a weight returned None"
+
+
+def test_values_of_an_unscored_completion_are_in_no_mean(make_pool, reward_file, group):
+    first = reward_file(
+        "def a(completions, **_): return [{'?': None, 'x': 9.0}.get(c, 1.0) for c in completions]", "a.py", "a"
+    )
+    second = reward_file(
+        "def b(completions, **_): return [float('nan') if c == 'x' else 0.0 for c in completions]", "b.py", "b"
+    )
+    one, unknown, failed = make_pool(first, second).score([group(["1", "?", "x"])])[0]
+    assert (one.reward, unknown.reward, failed.reward) == (1.0, 1.0, None)
 
 
 def test_a_failure_of_one_function_leaves_the_other_parts(make_pool, reward_file, group):

@@ -43,7 +43,8 @@ class Arm:
 
 def parse_arms(text: str) -> list[Arm]:
     """Parse `NAME[+OPTION...],...`. Whether objectives and settings exist is checked later, with the recipe."""
-    arms = [parse_arm(part.strip()) for part in text.split(",")]
+    # Not at the commas of a list: `dapo+shape=["overlong_filter","soft_overlong"]`.
+    arms = [parse_arm(part.strip()) for part in re.split(r",(?![^\[\]]*\])", text)]
     for number, arm in enumerate(arms):
         if arm.label in [a.label for a in arms[:number]]:
             raise ConfigError(f"--objectives: {arm.label!r} is given twice; give each arm once")

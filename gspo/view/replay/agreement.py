@@ -72,7 +72,8 @@ def agreement(
         () if routed else ("routing/flip_fraction_sampler",)
     )  # needs the sampler's experts, which are not recorded
     # Padding depends on how a batch is split into micro-batches, which depends on the machine.
-    keys = [k for k in recomputed if metrics is not None and k not in skipped and not k.startswith("padding/")]
+    # An earlier version did not write all metrics.
+    keys = [k for k in recomputed if k in (metrics or {}) and k not in skipped and not k.startswith("padding/")]
     differences = {k: _relative(recomputed[k], (metrics or {}).get(k)) for k in keys}
     worst = max(differences, key=lambda k: differences[k], default="")
     return Agreement(

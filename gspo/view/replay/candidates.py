@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspo import config as settings
+from gspo.build import with_reward_weights
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
@@ -78,7 +79,7 @@ def _objective(config: Config, arm: Arm) -> Objective:
         values.setdefault("max_length", config.rollout.max_tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ObjectiveWarning)  # the table shows the effect of an unusual clip range
-        return build(arm.objective, **values)
+        return with_reward_weights(build(arm.objective, **values), config)
 
 
 def _same(a: Objective, b: Objective) -> bool:

@@ -171,7 +171,7 @@ def _advantage(
 
 def _shaped_reward(objective: Objective, sample: Any) -> float:
     reward: float = sample.score.reward
-    if objective.shape == "soft_overlong":
+    if "soft_overlong" in objective.shape:
         reward += _soft_overlong(len(sample.completion.token_ids))
     return reward
 
