@@ -28,6 +28,7 @@ from gspo.model.sharding import full
 if TYPE_CHECKING:
     from gspo.context import LearnContext
     from gspo.learner.batch import TrainBatch
+    from gspo.learner.result import GradientResult
     from gspo.learner.routing_replay import RoutingStats
     from gspo.model.routing import RouterTrace
 
@@ -200,11 +201,14 @@ def training_forward(
         )
 
 
-# ---- out of memory
+# ---- out of memory, and float16 overflow
 
 
 class Attempt:
     """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
+
+    result: GradientResult
+    """Set by the caller, inside the context."""
 
     def __init__(self, batch: TrainBatch, update_index: int, halvings: int) -> None:
         self.batch = batch
@@ -226,19 +230,21 @@ class Attempt:
 
 
 def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Iterator[Attempt]:
-    """Attempts at an update, each with micro-batches of half the size: `for attempt in attempts(...): with attempt:`.
+    """Attempts at the gradients of an update: `for attempt in attempts(...): with attempt: attempt.result = ...`.
 
-    The last one succeeds or raises."""
+    After an out-of-memory error the next one has micro-batches of half the size. After an overflow in float16 it has
+    half the loss scale. The last one succeeds or raises."""
     halvings = 0
     while True:
         attempt = Attempt(batch, update_index, halvings)
         yield attempt
-        if attempt.smaller is None:
+        if attempt.smaller is not None:
+            # By now the traceback of the error, which held the tensors that did not fit, is gone.
+            if batch.old.cached is not None:
+                batch.old.cached.drop()
+            batch = replace(batch, plan=attempt.smaller)
+            halvings += 1
+            context.policy.model.zero_grad(set_to_none=True)
+            release_memory()
+        elif not context.optimizer.retry_after_overflow(loss_finite=attempt.result.finite):
             return
-        # By now the traceback of the error, which held the tensors that did not fit, is gone.
-        if batch.old.cached is not None:
-            batch.old.cached.drop()
-        batch = replace(batch, plan=attempt.smaller)
-        halvings += 1
-        context.policy.model.zero_grad(set_to_none=True)
-        release_memory()
