@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 def completion_logprobs(
-    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False, head_buffer: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(logp_N, entropy_N). The entropy carries a gradient only with `entropy_gradient`."""
+    """(logp_N, entropy_N). The entropy carries a gradient only with `entropy_gradient`. Without `head_buffer`, the
+    gradient of the LM head flows through autograd even if an optimizer has a float32 buffer for it."""
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
@@ -49,7 +50,7 @@ def completion_logprobs(
         weight,
         batch.target_N,
         temperature,
-        weight_gradient=gradient_buffer(weight),
+        weight_gradient=gradient_buffer(weight) if head_buffer else None,
     )
     return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
 
