@@ -38,6 +38,10 @@ class NumericalError(GspoError, RuntimeError):
     """Loss, gradients or weights are not finite, or the gradient norm spikes repeatedly."""
 
 
+FLOAT16_HINT = ' (float16 holds nothing above 65504: if this repeats, use model.dtype = "bfloat16" or "float32")'
+"""The end of a message about a number that is not finite, for a float16 model."""
+
+
 class AlarmError(GspoError, RuntimeError):
     """An alarm that the settings mark as fatal was raised."""
 

@@ -88,9 +88,9 @@ def learn(
         if before_update is not None:
             before_update(batch, update_index)
         for attempt in attempts(context, batch, update_index):
-            with attempt:  # swallows an out-of-memory error; the next attempt has micro-batches of half the size
-                result = accumulate_gradients(context, attempt.batch, update_index)
-        batch = attempt.batch  # of the attempt that succeeded
+            with attempt:  # repeated with half the micro-batch size if memory runs out, half the loss scale on overflow
+                attempt.result = accumulate_gradients(context, attempt.batch, update_index)
+        batch, result = attempt.batch, attempt.result  # of the attempt that succeeded
         update = optimizer.step(loss_finite=result.finite, log_weight_B=result.log_weight_B(batch.tokens))
         stats.add(result, update, attempt.halvings)
     return stats.result(batch, context.policy.model)
@@ -98,7 +98,7 @@ def learn(
 
 def accumulate_gradients(context: LearnContext, batch: TrainBatch, update_index: int) -> GradientResult:
     """Add up the gradient of optimizer step `update_index` over its micro-batches."""
-    objective, device = context.objective, context.policy.device
+    objective, optimizer, device = context.objective, context.optimizer, context.policy.device
     weight_N = loss_weights(objective, batch.plan, update_index).to(device)  # fixed before micro-batching
     selected_N = token_selection(context, batch, update_index)  # only objectives that single out tokens
     stats = GradientStats()
@@ -107,6 +107,6 @@ def accumulate_gradients(context: LearnContext, batch: TrainBatch, update_index:
         with training_forward(context, batch, micro, update_index) as out:
             tokens = micro_tokens(batch, micro, out, selected_N)
             loss = loss_of(objective, tokens, weight_N[micro.at_N])
-            (loss.total + out.balance_loss()).backward()  # only MoE models have a balance loss
+            optimizer.scale_loss(loss.total + out.balance_loss()).backward()  # only MoE models have a balance loss
         stats.add(micro, out.logp_N, loss)
     return stats.result()

@@ -65,9 +65,11 @@ def last(config: Config) -> Path:
 VARIANTS = {
     "float32": (),
     "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
+    "float16 with loss scaling": ("model.dtype=float16",),
     "KL to the base model": ("objective.name=grpo",),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
     "4-bit base weights": ("model.quantize=nf4", "model.dtype=bfloat16"),
+    "4-bit base weights, float16": ("model.quantize=nf4", "model.dtype=float16"),
 }
 
 
@@ -110,7 +112,7 @@ def test_an_adapted_model_starts_as_the_base_model(base: Callable[..., str]) -> 
     assert torch.equal(logits(fresh), logits(plain))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_checkpoint_loads_in_plain_peft(dtype: str, adapting: Callable[..., Config], display: Any) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -176,7 +178,7 @@ def test_the_reference_equals_a_separate_copy(
     assert mine[-1]["loss/kl"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_merged_model_is_plain_and_gives_the_same_logits(
     dtype: str, adapting: Callable[..., Config], display: Any, tmp_path: Path
 ) -> None:
@@ -284,7 +286,19 @@ def test_a_checkpoint_trained_on_4_bit_weights_is_loaded_as_such(
     assert (last(full) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4_bit_weights_do_not_hide_weights_beyond_float16(base: Callable[..., str], tmp_path: Path) -> None:
+    config = ModelConfig(path=base(), device="cpu")
+    policy = load_policy(config, load_tokenizer(config), seed=0)
+    policy.model.model.layers[0].mlp.up_proj.weight.data.fill_(7e4)
+    policy.model.save_pretrained(tmp_path / "large")
+    policy.tokenizer.save_pretrained(tmp_path / "large")
+    lora = LoraConfig(rank=2)
+    config = ModelConfig(path=str(tmp_path / "large"), device="cpu", quantize="nf4", dtype="float16", lora=lora)
+    with pytest.raises(ConfigError, match=r"model.dtype: .*layers.0.mlp.up_proj.*65504"):
+        load_policy(config, policy.tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("instructions", [True, False], ids=["with bfloat16 instructions", "without"])
 def test_4_bit_layers_compute_with_their_dequantized_weights_on_every_cpu(
     instructions: bool, dtype: str, base: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -320,7 +334,8 @@ def test_4_bit_layers_compute_with_their_dequantized_weights_on_every_cpu(
             scale = theirs.grad.abs().max()
             torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, **exact)
     adapter.merge(small)
-    torch.testing.assert_close(logits(small), sampled, rtol=1e-2, atol=5e-2 if dtype == "bfloat16" else 1e-4)
+    atol = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}[dtype]
+    torch.testing.assert_close(logits(small), sampled, rtol=1e-2, atol=atol)
 
 
 # -------------------------------------------------------------------------------- location of the base model

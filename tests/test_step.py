@@ -41,6 +41,12 @@ class GradientRecorder:
         self.updates = 0
         self.gradients: list[Any] = []
 
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
+        return False
+
     def step(self, *, loss_finite: bool, **weights: Any) -> Any:
         self.gradients.append(
             torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).clone()

@@ -45,6 +45,7 @@ VARIANTS = {
     "dynamic sampling": ("objective.keep=mixed", "rollout.group_size=2", "rollout.refill_budget=2"),
     "mixture of experts": ("model.build=tiny_moe",),
     "bfloat16 with float32 master weights": ("model.dtype=bfloat16",),
+    "float16 with loss scaling": ("model.dtype=float16",),
     "data smaller than a batch": ("data.task_size=3", "learner.schedule=cosine", "learner.warmup_updates=3"),
     "cold start": ("cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9"),
     "selected tokens": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),

@@ -89,7 +89,11 @@ def _precision(directory: Path) -> str:
         raise ConfigError(
             f"{directory / adapter.WEIGHTS}: cannot be read ({error}); the adapter is incomplete"
         ) from None
-    # float32 represents the values of the other precisions, such as float16, exactly.
+    # The base model of a run was float16 too.
+    if kind == "F16" and (directory / "trainer.json").is_file():
+        return "float16"
+    # float32 represents the values of the other precisions exactly. The base model of a float16 adapter from elsewhere
+    # may have weights that float16 does not hold.
     return _PRECISIONS.get(kind, "float32")
 
 

@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from gspo import aliases
-from gspo.errors import CheckpointError, NumericalError
+from gspo.errors import FLOAT16_HINT, CheckpointError, NumericalError
 from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
 from gspo.model import adapter
@@ -88,9 +88,10 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
+        hint = FLOAT16_HINT if policy.model.dtype == torch.float16 else ""
         raise NumericalError(
             f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last "
-            "checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE"
+            f"checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE{hint}"
         )
     target = folder / f"{state.step:06d}"
     partial = folder / f".tmp-{state.step:06d}"

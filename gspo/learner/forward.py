@@ -28,14 +28,16 @@ from gspo.model.sharding import full
 if TYPE_CHECKING:
     from gspo.context import LearnContext
     from gspo.learner.batch import TrainBatch
+    from gspo.learner.result import GradientResult
     from gspo.learner.routing_replay import RoutingStats
     from gspo.model.routing import RouterTrace
 
 
 def completion_logprobs(
-    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    model: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False, head_buffer: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(logp_N, entropy_N). The entropy carries a gradient only with `entropy_gradient`."""
+    """(logp_N, entropy_N). The entropy carries a gradient only with `entropy_gradient`. Without `head_buffer`, the
+    gradient of the LM head flows through autograd even if an optimizer has a float32 buffer for it."""
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
@@ -48,7 +50,7 @@ def completion_logprobs(
         weight,
         batch.target_N,
         temperature,
-        weight_gradient=gradient_buffer(weight),
+        weight_gradient=gradient_buffer(weight) if head_buffer else None,
     )
     return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
 
@@ -206,11 +208,14 @@ def training_forward(
         )
 
 
-# ---- out of memory
+# ---- out of memory, and float16 overflow
 
 
 class Attempt:
     """One try of an update. Its context swallows an out-of-memory error if smaller micro-batches may help."""
+
+    result: GradientResult
+    """Set by the caller, inside the context."""
 
     def __init__(self, batch: TrainBatch, update_index: int, halvings: int) -> None:
         self.batch = batch
@@ -232,19 +237,21 @@ class Attempt:
 
 
 def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Iterator[Attempt]:
-    """Attempts at an update, each with micro-batches of half the size: `for attempt in attempts(...): with attempt:`.
+    """Attempts at the gradients of an update: `for attempt in attempts(...): with attempt: attempt.result = ...`.
 
-    The last one succeeds or raises."""
+    After an out-of-memory error the next one has micro-batches of half the size. After an overflow in float16 it has
+    half the loss scale. The last one succeeds or raises."""
     halvings = 0
     while True:
         attempt = Attempt(batch, update_index, halvings)
         yield attempt
-        if attempt.smaller is None:
+        if attempt.smaller is not None:
+            # By now the traceback of the error, which held the tensors that did not fit, is gone.
+            if batch.old.cached is not None:
+                batch.old.cached.drop()
+            batch = replace(batch, plan=attempt.smaller)
+            halvings += 1
+            context.policy.model.zero_grad(set_to_none=True)
+            release_memory()
+        elif not context.optimizer.retry_after_overflow(loss_finite=attempt.result.finite):
             return
-        # By now the traceback of the error, which held the tensors that did not fit, is gone.
-        if batch.old.cached is not None:
-            batch.old.cached.drop()
-        batch = replace(batch, plan=attempt.smaller)
-        halvings += 1
-        context.policy.model.zero_grad(set_to_none=True)
-        release_memory()

@@ -1,7 +1,7 @@
 """AdamW with warm-up and decay, float32 master weights, and steps that refuse non-finite gradients.
 
-In: gradients accumulated on the model, in float32 for weights of any precision. Out: an update, or a skip that leaves
-weights and moments unchanged.
+In: gradients accumulated on the model, in float32 for weights of any precision, multiplied by the loss scale if weights
+are float16. Out: an update, or a skip that leaves weights and moments unchanged.
 Invariant: the learning rate is a pure function of the update count and, with `ess_scaling`, of the completions of the
 update. The whole state is plain tensors by parameter name, so that it is saved and restored without pickle. If weights
 are sharded over ranks, so are masters and moments; the norm, the learning rate and the decision to skip are the same on
@@ -14,13 +14,15 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
+from gspo.errors import FLOAT16_HINT
+from gspo.learner.loss_scale import LossScale
 from gspo.model.sharding import full, is_sharded, on_all_ranks, over_ranks, sharded_like
 
 WINDOW = 128
@@ -46,6 +48,10 @@ class Update:
     """Effective sample size of the completions' importance weights, as a share of their number."""
     ess_factor: float = 1.0
     """What it multiplied the learning rate by."""
+    loss_scale: float | None = None
+    """The scale of the loss in its backward pass; None without loss scaling."""
+    overflows: int = 0
+    """How often its gradients overflowed float16 and were computed again with half the loss scale."""
 
 
 class Optimizer:
@@ -56,6 +62,8 @@ class Optimizer:
         self.total_updates = total_updates
         self.updates = 0
         self._norms: deque[float] = deque(maxlen=WINDOW)
+        # Frozen weights count too: gradients of activations flow through them in their precision.
+        self._loss_scale = LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Most updates are smaller than the resolution of a bfloat16 weight. They accumulate in float32 and would be
         # rounded away otherwise.
@@ -80,6 +88,28 @@ class Optimizer:
             fused=all(master.device.type == "cpu" for master in self._masters.values()) or None,
         )
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in a backward pass, a power of two; 1 unless weights are float16."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on."""
+        return loss if self._loss_scale is None else loss * self._loss_scale.value
+
+    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
+        """Whether the accumulated gradients overflowed because of the loss scale. If so, they are discarded and the
+        scale is halved, and the caller must compute them again. All ranks get the same answer."""
+        if self._loss_scale is None:
+            return False
+        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
+        finite = math.isfinite(float(full(torch.nn.utils.get_total_norm(gradients))))
+        # The scale does not affect the loss: if that is not finite, `step` skips the update, as in any precision.
+        if finite or not on_all_ranks(loss_finite, self._masters.values()) or not self._loss_scale.halve():
+            return False
+        self._reset_gradients()
+        return True
+
     def step(self, *, loss_finite: bool, log_weight_B: Tensor | None = None) -> Update:
         """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes.
 
@@ -100,9 +130,15 @@ class Optimizer:
             self.updates += 1
         self._adamw.zero_grad(set_to_none=True)
         self._reset_gradients()
-        return Update(
+        update = Update(
             applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped, ess=ess, ess_factor=factor
         )
+        scale = self._loss_scale
+        if scale is None:
+            return update
+        update = replace(update, loss_scale=scale.value, overflows=scale.overflows)
+        scale.finish_update(applied=update.applied)
+        return update
 
     def _clip(self) -> float:
         """Scale the gradients down to the largest norm that is allowed, and return their norm before."""
@@ -114,7 +150,7 @@ class Optimizer:
     def _skip_reason(self, loss_finite: bool, norm: float) -> str:
         """Why to skip the update; empty to apply it."""
         if not (loss_finite and math.isfinite(norm)):
-            return "a loss or gradient that is not finite"
+            return "a loss or gradient that is not finite" + (FLOAT16_HINT if self._loss_scale else "")
         # A gradient of exactly 0, from a mini-batch without a signal, is not a spike and has no logarithm.
         if not norm:
             return ""
@@ -137,13 +173,15 @@ class Optimizer:
                 master.copy_(self._weights[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and master weights, by parameter name."""
+        """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
                 tensors[f"{key}/{name}"] = full(value.detach()).contiguous()
             if master is not self._weights[name]:
                 tensors[f"master/{name}"] = full(master.detach())
+        if self._loss_scale is not None:
+            tensors["loss_scale"] = self._loss_scale.state()
         # float64, as Python's own floats, so that a resumed run skips the same spikes.
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
 
@@ -151,6 +189,8 @@ class Optimizer:
         """Restore the result of `state`."""
         self.updates = updates
         self._norms.extend(tensors.get("norms", torch.zeros(0)).tolist())
+        if self._loss_scale is not None and "loss_scale" in tensors:
+            self._loss_scale.load(tensors["loss_scale"])
         for name, master in self._masters.items():
             if f"master/{name}" in tensors:
                 master.data.copy_(sharded_like(tensors[f"master/{name}"], master))
@@ -164,9 +204,12 @@ class Optimizer:
                 }
 
     def _gradients_to_masters(self) -> None:
+        """Give the masters their gradients in float32, without the loss scale."""
         for name, master in self._masters.items():
             gradient = self._weights[name].grad
             master.grad = None if gradient is None else gradient.to(master.dtype)
+            if self._loss_scale is not None and master.grad is not None:
+                master.grad.div_(self._loss_scale.value)
 
     def _reset_gradients(self) -> None:
         for name, weight in self._weights.items():

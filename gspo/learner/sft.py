@@ -16,7 +16,7 @@ from itertools import islice
 from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import make_plan
+from gspo.learner.plan import Plan, make_plan
 from gspo.model.load import Policy
 from gspo.model.micro_batch import TokenSequence
 
@@ -58,12 +58,19 @@ def _train_step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSeque
     plan = make_plan(
         sequences, range(len(sequences)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed=""
     )
+    loss = _accumulate_gradients(policy, optimizer, plan)
+    while optimizer.retry_after_overflow(loss_finite=math.isfinite(loss)):
+        loss = _accumulate_gradients(policy, optimizer, plan)
+    optimizer.step(loss_finite=math.isfinite(loss))
+    return loss
+
+
+def _accumulate_gradients(policy: Policy, optimizer: Optimizer, plan: Plan) -> float:
     total = 0.0
     for micro in plan.updates[0]:
         logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
         # Divided by the tokens of the whole step, so that the split into micro-batches does not change the gradient.
         loss = -logp_N.sum() / plan.tokens
-        loss.backward()
+        optimizer.scale_loss(loss).backward()
         total += float(loss.detach())
-    optimizer.step(loss_finite=math.isfinite(total))
     return total

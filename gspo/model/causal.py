@@ -24,8 +24,15 @@ MOST = 0.1
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Refuse a model whose logits depend on later tokens or are not deterministic."""
-    difference_RT = _differences(model)
+    """Refuse a model whose logits depend on later tokens, are not deterministic, or overflow float16."""
+    logits = _trial_logits(model)
+    # In other precisions the model itself is at fault, and the first sampled token shows that.
+    if model.dtype == torch.float16 and not bool(logits.isfinite().all()):
+        raise ConfigError(
+            f"model.dtype: the activations of {type(model).__name__} exceed 65504, the largest number of float16; "
+            'set model.dtype = "bfloat16" or "float32"'
+        )
+    difference_RT = _differences(logits)
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     name = type(model).__name__
     if float((difference_RT[0] > tolerance).float().mean()) > MOST:
@@ -41,13 +48,18 @@ def check_causal(model: Any) -> None:
         )
 
 
-def _differences(model: Any) -> Tensor:
-    """The root-mean-square difference of each changed row to the first, by position, relative to the spread of the
-    logits. NaN counts as no difference."""
+def _trial_logits(model: Any) -> Tensor:
+    """Logits of a row and of changed copies of it."""
     vocabulary = model.get_input_embeddings().num_embeddings
     row = torch.arange(1, LENGTH + 1) % vocabulary
     other = (row + 1 + vocabulary // 2) % vocabulary
     rows = [row, *(torch.where(torch.arange(LENGTH) < at, row, other) for at in CHANGED_FROM)]
     logits: Tensor = model(input_ids=torch.stack(rows).to(model.device), use_cache=False).logits.float()
+    return logits
+
+
+def _differences(logits: Tensor) -> Tensor:
+    """The root-mean-square difference of each changed row to the first, by position, relative to the spread of the
+    logits. NaN counts as no difference."""
     difference_RT = (logits[1:] - logits[:1]).square().mean(-1).sqrt() / logits[:1].std(-1).clamp_min(1e-12)
     return difference_RT.nan_to_num(0.0).cpu()

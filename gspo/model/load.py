@@ -140,12 +140,24 @@ def _check_vocabulary(model: Any, tokenizer: Any, config: ModelConfig) -> None:
         )
 
 
+def _check_float16(model: Any, config: ModelConfig) -> None:
+    """Refuse weights that float16 does not hold: they have become infinite, and every log-prob would be NaN."""
+    weights = (named for named in model.named_parameters() if named[1].dtype == torch.float16)
+    name = next((name for name, weight in weights if not bool(torch.isfinite(weight).all())), None)
+    if name is not None:
+        raise ConfigError(
+            f'model.dtype: {config.path or config.build}: {name} has a weight that is not finite in "float16", whose '
+            'largest number is 65504; set model.dtype = "bfloat16" or "float32"'
+        )
+
+
 def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
     """Load or build the model on its device, without noise; with `routing`, also find its routers."""
     device = device_of(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and CUDA graphs use the current device
     model = _load(config, tokenizer, device, seed).to(device)
+    _check_float16(model, config)
     _check_vocabulary(model, tokenizer, config)
     # The rounding of a one-row product on a CPU depends on the alignment of the weight: docs/log.md, "one bit per
     # resume".
@@ -215,6 +227,7 @@ def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int) 
         model = build_model(config, tokenizer, seed) if config.build else _load_plain(config)
     # An adapter that is merged below belongs to the quantized weights, not to the original ones.
     if config.quantize or adapter_quantize:
+        _check_float16(model, config)  # 4-bit weights would hide it
         quantize(model, device)
     return _with_adapters(model, config, seed)
 

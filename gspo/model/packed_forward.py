@@ -100,7 +100,8 @@ def _trial(model: Any) -> float:
         micro = micro_batch(rows, (1, 0, 2, 3), 0, packed).to(model.device)
         with torch.set_grad_enabled(norm is not None):
             logits_NV = run_forward(model, micro).flatten(0, 1)[micro.output_N].float()
-            if norm is not None and not torch.autograd.grad(logits_NV.square().sum(), norm)[0].isfinite().all():
+            # The mean, because the gradient of a sum over the vocabulary would overflow float16.
+            if norm is not None and not torch.autograd.grad(logits_NV.square().mean(), norm)[0].isfinite().all():
                 raise ArithmeticError("the gradient is not finite")
         outputs.append(logits_NV.detach()[micro.at_N.argsort()])
     padded_NV, packed_NV = outputs

@@ -284,7 +284,7 @@ def _remedy(context: PreflightContext, need: Estimate, room: float) -> str:
     if fixed > room:
         model = context.config.model
         ways = {
-            ", model.dtype = bfloat16": model.dtype != "bfloat16",
+            ", model.dtype = bfloat16 or float16": model.dtype == "float32",
             ", adapters (model.lora.rank = 16)": not model.lora.rank,
         }
         kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"

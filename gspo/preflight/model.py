@@ -80,7 +80,7 @@ def check_model(context: PreflightContext) -> Iterator[Finding]:
         yield fail(
             f"The weights alone need {human(size)}, and only {human(context.free[0])} of memory are free, so the model "
             "was not loaded.",
-            "Use a smaller model, model.dtype = bfloat16, or a larger machine.",
+            "Use a smaller model, model.dtype = bfloat16 or float16, or a larger machine.",
         )
         return
     config = context.config

@@ -29,7 +29,7 @@ from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
-from gspo.record.alarms import NOISY
+from gspo.record.alarms import NOISY, rounding_remedy
 from gspo.rollout.engine import engine_traits
 from gspo.types import Completion, Prompt
 
@@ -281,11 +281,11 @@ def _rounding(context: PreflightContext, logprobs: LogprobsByPolicy) -> Iterator
     if noise is None or noise.beyond_clip < NOISY:
         return
     unit = "completions" if objective.clips_sequences else "tokens"
+    remedy = rounding_remedy(context.config.model.dtype)
     yield warning(
         f"In {context.config.model.dtype} rounding alone moves log-ratios by {noise.log_ratio:.1e} and takes "
         f"{noise.beyond_clip:.0%} of the {unit} out of the clip range: what is clipped would be random.",
-        'Set model.dtype = "float32", widen objective.clip_low and objective.clip_high, or set learner.mini_batches = '
-        "1.",
+        f"{remedy[:1].upper()}{remedy[1:]}.",
         log_ratio=noise.log_ratio,
         beyond_clip=noise.beyond_clip,
     )

@@ -39,6 +39,24 @@ class Alarm:
     holds: Callable[[Sequence[Row], int], bool]
     """Takes the rows so far and the number of steps for which a sign must last."""
     what: str
+    remedy: Callable[[str], str] | None = None
+    """What to try, by `model.dtype`. None if `what` says it."""
+
+    def message(self, dtype: str) -> str:
+        """What has happened and what to try, for a run of this precision."""
+        return self.what if self.remedy is None else f"{self.what}; {self.remedy(dtype)}"
+
+
+def rounding_remedy(dtype: str) -> str:
+    """What to try if rounding exceeds the clip range, for a run of this precision."""
+    finer = {
+        "bfloat16": 'set model.dtype = "float16", which rounds eight times finer at the same cost, or "float32", ',
+        "float16": 'set model.dtype = "float32", ',
+    }
+    return (
+        f"{finer.get(dtype, '')}widen objective.clip_low and objective.clip_high, or set learner.mini_batches = 1, "
+        "which makes every ratio exactly 1"
+    )
 
 
 def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]:
@@ -185,9 +203,10 @@ ALARMS = (
         name="rounding noise",
         holds=lasting(lambda row: _metric(row, "noise/beyond_clip") >= NOISY),
         what=(
-            "rounding alone moves at least a third of the ratios outside the clip range, so clipping is mostly noise; "
-            "train in float32 (model.dtype), widen objective.clip_low and clip_high, or use learner.mini_batches = 1"
+            "rounding alone moves at least a third of the ratios outside the clip range (noise/beyond_clip), so "
+            "clipping is mostly noise"
         ),
+        remedy=rounding_remedy,
     ),
 )
 NAMES = tuple(alarm.name for alarm in ALARMS)

@@ -16,6 +16,7 @@ from gspo import trust
 from gspo.config import Config
 from gspo.errors import AlarmError, DataError, NumericalError, RewardError
 from gspo.evaluation import Evaluation
+from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
 from gspo.record.alarms import HISTORY, active_alarms
@@ -149,6 +150,8 @@ class Incidents:
             self._excess_shown = True
             self.warn(f"step {step}: {learned.excess} (learner.allow_mismatch accepts it)")
         for index, update in enumerate(learned.updates):
+            if update.overflows:
+                self._report_overflow(step, index, update)
             in_row = 0 if update.applied else in_row + 1
             if not update.applied:
                 self._report_skipped(step, index, learned)
@@ -161,6 +164,17 @@ class Incidents:
                     f"gspo train --resume {self._run_dir.path} --learner.learning_rate={lower:.1g}"
                 )
         return in_row
+
+    def _report_overflow(self, step: int, index: int, update: Update) -> None:
+        """Report that gradients overflowed float16. Nothing was lost, so it does not count as a skipped update."""
+        scale = update.loss_scale
+        self._run_dir.event(
+            "gradient_overflow", step=step, mini_batch=index, overflows=update.overflows, loss_scale=scale
+        )
+        self._display.message(
+            f"step {step}: the gradients of update {index} overflowed float16 and were computed again with a loss "
+            f"scale of {scale:g}"
+        )
 
     def _report_skipped(self, step: int, index: int, learned: LearnResult) -> None:
         update = learned.updates[index]
@@ -236,14 +250,15 @@ class Incidents:
         self._recent.append(metrics)
         now = active_alarms(list(self._recent), self._config.alarms.steps)
         new = [alarm for alarm in now if alarm.name not in self._active_alarms]
+        dtype = self._config.model.dtype
         for alarm in new:
-            self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.what)
-            self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.what}")
+            self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.message(dtype))
+            self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.message(dtype)}")
         self._active_alarms = {alarm.name for alarm in now}
         fatal = next((alarm for alarm in new if alarm.name in self._config.alarms.stop), None)
         if fatal is None:
             return None
         return AlarmError(
-            f"step {step}: {fatal.name} (alarms.stop): {fatal.what}. "
+            f"step {step}: {fatal.name} (alarms.stop): {fatal.message(dtype)}. "
             f"The run is saved: gspo train --resume {self._run_dir.path}"
         )

@@ -199,6 +199,15 @@ PANELS = (
         ),
     ),
     Panel(
+        id="loss-scale",
+        title="Loss scale",
+        log=True,
+        what=(
+            "Factor of the loss in the backward pass of a float16 model. It halves when gradients overflow and doubles "
+            "after 200 updates without an overflow. A steady fall means that gradients or activations grow."
+        ),
+    ),
+    Panel(
         id="routing",
         title="Expert flips",
         form="share",
@@ -214,7 +223,10 @@ PANELS = (
         title="Failures",
         form="count",
         hide_zero=True,
-        what="Completions that could not be scored, skipped updates, and groups that a batch lacks.",
+        what=(
+            "Completions that could not be scored, skipped updates, gradients that overflowed float16, and groups that "
+            "a batch lacks."
+        ),
     ),
 )
 """The panels, in the order of the page."""
@@ -482,6 +494,25 @@ METRICS = (
         reduction=Reduction.SAME,
         panels=("trouble",),
         label="skipped updates",
+    ),
+    Metric(
+        "grad/loss_scale",
+        "Loss scale of the step's last update. The gradient norm and the losses are reported without it.",
+        present="trained, `float16`",
+        unit="number",
+        reduction=Reduction.SAME,
+        panels=("loss-scale",),
+        label="loss scale",
+    ),
+    Metric(
+        "grad/overflows",
+        "How often gradients of this step overflowed float16 and were computed again with half the loss scale. No "
+        "update is lost.",
+        present="trained, `float16`",
+        unit="count",
+        reduction=Reduction.SAME,
+        panels=("trouble",),
+        label="gradient overflows",
     ),
     Metric(
         "learning_rate",

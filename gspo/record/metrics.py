@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
 from gspo.objectives.loss import loss_statistics
@@ -157,6 +158,7 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         # Over skipped updates, too: a spike must be visible.
         "grad/norm": Same(_mean([u.grad_norm for u in learned.updates])),
         "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
+        **_loss_scale(learned.updates),
         "learning_rate": Same(learned.updates[-1].learning_rate),
         "ratio/ess": Same(_mean([u.ess for u in learned.updates])),
         "ratio/ess_factor": Same(_mean([u.ess_factor for u in learned.updates])),
@@ -186,6 +188,14 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
     metrics |= _noise(objective, learned)
     return metrics | (_routing(learned.routed, len(learned.updates)) if learned.routed else {})
+
+
+def _loss_scale(updates: Sequence[Update]) -> dict[str, Reduced]:
+    """The loss scale of a float16 model."""
+    scale = updates[-1].loss_scale
+    if scale is None:
+        return {}
+    return {"grad/loss_scale": Same(scale), "grad/overflows": Same(sum(u.overflows for u in updates))}
 
 
 def _shaping(learned: LearnResult) -> dict[str, Reduced]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gspo.record.alarms import FLAT, NOISY
+from gspo.record.alarms import FLAT, NOISY, rounding_remedy
 from gspo.record.run_format import ObjectiveFacts
 
 WINDOW = 20
@@ -551,9 +551,9 @@ def _noise(facts: RunFacts) -> Finding | None:
             f"Rounding alone changes the {ratio}-level log-ratios by {size:.1e} and moves {_percent(beyond)} of them "
             f"out of the clip range ({low:.1e} below, {high:.1e} above): much of the clipping is random."
         ),
-        remedy=(
-            'Train in float32 (model.dtype = "float32"), widen the clip range (objective.clip_low, clip_high), or '
-            f"{otherwise}. Rounding noise also averages out over longer completions."
+        remedy=_sentence(
+            f"{rounding_remedy(facts.setting('model', 'dtype', 'float32'), otherwise)}. Rounding noise also averages "
+            "out over longer completions."
         ),
     )
 
@@ -681,6 +681,10 @@ def _ends(facts: RunFacts, key: str) -> tuple[float, float] | None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def seconds(value: float) -> str:

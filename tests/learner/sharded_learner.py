@@ -52,6 +52,7 @@ CASES = {
     "head": Case(tied=False, own_head=True),
     "moe": Case(experts=True),
     "bfloat16": Case(dtype=torch.bfloat16),
+    "float16": Case(dtype=torch.float16),
     "broken": Case(broken=True),
 }
 # AdamW turns rounding of a gradient near 0 into a visible step of that one weight. A small learning rate keeps the
@@ -110,10 +111,28 @@ class Rank:
         model = build(case, seed)
         if self.ranks > 1:
             shard(model, case, self.ranks)
-        return model, Optimizer(model, SETTINGS, 4)
+        optimizer = Optimizer(model, SETTINGS, 4)
+        if case.dtype == torch.float16:  # a loss scale so large that the first gradients overflow
+            optimizer.load({"loss_scale": torch.tensor([2.0**24, 0.0], dtype=torch.float64)}, 0)
+        return model, optimizer
 
     def _update(self, case: Case, model: Any, optimizer: Optimizer, index: int) -> tuple[Update, dict[str, Tensor]]:
-        """One optimizer step, and its gradient: the micro-batches of this rank, with the token weights of all."""
+        """One optimizer step, and its gradient."""
+        broken = case.broken and index == 0 and self.rank == self.ranks - 1
+        self._accumulate_gradients(model, optimizer, index)
+        while optimizer.retry_after_overflow(loss_finite=not broken):
+            self._accumulate_gradients(model, optimizer, index)
+        gradient = {name: full(weight.grad) / optimizer.loss_scale for name, weight in model.named_parameters()}
+        return optimizer.step(loss_finite=not broken, log_weight_B=self._log_weights(index)), gradient
+
+    def _log_weights(self, index: int) -> Tensor:
+        """Importance weights of the completions of this rank."""
+        work = plan()
+        own = torch.cat([work.sequence_N[m.at_N] for m in work.updates[index][self.rank :: self.ranks]]).unique()
+        return 2 * torch.randn(len(work.sequences), generator=torch.Generator().manual_seed(index + 100))[own]
+
+    def _accumulate_gradients(self, model: Any, optimizer: Optimizer, index: int) -> None:
+        """The micro-batches of this rank, with the token weights of all."""
         work, rule = plan(), objective("dapo")
         length_B = torch.bincount(work.sequence_N)
         members = torch.cat([work.sequence_N[micro.at_N] for micro in work.updates[index]]).unique()
@@ -133,14 +152,7 @@ class Rank:
                 advantage_N=advantage_B[sequence_N],
                 sequences=Sequences(sequence_N, len(length_B)),
             )
-            loss_of(rule, tokens, weight_B[sequence_N]).total.backward()
-        broken = case.broken and index == 0 and self.rank == self.ranks - 1
-        gradient = {name: full(weight.grad).clone() for name, weight in model.named_parameters()}
-        own = torch.cat(
-            [work.sequence_N[micro.at_N] for micro in work.updates[index][self.rank :: self.ranks]]
-        ).unique()
-        log_weight_B = 2 * torch.randn(len(length_B), generator=generator)[own]
-        return optimizer.step(loss_finite=not broken, log_weight_B=log_weight_B), gradient
+            optimizer.scale_loss(loss_of(rule, tokens, weight_B[sequence_N]).total).backward()
 
     def _save(self, name: str, model: Any, optimizer: Optimizer, **more: Any) -> None:
         """As a checkpoint does: whole tensors."""

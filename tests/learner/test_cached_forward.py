@@ -24,6 +24,7 @@ CASES = {
     "one update": ("learner.mini_batches=1",),
     "entropy bonus": ("objective.entropy=0.01",),
     "bfloat16": ("model.dtype=bfloat16",),
+    "float16": ("model.dtype=float16",),
     "checkpointing": ("model.gradient_checkpointing=true",),
 }
 

@@ -53,17 +53,27 @@ def test_gradient_norm_and_weights_are_those_of_one_rank(saved: Saved, name: str
     assert distance(two["state"], one["state"]) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("stage", ["", "-resumed"], ids=["from the start", "resumed"])
-def test_bfloat16_shards_have_float32_gradients_and_masters(saved: Saved, stage: str) -> None:
-    one, two = saved(f"bfloat16-1{stage}"), saved(f"bfloat16-2{stage}")
+def test_16_bit_shards_have_float32_gradients_and_masters(saved: Saved, stage: str, dtype: str) -> None:
+    one, two = saved(f"{dtype}-1{stage}"), saved(f"{dtype}-2{stage}")
     # The first update only: AdamW turns rounding of a small gradient into a full step, so later ones differ.
     (update, gradient), (expected, whole) = two["updates"][0], one["updates"][0]
     assert update.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
     assert {g.dtype for g in gradient.values()} == {torch.float32}
     assert distance(gradient, whole) < 0.05
     for name, weight in two["weights"].items():
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, two["state"][f"master/{name}"].bfloat16()), name
+        assert weight.dtype == getattr(torch, dtype)
+        assert torch.equal(weight, two["state"][f"master/{name}"].to(weight.dtype)), name
+
+
+def test_ranks_agree_on_the_loss_scale(saved: Saved) -> None:
+    mine, other = saved("float16-2", 0), saved("float16-2", 1)
+    first = mine["updates"][0][0]
+    assert first.overflows > 0
+    assert first.applied
+    assert [u.loss_scale for u, _ in mine["updates"]] == [u.loss_scale for u, _ in other["updates"]]
+    assert torch.equal(mine["state"]["loss_scale"], other["state"]["loss_scale"])
 
 
 def test_log_probs_of_parts_of_a_plan_add_up_to_those_of_the_whole() -> None:

@@ -44,6 +44,12 @@ class Sgd:
         self.updates = 0
         self.gradients: list[Tensor] = []
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
+        return False
+
     def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite
         self.gradients.append(flat_gradient(self.model))

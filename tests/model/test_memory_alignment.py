@@ -50,6 +50,7 @@ MODELS = {
     "dense": ("tiny_dense", {}),
     "mixture of experts": ("tiny_moe", {}),
     "bfloat16": ("tiny_dense", {"dtype": "bfloat16"}),
+    "float16": ("tiny_dense", {"dtype": "float16"}),
     "LoRA": ("tiny_dense", {"lora": LoraConfig(rank=2)}),
     "4-bit": ("tiny_dense", {"lora": LoraConfig(rank=2), "quantize": "nf4"}),
 }

@@ -93,7 +93,7 @@ def test_the_alarm_is_raised_if_rounding_exceeds_the_clip_range(
     assert all(beyond[0] <= row["noise/beyond_clip"] <= beyond[1] for row in rows)
     alarms = [e for e in read_jsonl(run / "events.jsonl") if e["event"] == "alarm" and e["name"] == "rounding noise"]
     assert len(alarms) == (beyond[1] > 0.32)
-    assert all("model.dtype" in e["message"] for e in alarms)
+    assert all('model.dtype = "float16"' in e["message"] for e in alarms)
 
 
 @pytest.mark.parametrize(

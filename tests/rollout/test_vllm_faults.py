@@ -439,6 +439,14 @@ def test_a_server_starts_in_the_dtype_of_the_model_with_dummy_weights(tmp_path: 
     assert _defaults("some/hub-name", []) == ["--load-format", "dummy"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_vllm_computes_in_the_dtype_of_the_learner(dtype: str) -> None:
+    from gspo.rollout.vllm.in_process import settings_for
+
+    model = small_moe(getattr(torch, dtype))
+    assert settings_for(model, experts=False, adapters=False)["dtype"] == dtype
+
+
 # --- Options ---
 
 

@@ -391,6 +391,23 @@ def test_a_token_level_objective_that_clips_little_gives_no_warning() -> None:
     assert "clip range too wide" in {f.name for f in diagnose(none)}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "start"),
+    [
+        (
+            "bfloat16",
+            'Set model.dtype = "float16", which rounds eight times finer at the same cost, or "float32", widen',
+        ),
+        ("float16", 'Set model.dtype = "float32", widen'),
+        ("float32", "Widen objective.clip_low"),
+    ],
+)
+def test_a_finer_precision_is_suggested_if_there_is_one(dtype: str, start: str) -> None:
+    noisy = facts(every_step(noise__beyond_clip=0.4, noise__log_ratio=4e-3), model__dtype=dtype)
+    remedy = next(f.remedy for f in diagnose(noisy) if f.name == "rounding noise")
+    assert remedy.startswith(start)
+
+
 def test_uniform_groups_without_verdicts_give_no_advice_on_difficulty() -> None:
     def row(step: int) -> dict[str, Any]:
         return {k: v for k, v in metrics(step, groups__uniform_fraction=0.9).items() if k != "reward/correct_fraction"}

@@ -25,14 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.errors import ConfigError, NumericalError
+from gspo.errors import ConfigError
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits, eval_mode
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
-from gspo.rollout.local.sampling import DecodeResult, Queue, make_queue, sample_from_logits, uniform, with_greedy
+from gspo.rollout.local.sampling import (
+    DecodeResult,
+    Queue,
+    make_queue,
+    nan_error,
+    sample_from_logits,
+    uniform,
+    with_greedy,
+)
 from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
@@ -234,6 +242,7 @@ class _Batch:
         self.routes = routes
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.dtype = model.dtype
         device = model.device
         requests = len(queue.place_B)
         self.state = torch.zeros(len(_FIELDS), slots, dtype=torch.int64, device=device)
@@ -358,7 +367,7 @@ class _Batch:
     def _result(self) -> DecodeResult:
         # Once for all steps; a check in each would cost more.
         if self.logp_BT.isnan().any():
-            raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
+            raise nan_error(self.dtype)
         length_B = self.length_B.tolist()
         token_BT = self.token_BT.cpu().numpy()
         logp_BT = self.logp_BT.cpu().numpy()

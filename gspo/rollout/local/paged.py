@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo.errors import NumericalError
 from gspo.model.routing import Routers
 from gspo.rollout.engine import DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block
-from gspo.rollout.local.sampling import DecodeResult, Queue
+from gspo.rollout.local.sampling import DecodeResult, Queue, nan_error
 from gspo.rollout.local.slots import LIVE, SAMPLED, make_slots
 from gspo.types import Routes, Sampling
 
@@ -377,7 +376,7 @@ class PagedBatch:
         for rows in self.finished:
             # Checked at the end, because a check in each step would make the device wait for the host.
             if rows.logp.isnan().any():
-                raise NumericalError("sampling: the model's logits are not numbers (NaN); its weights have diverged")
+                raise nan_error(self.decoder.model.dtype)
             token_AT = rows.token.numpy()
             logp_AT = rows.logp.numpy()
             for i, (b, n) in enumerate(zip(rows.requests, rows.lengths, strict=True)):

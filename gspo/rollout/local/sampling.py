@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo.errors import FLOAT16_HINT, NumericalError
 from gspo.rollout.engine import DecodeStats, stream_key
 from gspo.types import Prompt, Routes, Sampling
 
@@ -103,6 +104,12 @@ def sample_from_logits(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor)
     # NaN.
     token_R1 = torch.searchsorted(cumulative_RV, threshold_R1).clamp_(max=logits_RV.shape[1] - 1)
     return token_R1.squeeze(1), logp_RV.gather(1, token_R1).squeeze(1)
+
+
+def nan_error(dtype: torch.dtype) -> NumericalError:
+    """The error for log-probs that are NaN, by the precision of the model."""
+    hint = FLOAT16_HINT if dtype == torch.float16 else ""
+    return NumericalError(f"sampling: the model's logits are not numbers (NaN); its weights have diverged{hint}")
 
 
 def with_greedy(

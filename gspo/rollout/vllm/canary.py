@@ -8,12 +8,13 @@ uses them: a kernel that kept its own copy, or a tensor in the wrong place, rais
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gspo.errors import WeightSyncError
+from gspo.errors import FLOAT16_HINT, WeightSyncError
 from gspo.rollout.engine import eval_mode
 from gspo.rollout.vllm.host import Generate, Request, RequestOutput
 from gspo.types import Prompt, Sampling
@@ -56,10 +57,11 @@ def check_canary(
     difference = _mean_difference(model, requests, outputs, temperature)
     # `not <=` instead of `>`: NaN must fail the check.
     if not difference <= TOLERANCE.get(model.dtype, LOW_PRECISION):
+        hint = FLOAT16_HINT if math.isnan(difference) and model.dtype == torch.float16 else ""
         raise WeightSyncError(
             f"engine 'vllm': it does not compute what the learner computes: log-probs differ by {difference:.2g} per "
             "token on average after the weights were sent; check that this vLLM supports the model's architecture "
-            'exactly, or set rollout.engine = "local"'
+            f'exactly, or set rollout.engine = "local"{hint}'
         )
     return difference
 

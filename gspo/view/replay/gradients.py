@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gspo.learner.batch import TrainBatch
 from gspo.learner.forward import completion_logprobs
+from gspo.learner.loss_scale import INITIAL
 from gspo.model.load import Policy
 
 EXACT_BYTES = 2 << 30
@@ -104,6 +105,19 @@ class _GradientStore:
         return total
 
 
+def _weight_gradients(
+    outputs: Sequence[Tensor], weights: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of sum(coefficient * output), scaled in float16 so that they neither underflow nor overflow."""
+    scale = INITIAL if any(w.dtype == torch.float16 for w in weights) else 1.0
+    while True:
+        scaled = [c * scale for c in coefficients]
+        gradients = torch.autograd.grad(outputs, weights, scaled, retain_graph=True, allow_unused=True)
+        if scale == 1 or all(bool(g.isfinite().all()) for g in gradients if g is not None):
+            return [None if g is None else g.float() / scale for g in gradients]
+        scale /= 2
+
+
 def gram(
     policy: Policy,
     batch: TrainBatch,
@@ -121,7 +135,11 @@ def gram(
     for cpu_batch in batch.plan.updates[index]:
         micro = cpu_batch.to(policy.device)
         with batch.routing.learning(micro) as seen:
-            logp_N, entropy_N = completion_logprobs(policy.model, micro, batch.temperature, entropy_gradient=entropy)
+            # Without the optimizer's buffer: `autograd.grad` would miss the gradient in it, and the next update of the
+            # replayed step would contain it.
+            logp_N, entropy_N = completion_logprobs(
+                policy.model, micro, batch.temperature, entropy_gradient=entropy, head_buffer=False
+            )
             # Every backward pass keeps the graph, because all directions share this forward pass.
             for row, direction in enumerate(directions):
                 outputs = [logp_N]
@@ -130,13 +148,11 @@ def gram(
                     outputs.append(entropy_N)
                     coefficients.append(direction.entropy_N[micro.at_N])
                 if any(bool(c.any()) for c in coefficients):  # all 0 if the whole micro-batch is clipped
-                    store.add(
-                        row, torch.autograd.grad(outputs, weights, coefficients, retain_graph=True, allow_unused=True)
-                    )
+                    store.add(row, _weight_gradients(outputs, weights, coefficients))
             auxiliary = batch.routing.balance_loss(micro, seen, index)
             if isinstance(auxiliary, Tensor):
                 balanced = True
-                gradient = torch.autograd.grad(auxiliary, weights, retain_graph=True, allow_unused=True)
+                gradient = _weight_gradients([auxiliary], weights, [torch.ones_like(auxiliary)])
                 # In a row of its own: the balance loss is the same for all objectives and would pull their cosines
                 # together.
                 store.add(len(directions), gradient)

@@ -133,6 +133,17 @@ def test_a_moe_model_with_a_load_balancing_loss(tmp_path: Path) -> None:
     assert by_label["grpo"].loss_kl > 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_16_bit_weights(dtype: str, tmp_path: Path) -> None:
+    """Measuring must not leave anything behind in the float32 buffer of the LM head's gradient."""
+    run = make_run(tmp_path, "steps=1", f"model.dtype={dtype}", "learner.mini_batches=2")
+    found = compute(Request(run=str(run), objectives="grpo,gspo+clip_high=1e-6"))
+    assert found.exact
+    assert found.numbers.grad_norm_in_run == pytest.approx(
+        found.run_grad_norm, rel=1e-2 if dtype == "bfloat16" else 2e-3
+    )
+
+
 def test_without_a_reference_the_kl_penalty_is_omitted_with_a_note(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path, without=(0,))
     found = compute(Request(run=str(copy), step=3, objectives="grpo,rloo"))

@@ -413,7 +413,7 @@ function seriesOf(panel, runs) {
 const MARKS = {
   alarm: "alarm", error: "error", resume: "info", unscored: "alarm", update_skipped: "skip", out_of_memory: "skip",
   checkpoint_failed: "alarm", checkpoint_damaged: "alarm", no_trainable_samples: "skip",
-  clip_range_limit: "skip",
+  clip_range_limit: "skip", gradient_overflow: "skip",
 };
 
 function marksOf(events) {
