@@ -50,6 +50,7 @@ def run_objective(config: Config) -> Objective:
         )
     _check_overlong(config, objective)
     _check_separate(config, objective)
+    _check_rollback_clip(config, objective)
     _check_quantized(config)
     _check_lora_reference(config, objective)
     if config.eval.every and not (config.data.held_out or config.data.held_out_path):
@@ -95,6 +96,19 @@ def _check_lora_reference(config: Config, objective: Objective) -> None:
         raise ConfigError(
             "objective.kl: its reference would be the model without adapters, not the adapter that the run starts "
             "from; merge the adapter first (gspo merge) and train the merged model, or set objective.kl = 0"
+        )
+
+
+def _check_rollback_clip(config: Config, objective: Objective) -> None:
+    if config.alarms.rollback_clip == 1:
+        return
+    remedy = "set it to 1, and lower alarms.rollback_rate instead"
+    if objective.trust_region.clip_range is None:
+        raise ConfigError(f"alarms.rollback_clip: {objective.name!r} has no clip range to narrow; {remedy}")
+    if run_adaptive_clip(config)[0]:
+        raise ConfigError(
+            "alarms.rollback_clip: an adaptive clip range follows its target clip fraction and would widen again in "
+            f"a few steps; {remedy}"
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gspo import trust
+from gspo.build import saved_model
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
 from gspo.context import RunContext
@@ -28,20 +28,25 @@ from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
-from gspo.objectives.adaptive_clip import at_limit
+from gspo.model.load import reload_weights
+from gspo.objectives.adaptive_clip import at_limit, with_scaled_range
 from gspo.objectives.describe import resolved
 from gspo.record.eval_metrics import eval_metrics, step_timings
+from gspo.record.held_out import HeldOutScores
 from gspo.record.incidents import Incidents
 from gspo.record.metrics import rollout_records, step_metrics
 from gspo.record.progress import Display
+from gspo.record.rollbacks import SKIPPED, Rollback
 from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
 from gspo.reduction import combined
 from gspo.resume_checks import change_texts, changed_settings, check_data_and_model, check_may_change, initial_state
+from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
+from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
 from gspo.step import collect, learn
 
@@ -60,9 +65,10 @@ class Loop:
         self.config = context.config
         """The settings of the run. `context.config` may have smaller micro-batches, after a step ran out of memory."""
         self.incidents = Incidents(run_dir=run_dir, display=display, config=context.config)
+        self.held_out = HeldOutScores(context.config.eval)
+        self.saver = Saver(run_dir=run_dir, context=context, display=display, held_out=self.held_out)
         self.start_step = 0
         """The step from which this process started or resumed."""
-        self._saved_step: int | None = None
         self._latest: TrainerState | None = None
         """The state that matches the current weights; `None` until the cold start has finished."""
 
@@ -75,17 +81,25 @@ class Loop:
             state = self._resume(begin, initial) if begin else self._start(initial)
             # Room for one batch: collect and learn take turns, and every batch is on-policy.
             buffer = RolloutBuffer(capacity=1, start=state.rollout)
-            while not self.is_finished(state) and not self.stop:
-                state = self._step(state, buffer)
+            while (state.pending or not self.is_finished(state)) and not self.stop:
+                try:
+                    # A run may resume at a step whose evaluation was interrupted.
+                    state = self._evaluate_and_record(state) if state.pending else self._step(state, buffer)
+                except RollBack as rollback:
+                    state = self._roll_back(rollback.record)
+                    buffer = RolloutBuffer(capacity=1, start=state.rollout)
+                    continue
                 if state.step % self.config.checkpoint.every == 0:
-                    self._save(state, required=False)
+                    self.saver.save(state, required=False)
         if self._latest is None:
             return initial
-        self._save(self._latest)
+        self.saver.save(self._latest)
         return self._latest
 
     def is_finished(self, state: TrainerState) -> bool:
         """Whether the run is finished in this state."""
+        if self.held_out.end_run:
+            return True
         if not self.config.tokens:
             return state.step >= self.config.steps
         # Completions may become so short that the token budget is never reached, hence the bound on steps.
@@ -93,6 +107,8 @@ class Loop:
 
     def planned_steps(self, state: TrainerState) -> int:
         """Number of steps after which the run will end, extrapolated if `tokens` decides."""
+        if self.held_out.end_run:
+            return state.step
         steps = self.config.steps
         tokens = self.config.tokens
         if not tokens:
@@ -108,7 +124,7 @@ class Loop:
         clock = Clock()
         # The step trains with the scaled clip range. `self.context` keeps the range of the settings, because
         # `_next_clip_scale` measures how far ratios move in units of it.
-        context = self._with_clip_range(state.clip_scale)
+        context = self._with_clip_range(state)
         with clock.measure("step"):
             self._fill(buffer, context, clock)
             collected = buffer.take()
@@ -119,7 +135,13 @@ class Loop:
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
+        in_row = state.skipped_in_row
+        skipped, error = self.incidents.check_updates(step, context.objective, collected, learned, in_row)
         tokens = state.tokens + collected.tokens
+        if error is not None:
+            sampled = replace(state, rollout=collected.after, tokens=tokens)
+            last_good = self.incidents.last_good_before_skipped(step, in_row)
+            raise rollback_or(error, self.run_dir, self.config, sampled, alarm=SKIPPED, step=step, last_good=last_good)
         # The metrics of every rank are combined. A run has one rank.
         metrics = combined([step_metrics(context.objective, collected, learned)])
         pending = {"step": step, "tokens/sampled": tokens, **metrics}
@@ -155,11 +177,35 @@ class Loop:
         metrics = {**state.pending, **evaluation}
         self._record(state, metrics, step_timings(state.step, clock))
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
-        alarm = self.incidents.check_alarms(state.step, metrics)
-        if alarm is not None:
-            self._save(state)
-            raise alarm
+        self._check_alarms(state, metrics)
+        self._check_held_out(state, metrics)
         return state
+
+    def _check_alarms(self, state: TrainerState, metrics: Mapping[str, Any]) -> None:
+        """Report new alarms, and stop or roll back for one that is to."""
+        alarm = self.incidents.check_alarms(state.step, metrics)
+        if alarm is None:
+            return
+        error = rollback_or(
+            self.incidents.alarm_error(state.step, alarm),
+            self.run_dir,
+            self.config,
+            state,
+            alarm=alarm.name,
+            step=state.step,
+            last_good=self.incidents.last_good(alarm),
+        )
+        if not isinstance(error, RollBack):
+            self.saver.save(state)
+        raise error
+
+    def _check_held_out(self, state: TrainerState, metrics: Mapping[str, Any]) -> None:
+        """Keep the checkpoint of the best evaluation so far, and report if the evaluations end the run."""
+        ended_before = self.held_out.end_run
+        self.held_out.add(metrics)
+        self.saver.save_if_best(state)
+        if self.held_out.end_run and not ended_before:
+            self.incidents.report_early_stop(state.step, self.held_out)
 
     def _record(self, state: TrainerState, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
         self.run_dir.write_metrics(metrics)
@@ -198,7 +244,7 @@ class Loop:
         if error is None:
             return
         # The state before this step is saved: a resume repeats the step. Its completions show what failed.
-        self._save(state)
+        self.saver.save(state)
         self._write_rollouts(step, self.context, collected, None)
         raise error
 
@@ -220,11 +266,14 @@ class Loop:
         self._latest = state
         return state
 
-    def _with_clip_range(self, scale: float) -> RunContext:
+    def _with_clip_range(self, state: TrainerState) -> RunContext:
         """The run context with the clip range of this step."""
-        if self.context.adaptive_clip is None:
+        objective = self.context.objective
+        if self.context.adaptive_clip is not None:
+            return replace(self.context, objective=self.context.adaptive_clip.scaled(objective, state.clip_scale))
+        if state.clip_factor == 1:  # also for objectives without a clip range
             return self.context
-        return replace(self.context, objective=self.context.adaptive_clip.scaled(self.context.objective, scale))
+        return replace(self.context, objective=with_scaled_range(objective, state.clip_factor))
 
     def _next_clip_scale(self, step: int, scale: float, learned: LearnResult | None) -> float:
         """The scale of the next step's clip range. Reports when it reaches its limit."""
@@ -246,11 +295,10 @@ class Loop:
         self.context = replace(self.context, config=config)
         self.incidents.report_smaller_micro_batches(step, smaller)
 
-    # ---- start, resume
+    # ---- start, resume, roll back
 
     def _start(self, state: TrainerState) -> TrainerState:
-        # An earlier attempt may have stopped before its first checkpoint and left files behind.
-        self.run_dir.rewind(-1, {})
+        self.run_dir.restart()
         self.run_dir.event("start", steps=self.config.steps)
         self._preflight(done=0)
         report_setup(self.context, self.run_dir, self.display, self.incidents)
@@ -261,7 +309,7 @@ class Loop:
         if self.context.objective.kl:
             self._freeze_reference()
         state = self._evaluate_and_record(self._set_state(replace(state, pending={"step": 0, "tokens/sampled": 0})))
-        self._save(state)
+        self.saver.save(state)
         return state
 
     def _preflight(self, *, done: int) -> None:
@@ -301,19 +349,42 @@ class Loop:
         if changed:
             self.display.message("settings changed since the checkpoint: " + "; ".join(change_texts(changed).values()))
         check_may_change(changed, self.run_dir.path)
-        checkpoint.restore(path, self.context.optimizer, state.updates)
-        self.run_dir.rewind(state.step, state.offsets)
+        state = self._restore(path, state)
         self._write_changes(state, changed)
         self.run_dir.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
         self.display.message(f"resumed {self.run_dir.path} at step {state.step}")
+        self.start_step = state.step
+        return self._set_state(replace(state, settings=initial.settings))
+
+    def _restore(self, path: Path, state: TrainerState) -> TrainerState:
+        """Continue from a checkpoint whose weights the policy has: restore the rest, discard everything after it."""
+        checkpoint.restore(path, self.context.optimizer, state.updates)
+        state = carry_out(self.run_dir, self.display, self.config, state)
+        self.run_dir.rewind(state.step, state.offsets)
+        learner = self.config.learner
+        self.context.optimizer.config = replace(learner, learning_rate=learner.learning_rate * state.rate_factor)
         rows = read_metrics(self.run_dir.path)
         self.incidents.remember_alarms(rows)
         for row in rows:
             self.display.evaluated(row)
-        self._saved_step = self.start_step = state.step
-        state = self._set_state(replace(state, settings=initial.settings))
-        return self._evaluate_and_record(state) if state.pending is not None else state
+        self.held_out.restart(rows)
+        self.saver.saved_step = state.step
+        self.saver.mark_best()
+        return state
+
+    def _roll_back(self, record: Rollback) -> TrainerState:
+        """Continue from an earlier checkpoint, as decided."""
+        assert self._latest is not None
+        path = self.run_dir.checkpoints / f"{record.to:06d}"
+        restored = replace(checkpoint.read_state(path), settings=self._latest.settings)
+        # From here on this is the state to save, and it is saved. If the decision cannot be written (a full disk), the
+        # bad state must not be saved either: a resume would continue with it.
+        self.saver.saved_step = self._set_state(restored).step
+        self.start_step = min(self.start_step, restored.step)
+        record_rollback(self.run_dir, record)
+        reload_weights(self.context.policy, saved_model(self.config.model, path))
+        return self._set_state(self._restore(path, restored))
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
         """Write changed settings into the run directory, once every check has accepted them."""
@@ -327,27 +398,6 @@ class Loop:
 
     # ---- checkpoints
 
-    def _save(self, state: TrainerState, *, required: bool = True) -> None:
-        """Write a checkpoint. If that fails (a full disk), raise if it is `required`, otherwise warn and continue."""
-        if self._saved_step == state.step:
-            return
-        policy, optimizer, keep = self.context.policy, self.context.optimizer, self.config.checkpoint.keep
-        try:
-            self.run_dir.check_held()
-            saved = checkpoint.save(self.run_dir.checkpoints, policy, optimizer, state, keep=keep)
-        except OSError as error:
-            text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
-            with suppress(OSError):
-                self.run_dir.event("checkpoint_failed", step=state.step, message=str(error))
-            if required:
-                raise CheckpointError(f"{text}; make room, then: gspo train --resume {self.run_dir.path}") from error
-            self.display.message(f"warning: {text}; the next attempt is in {self.config.checkpoint.every} steps")
-            return
-        self._saved_step = state.step
-        # This process has run the model code that it saves with the weights, so a resume may trust it.
-        trust.remember(self.run_dir.path, trust.model_code(self.config.model, [saved]))
-        self.run_dir.event("checkpoint", step=state.step)
-
     @contextmanager
     def _checkpoint_on_engine_error(self) -> Iterator[None]:
         """Save a checkpoint before re-raising an unrecoverable engine error."""
@@ -356,7 +406,7 @@ class Loop:
         except (EngineError, MismatchError) as error:
             if self._latest is None:
                 raise
-            self._save(self._latest)
+            self.saver.save(self._latest)
             raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run_dir.path}") from error
 
     @contextmanager
@@ -367,11 +417,5 @@ class Loop:
         except DiskError as error:
             if self._latest is not None:
                 with suppress(CheckpointError, DiskError):
-                    self._save(self._latest)
-            raise DiskError(f"{error} ({self._resume_point()})") from error
-
-    def _resume_point(self) -> str:
-        if self._saved_step is None or self._latest is None:
-            return "no step was finished before that"
-        lost = f", because there was no room for a checkpoint of step {self._latest.step}"
-        return f"a resume continues from step {self._saved_step}{lost if self._saved_step != self._latest.step else ''}"
+                    self.saver.save(self._latest)
+            raise DiskError(f"{error} ({self.saver.resume_point(self._latest)})") from error

@@ -31,6 +31,9 @@ MAY_CHANGE = (
     "log.",
     "checkpoint.",
     "alarms.",
+    "eval.metric",
+    "eval.patience",
+    "eval.min_gain",
     "model.device",
     "model.threads",
     "reward.workers",
@@ -93,7 +96,8 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:
     """The settings that differ, as [old, new]. Where a run is and when it ends are not compared."""
-    before, after = saved.settings, now.settings
+    # A setting that did not exist when the checkpoint was saved had the effect of its default.
+    before, after = flat(Config()) | dict(saved.settings), now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
 

@@ -37,6 +37,7 @@ from gspo.loop import Loop
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.describe import resolved
 from gspo.objectives.objective import Objective
+from gspo.record import rollbacks
 from gspo.record.curves_image import draw_curves
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_metrics
@@ -61,6 +62,10 @@ class Outcome:
     """Steps after which the run ends. Estimated from the pace so far if a token budget ends it."""
     idle: int
     """Steps of this process that trained on nothing."""
+    rollbacks: int
+    """How many times the run was rolled back, also before this process."""
+    ended_early: bool
+    """Whether early stopping (`eval.patience`) ended it."""
     stopped_by: int | None
     """The signal that stopped it early; None if it finished."""
     before: Estimate | None
@@ -154,7 +159,13 @@ def _where_to_resume(run: RunDir, display: Display) -> Path | None:
     if not checkpoint.saved(run.checkpoints):
         display.message(f"{run.path}: no checkpoint yet; starting from the beginning")
         return None
-    begin, complaints = checkpoint.newest(run.checkpoints, lambda state: _unfit(run, state))
+    records = rollbacks.read(run.path)
+    begin, complaints = checkpoint.newest(
+        run.checkpoints,
+        lambda state: _unfit(run, state),
+        # Left by a run that was killed while it rolled back.
+        abandoned=lambda state: rollbacks.is_abandoned(records, step=state.step, rollbacks=state.rollbacks),
+    )
     for complaint in complaints:
         run.event("checkpoint_damaged", message=complaint)
         display.message(f"skipped a damaged checkpoint: {complaint}")
@@ -165,6 +176,8 @@ def _unfit(run: RunDir, state: TrainerState) -> str | None:
     """Why the run's own log contradicts a checkpoint: the log is shorter, or another run wrote the checkpoint."""
     if lacking := run.lacks(state.offsets):
         return lacking
+    if state.rollbacks > (recorded := len(rollbacks.read(run.path))):
+        return f"{rollbacks.FILE} has {recorded} rollbacks, the checkpoint {state.rollbacks}"
     last = run.last_row(state.offsets.get("metrics.jsonl", 0))
     step = state.step if state.pending is None else state.step - 1
     if last is None and step < 0:
@@ -220,6 +233,8 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         start_step=loop.start_step,
         steps=loop.planned_steps(state),
         idle=loop.incidents.idle,
+        rollbacks=state.rollbacks,
+        ended_early=loop.held_out.end_run,
         stopped_by=None if loop.is_finished(state) else stop.signal,
         before=before,
         after=after,

@@ -29,7 +29,7 @@ LAYERS = (
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
-    {"cold_start", "resume_checks"},
+    {"cold_start", "resume_checks", "rollback", "saving"},
     {"contamination"},
     {"loop"},
     {"trainer"},

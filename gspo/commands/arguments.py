@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from gspo.config import help_texts
+from gspo.errors import ConfigError
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,36 @@ def add_trust_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the reward file and the model code that the run directory names; not needed for runs started here",
     )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add `--checkpoint`."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHICH",
+        default="newest",
+        help="checkpoint of a run: newest, best (checkpoint.keep_best) or a step (default: newest)",
+    )
+
+
+def checkpoint_of(path: Path, which: str) -> Path | None:
+    """The checkpoint of a run that `--checkpoint` selects, intact; None if the directory is not a run."""
+    from gspo.learner import checkpoint
+    from gspo.record.held_out import best_step
+
+    if which == "newest":
+        return checkpoint.newest_of(path)
+    if which != "best" and not which.isdecimal():
+        raise ConfigError(f"--checkpoint: {which!r} is neither newest nor best nor a step")
+    if not (path / "config.toml").is_file():
+        raise ConfigError(f"--checkpoint: {path} is not a run directory; leave the option out")
+    found = path / "checkpoints" / f"{best_step(path) if which == 'best' else int(which):06d}"
+    if not found.is_dir():
+        steps = ", ".join(str(int(p.name)) for p in checkpoint.saved(path / "checkpoints"))
+        raise ConfigError(f"--checkpoint: {found} does not exist; the run has checkpoints of these steps: {steps}")
+    if complaint := checkpoint.damage(found):
+        raise ConfigError(f"--checkpoint: {found.name} is damaged: {complaint}; choose another")
+    return found
 
 
 def positive(text: str) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo import aliases
 from gspo import config as settings
-from gspo.commands.arguments import add_trust_run
+from gspo.commands.arguments import add_checkpoint, add_trust_run, checkpoint_of
 from gspo.commands.command import Command, quiet_libraries
 from gspo.config import Config
 from gspo.data.sources import check_file
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recipe with the data, reward and sampling settings and the held-out problems "
         "(default for a run: its own)",
     )
+    add_checkpoint(parser)
     add_trust_run(parser)
     add("--k", default="1", help="values of k for pass@k and avg@k, separated by commas, for example 1,8 (default: 1)")
     add("--samples", type=int, help="completions per problem (default: the largest k)")
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     ks = _ks(options.k)
     return evaluate_model(
         options.model,
+        checkpoint=options.checkpoint,
         data=options.data,
         recipe=options.recipe,
         ks=ks,
@@ -101,6 +103,7 @@ def _ks(text: str) -> list[int]:
 def evaluate_model(
     model: str,
     *,
+    checkpoint: str = "newest",
     data: str | None,
     recipe: str | None,
     ks: Sequence[int],
@@ -127,7 +130,7 @@ def evaluate_model(
     for option, path in (("--json", json_path), ("--completions", completions_path)):
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
-    config = _eval_config(model, data, recipe, seed, overrides)
+    config = _eval_config(model, checkpoint, data, recipe, seed, overrides)
     _check_trust(model, config, recipe, trust_run)
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_components(config, stack, held_out=data is None, limit=limit)
@@ -146,18 +149,19 @@ def evaluate_model(
     return 0
 
 
-def _eval_config(model: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]) -> Config:
+def _eval_config(
+    model: str, checkpoint: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]
+) -> Config:
     """The settings of the recipe, or of the run that the model comes from, with this model and data."""
-    from gspo.learner.checkpoint import newest_of
     from gspo.model.adapter import base_of
 
     run = Path(model)
     given = recipe is not None
-    if (newest := newest_of(run)) is not None:
+    if (of_run := checkpoint_of(run, checkpoint)) is not None:
         # Refuses a run directory of a later format before its settings are misread.
         run_format.read(run)
         recipe = recipe or str(run / "config.toml")
-        model = str(newest)
+        model = str(of_run)
     if not recipe and not data and not run.exists():
         raise ConfigError(
             f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"

@@ -11,6 +11,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from gspo.commands.arguments import add_checkpoint, checkpoint_of
 from gspo.commands.command import Command, no_overrides, quiet_libraries
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
@@ -23,22 +24,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="RUN", help="a run (its newest checkpoint), a checkpoint, or an adapter directory"
     )
     parser.add_argument("out", metavar="OUT", help="directory for the merged model")
+    add_checkpoint(parser)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
     no_overrides(overrides)
     quiet_libraries()
-    source, out = merge(options.source, options.out)
+    source, out = merge(options.source, options.out, which=options.checkpoint)
     print(f"Merged model:  {out}  (from {source})")
     return 0
 
 
-def merge(source: str, out: str) -> tuple[Path, Path]:
-    """Write the merged model to `out`, in the precision of the adapter. Returns the adapter's directory and `out`."""
+def merge(source: str, out: str, *, which: str = "newest") -> tuple[Path, Path]:
+    """Write the merged model to `out`, in the precision of the adapter. Returns the adapter's directory and `out`.
+
+    Of a run it takes the checkpoint `which`: newest, best or a step."""
     from gspo.learner import checkpoint
     from gspo.model.load import load_policy, load_tokenizer
 
-    directory = _adapter_dir(Path(source))
+    directory = _adapter_dir(Path(source), which)
     target = Path(out)
     # An empty directory may be replaced; anything else may be somebody's model.
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -59,20 +63,20 @@ def merge(source: str, out: str) -> tuple[Path, Path]:
     return directory, target
 
 
-def _adapter_dir(source: Path) -> Path:
+def _adapter_dir(source: Path, which: str) -> Path:
     from gspo.learner import checkpoint
     from gspo.model import adapter
 
-    newest = checkpoint.newest_of(source)
-    directory = newest or source
+    of_run = checkpoint_of(source, which)
+    directory = of_run or source
     if not directory.is_dir():
         raise ConfigError(f"{source}: no such directory; give a run, a checkpoint or an adapter directory")
     if adapter.base_of(str(directory)) is None:
         full = (directory / "config.json").is_file()
         reason = "it is already a full model" if full else "it has no adapter_config.json"
         raise ConfigError(f"{directory}: nothing to merge: {reason}")
-    # A checkpoint that `newest_of` has found is verified already, and an adapter from elsewhere has no manifest.
-    if newest is None and (directory / "manifest.json").is_file() and (complaint := checkpoint.damage(directory)):
+    # A checkpoint of a run is verified already, and an adapter from elsewhere has no manifest.
+    if of_run is None and (directory / "manifest.json").is_file() and (complaint := checkpoint.damage(directory)):
         raise ConfigError(f"{directory}: is damaged: {complaint}; merge another checkpoint")
     return directory
 

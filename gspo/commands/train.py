@@ -68,10 +68,14 @@ def _report(outcome: Outcome) -> int:
     print()
     if outcome.stopped_by is not None:
         where = f"after step {outcome.step} of {outcome.steps}" if outcome.step else "before the first step"
-        print(f"Stopped {where}. Continue with:  {_program()} train --resume {outcome.run}")
+        print(f"Stopped {where}. Continue with:  {_resume_command(outcome)}")
     else:
         total = f" ({outcome.step} in total)" if outcome.start_step else ""
         print(f"Finished {taken} step{'s' * (taken != 1)}{total} in {outcome.seconds / 60:.1f} minutes.")
+    if outcome.ended_early:
+        print(f"It ended early (eval.patience). Continue with:  {_resume_command(outcome)} --eval.patience=0")
+    if outcome.rollbacks:
+        print(f"It was rolled back {outcome.rollbacks} time{'s' * (outcome.rollbacks != 1)}; see events.jsonl.")
     _report_accuracy(outcome)
     if outcome.idle:
         print(f"{outcome.idle} of {taken} steps trained on nothing and left the policy unchanged; see events.jsonl.")
@@ -97,6 +101,10 @@ def _report_accuracy(outcome: Outcome) -> None:
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+
+
+def _resume_command(outcome: Outcome) -> str:
+    return f"{_program()} train --resume {outcome.run}"
 
 
 def _program() -> str:

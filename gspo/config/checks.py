@@ -25,6 +25,7 @@ def check(config: Config) -> None:
     _check_updates(config)
     _check_model(config)
     _check_rewards(config)
+    _check_controls(config)
 
 
 def _check_data(config: Config) -> None:
@@ -95,6 +96,19 @@ def _check_rewards(config: Config) -> None:
     for key in config.reward.options:
         if key not in functions:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
+
+
+def _check_controls(config: Config) -> None:
+    """Check what may roll a run back, end it early or keep its best checkpoint."""
+    both = next((name for name in config.alarms.rollback if name in config.alarms.stop), None)
+    if both:
+        raise ConfigError(f"alarms.rollback: {both!r} is also in alarms.stop, which would win; leave it out of one")
+    if config.eval.metric == "accuracy":
+        return
+    if not (config.checkpoint.keep_best or config.eval.patience):
+        raise ConfigError("eval.metric: has no effect without checkpoint.keep_best or eval.patience; leave it out")
+    if not config.eval.greedy:
+        raise ConfigError(f'eval.metric: "{config.eval.metric}" is measured only with eval.greedy = true; set it')
 
 
 # Not SLURM_NTASKS: `sbatch` sets that for the whole job, also if the script starts a single process.

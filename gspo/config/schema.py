@@ -50,6 +50,7 @@ NonNegative = Annotated[int, Range(low=0)]
 NonNegativeFloat = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(low=0, exclusive=True)]
 Fraction = Annotated[float, Range(low=0, high=1)]
+Factor = Annotated[float, Range(low=0, high=1, exclusive=True)]
 # AdamW's bias correction divides by 1 - beta**step, so a decay must stay below 1, also in float32.
 Decay = Annotated[float, Range(low=0, high=0.9999999)]
 # The largest integer of TOML.
@@ -65,6 +66,18 @@ AlarmName = Literal[
     "tricks in programs",
     "engine mismatch",
     "rounding noise",
+]
+# Neither "engine mismatch" nor "rounding noise": other weights change neither the engine nor the precision.
+RollbackName = Literal[
+    "no trainable samples",
+    "uniform rewards",
+    "entropy collapse",
+    "truncation",
+    "repetition",
+    "reward jump",
+    "held-out drop",
+    "tricks in programs",
+    "skipped updates",
 ]
 Sink = Literal["tensorboard", "wandb", "trackio"]
 TINY_MODELS = ("tiny_dense", "tiny_moe")
@@ -309,6 +322,13 @@ class EvalConfig:
     """Sampled completions per held-out problem."""
     greedy: bool = True
     """Also measure accuracy with greedy decoding."""
+    metric: Literal["accuracy", "accuracy_greedy"] = "accuracy"
+    """Held-out metric that decides which checkpoint is the best (`checkpoint.keep_best`) and when to stop early
+    (`eval.patience`)."""
+    patience: Annotated[NonNegative, OnlyWith("eval.every")] = 0
+    """End the run after this many evaluations in a row without a gain of `eval.metric`. `0` disables early stopping."""
+    min_gain: Annotated[Fraction, OnlyWith("eval.patience")] = 0.0
+    """A gain counts for early stopping if it is more than this, for example `0.01` for one percentage point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +337,9 @@ class CheckpointConfig:
     """Steps between checkpoints. The last step and a stop always save one."""
     keep: NonNegative = 2
     """Number of most recent checkpoints to keep. `0` keeps all."""
+    keep_best: Annotated[bool, OnlyWith("eval.every")] = False
+    """Also keep the checkpoint with the highest `eval.metric`. An evaluation that is the best so far saves one. It
+    takes the disk space of one more checkpoint. `best.json` names the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +351,16 @@ class AlarmsConfig:
     """Alarms that save a checkpoint and stop the run: "no trainable samples", "uniform rewards", "entropy collapse",
     "truncation", "repetition", "reward jump", "held-out drop", "tricks in programs", "engine mismatch" or
     "rounding noise". The others only write an event and a message."""
+    rollback: tuple[RollbackName, ...] = ()
+    """Alarms that roll the run back to the last checkpoint from before their condition held: any alarm of `stop` except
+    "engine mismatch" and "rounding noise", or "skipped updates" (`learner.max_skipped`). The abandoned steps are kept
+    in `abandoned/`."""
+    rollback_rate: Annotated[Factor, OnlyWith("alarms.rollback")] = 0.5
+    """Each rollback multiplies the learning rate by this factor."""
+    rollback_clip: Annotated[Factor, OnlyWith("alarms.rollback")] = 1.0
+    """Each rollback multiplies the clip range by this factor. Only for objectives with a fixed clip range."""
+    max_rollbacks: Annotated[Count, OnlyWith("alarms.rollback")] = 2
+    """Maximum number of rollbacks of a run. After that, an alarm of `alarms.rollback` stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

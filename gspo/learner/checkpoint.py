@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +68,12 @@ class TrainerState:
     """Tokens of all completions of the batches up to `rollout`."""
     clip_scale: float = 1.0
     """Factor on the objective's clip range; 1 unless the range is adaptive."""
+    rollbacks: int = 0
+    """How many times an alarm has rolled the run back (`record/rollbacks.py`)."""
+    rate_factor: float = 1.0
+    """Factor of these rollbacks on the learning rate."""
+    clip_factor: float = 1.0
+    """Factor of these rollbacks on the clip range."""
     offsets: Mapping[str, int] = field(default_factory=dict)
     """Lengths of `metrics.jsonl` and `timings.jsonl` when this was saved."""
     problems: str = ""
@@ -83,8 +89,18 @@ class TrainerState:
     resume evaluates and then writes them. None if there is no such step."""
 
 
-def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
-    """Write `folder/STEP`, then delete all but the newest `keep` checkpoints. `0` keeps all."""
+def save(
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    state: TrainerState,
+    *,
+    keep: int,
+    protected: Collection[int] = (),
+    before_deletion: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `folder/STEP`, then delete all but the newest `keep` checkpoints and those of `protected` steps. `0` keeps
+    all. `before_deletion` is called once the new checkpoint is in place."""
     # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
     bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
@@ -107,7 +123,8 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: TrainerState
     _move_into_place(partial, target)
     # The rename is an entry of the folder, which must reach the disk, too.
     _flush(folder)
-    _retire(folder, keep, state.step)
+    before_deletion()
+    _retire(folder, keep, state.step, protected)
     return target
 
 
@@ -226,11 +243,21 @@ def _is_checkpoint(path: Path) -> bool:
     return not path.is_symlink() and sum((path / name).is_file() for name in own) >= 2
 
 
-def newest(folder: Path, unfit: Callable[[TrainerState], str | None] = lambda state: None) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is intact and not `unfit`, and the reason for each newer one that was skipped."""
+def newest(
+    folder: Path,
+    unfit: Callable[[TrainerState], str | None] = lambda state: None,
+    *,
+    abandoned: Callable[[TrainerState], bool] = lambda state: False,
+    last: int | None = None,
+) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is intact and not `unfit`, and the reason for each newer one that was skipped.
+
+    Those of `abandoned` steps, and of steps after `last`, are passed over without one."""
     complaints: list[str] = []
-    for path in reversed(saved(folder)):
+    for path in reversed([p for p in saved(folder) if last is None or int(p.name) <= last]):
         complaint = damage(path) or state_validation.fault_in(path)
+        if complaint is None and abandoned(read_state(path)):
+            continue
         complaint = complaint or unfit(read_state(path))
         if complaint is None:
             return path, complaints
@@ -300,15 +327,21 @@ def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
         raise CheckpointError(f"{path / TRAINER}: {error}") from error
 
 
-def _retire(folder: Path, keep: int, step: int) -> None:
+def _retire(folder: Path, keep: int, step: int, protected: Collection[int]) -> None:
     """Delete old checkpoints, and the leftovers of unfinished saves."""
     # A checkpoint of a later step was skipped when the run resumed, so it must not count as one of the newest.
     own = [path for path in saved(folder) if _is_checkpoint(path) and int(path.name) <= step]
     leftovers = [p for p in folder.glob(".tmp-*") if _LEFT_OVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
     for path in leftovers:
         shutil.rmtree(path)
-    for path in own[:-keep] if keep else ():
-        aside = folder / f".tmp-old-{path.name}"
+    delete(path for path in (own[:-keep] if keep else ()) if int(path.name) not in protected)
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Delete checkpoints. Directories that this program did not write stay."""
+    for path in filter(_is_checkpoint, paths):
+        aside = path.with_name(f".tmp-old-{path.name}")
+        _delete_leftover(aside)
         # If the process is killed while it deletes, the rest has the name of a leftover and the next save deletes it.
         path.rename(aside)
         shutil.rmtree(aside)

@@ -186,8 +186,10 @@ class Optimizer:
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Restore the result of `state`."""
+        """Restore the result of `state`, in place of the current state."""
         self.updates = updates
+        self._adamw.state.clear()  # a state from before the first update has no moments
+        self._norms.clear()
         self._norms.extend(tensors.get("norms", torch.zeros(0)).tolist())
         if self._loss_scale is not None and "loss_scale" in tensors:
             self._loss_scale.load(tensors["loss_scale"])

@@ -30,6 +30,10 @@ def _scale(value: Any) -> bool:
     return type(value) in (int, float) and LIMITS[0] <= value <= LIMITS[1]
 
 
+def _factor(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1
+
+
 def _counts(value: Any) -> bool:
     files = {"metrics.jsonl", "timings.jsonl"}
     return isinstance(value, Mapping) and set(value) <= files and all(map(_count, value.values()))
@@ -50,6 +54,9 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "skipped_in_row": (_count, "a count"),
     "tokens": (_count, "a count"),
     "clip_scale": (_scale, f"a number from {LIMITS[0]:g} to {LIMITS[1]:g}"),
+    "rollbacks": (_count, "a count"),
+    "rate_factor": (_factor, "a number above 0, at most 1"),
+    "clip_factor": (_factor, "a number above 0, at most 1"),
     "offsets": (_counts, "lengths of metrics.jsonl and timings.jsonl"),
     "problems": (lambda value: isinstance(value, str), "a text"),
     "model": (lambda value: isinstance(value, str), "a text"),
@@ -84,6 +91,9 @@ def saved_fields(path: Path) -> Any:
     if isinstance(values, dict) and "cursor" in values and "rollout" not in values:
         # Before batches had their own number, it was the number of the step that trained on them.
         values["rollout"] = {"batch": values.get("step"), "cursor": values.pop("cursor")}
+    if isinstance(values, dict) and "clip_scale" in values:
+        # Before runs could roll back.
+        values = {"rollbacks": 0, "rate_factor": 1.0, "clip_factor": 1.0} | values
     if isinstance(values, dict):
         values.setdefault("objective", "")  # custom objectives came later
     return values

@@ -115,16 +115,7 @@ def attach_saved(model: Any, folder: Path) -> LoraConfig:
         )
     inject_adapter_in_model(settings, model, NAME)
     _match_dtype(model)
-    saved = load_file(folder / WEIGHTS)
-    weights = _weights(model)
-    if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
-        raise ConfigError(
-            f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of "
-            f"{settings.base_model_name_or_path}; give the model it was trained on"
-        )
-    with torch.no_grad():
-        for key, weight in weights.items():
-            weight.copy_(saved[key])
+    reload_weights(model, folder)
     kinds = settings.target_modules or ()
     return LoraConfig(
         rank=settings.r,
@@ -132,6 +123,21 @@ def attach_saved(model: Any, folder: Path) -> LoraConfig:
         targets=(kinds,) if isinstance(kinds, str) else tuple(sorted(kinds)),
         experts=bool(experts),
     )
+
+
+@torch.no_grad()
+def reload_weights(model: Any, folder: Path) -> None:
+    """Replace the weights of the model's adapters by those of a saved adapter of the same layers."""
+    saved = load_file(folder / WEIGHTS)
+    weights = _weights(model)
+    if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
+        base = model.peft_config[NAME].base_model_name_or_path
+        raise ConfigError(
+            f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {base}; "
+            "give the model it was trained on"
+        )
+    for key, weight in weights.items():
+        weight.copy_(saved[key])
 
 
 def save(model: Any, folder: Path) -> None:

@@ -180,6 +180,21 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     return policy
 
 
+@torch.no_grad()
+def reload_weights(policy: Policy, config: ModelConfig) -> None:
+    """Replace the policy's trained weights by those that a run has saved of the same model at `config.path`.
+
+    In place: an engine, an optimizer and CUDA graphs that share the tensors stay valid. The weights are read to the
+    CPU, so a GPU needs no room for a second model."""
+    if adapter.adapted(policy.model):
+        adapter.reload_weights(policy.model, Path(config.path))
+        return
+    # Through transformers, because the names in the file may differ from those in memory.
+    saved = _load_plain(config).state_dict()
+    for name, tensor in policy.model.state_dict().items():
+        tensor.copy_(saved[name])
+
+
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
     """The model's routers, if routing is recorded. Settings that need routers are an error if there are none."""
     if config is None or not config.record:

@@ -16,7 +16,7 @@ gives no information about the range and does not change it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,9 +46,7 @@ class AdaptiveClip:
 
     def scaled(self, objective: Objective, scale: float) -> Objective:
         """The objective with its adapting sides scaled; every other setting is unchanged."""
-        region: Any = objective.trust_region
-        sides = {side: scale * getattr(region, side) for side in self.sides}
-        return replace(objective, trust_region=replace(region, **sides))
+        return with_scaled_range(objective, scale, self.sides)
 
     def next_scale(self, objective: Objective, scale: float, tokens: Tokens) -> float:
         """The scale after a step whose tokens were clipped by `objective` scaled by `scale`."""
@@ -77,6 +75,13 @@ class AdaptiveClip:
         # NaN sorts before every number, so the quantile of a diverged step is NaN.
         allowed = int(self.target * len(ranges_N))
         return float(ranges_N.sort(descending=True).values[min(allowed, len(ranges_N) - 1)])
+
+
+def with_scaled_range(objective: Objective, scale: float, sides: Sequence[str] = SIDES) -> Objective:
+    """The objective with these sides of its clip range scaled; every other setting is unchanged."""
+    region: Any = objective.trust_region
+    scaled = {side: scale * getattr(region, side) for side in sides}
+    return replace(objective, trust_region=replace(region, **scaled))
 
 
 def at_limit(scale: float) -> str | None:

@@ -15,6 +15,7 @@ from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
 from gspo.preflight.step_time import batches_per_step
+from gspo.record.retention import extra_checkpoints, most_checkpoints
 
 TOKEN_BYTES = 64
 """Bytes per completion token in `rollouts/`: its id, three log-probs, flags. Measured on demo runs: 62."""
@@ -58,11 +59,10 @@ def checkpoint_bytes(context: PreflightContext) -> float:
 def checkpoints(context: PreflightContext) -> int:
     """The largest number at a time: those kept, the one being written, and a reference model that the run creates."""
     config = context.config
-    # The checkpoint of step 0, and one more if the last step is not a multiple of checkpoint.every.
-    written = 2 + config.steps // config.checkpoint.every
-    kept = written if not config.checkpoint.keep else min(written, config.checkpoint.keep + 1)
     creates_reference = bool(config.model.build or config.cold_start.steps)
-    return kept + (context.objective is not None and bool(context.objective.kl) and creates_reference)
+    return most_checkpoints(config) + (
+        context.objective is not None and bool(context.objective.kl) and creates_reference
+    )
 
 
 def rollout_bytes(context: PreflightContext) -> float:
@@ -80,7 +80,11 @@ def rollout_bytes(context: PreflightContext) -> float:
 
 def _kept(context: PreflightContext) -> str:
     keep = context.config.checkpoint.keep
-    return f"checkpoint.keep = {keep}, and one being written" if keep else "checkpoint.keep = 0 keeps all of them"
+    if not keep:
+        return "checkpoint.keep = 0 keeps all of them"
+    extra = extra_checkpoints(context.config)
+    more = f", {extra} for checkpoint.keep_best or alarms.rollback" if extra else ""
+    return f"checkpoint.keep = {keep}{more}, and one being written"
 
 
 def _low_precision(context: PreflightContext) -> bool:

@@ -31,6 +31,14 @@ FLAT = 1e-6
 """A standard deviation of advantages or rewards below this counts as zero."""
 
 
+def before_sign(rows: Sequence[Row], steps: int) -> int:
+    """The last step whose weights were good, for an alarm that is raised as soon as a sign has lasted for `steps`.
+
+    The weights after step n sample the completions of step n + 1. So if step n + 1 is the first with a sign, the
+    weights after step n are bad, and those after step n - 1 are good."""
+    return int(rows[-1]["step"]) - steps - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
     """A sign of trouble, and what to try."""
@@ -39,6 +47,9 @@ class Alarm:
     holds: Callable[[Sequence[Row], int], bool]
     """Takes the rows so far and the number of steps for which a sign must last."""
     what: str
+    last_good: Callable[[Sequence[Row], int], int] = before_sign
+    """Takes the same when the alarm is raised. The last step whose weights were good, for a rollback; negative if no
+    weights of the run were."""
     remedy: Callable[[str], str] | None = None
     """What to try, by `model.dtype`. None if `what` says it."""
 
@@ -47,16 +58,15 @@ class Alarm:
         return self.what if self.remedy is None else f"{self.what}; {self.remedy(dtype)}"
 
 
-def rounding_remedy(dtype: str) -> str:
-    """What to try if rounding exceeds the clip range, for a run of this precision."""
+def rounding_remedy(
+    dtype: str, otherwise: str = "set learner.mini_batches = 1, which makes every ratio exactly 1"
+) -> str:
+    """What to try if rounding exceeds the clip range, for a run of this precision; `otherwise` is the last resort."""
     finer = {
         "bfloat16": 'set model.dtype = "float16", which rounds eight times finer at the same cost, or "float32", ',
         "float16": 'set model.dtype = "float32", ',
     }
-    return (
-        f"{finer.get(dtype, '')}widen objective.clip_low and objective.clip_high, or set learner.mini_batches = 1, "
-        "which makes every ratio exactly 1"
-    )
+    return f"{finer.get(dtype, '')}widen objective.clip_low and objective.clip_high, or {otherwise}"
 
 
 def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]:
@@ -107,6 +117,24 @@ def held_out_drop(rows: Sequence[Row], steps: int) -> bool:
     before = _correct_fraction(rows[max(0, best - steps) : best + 1])
     after = _correct_fraction(rows[evaluated[-2] :][-steps:])
     return fallen and before is not None and after is not None and after > before
+
+
+def before_drop(rows: Sequence[Row], steps: int) -> int:
+    """The step of the last evaluation from before held-out accuracy fell, as `Alarm.last_good`."""
+    evaluated = [row for row in rows if row.get("eval/accuracy_low") is not None]
+    best_low = max(float(row["eval/accuracy_low"]) for row in evaluated[:-2])
+    return max(int(row["step"]) for row in evaluated if float(row["eval/accuracy_high"]) >= best_low)
+
+
+def before_skipped(rows: Sequence[Row], step: int, in_row: int) -> int:
+    """The last step whose weights were good, when `step` has skipped updates after `in_row` others in a row."""
+    first = step
+    for row in reversed(rows):
+        if in_row <= 0:
+            break
+        first = int(row["step"])
+        in_row -= int(row.get("grad/skipped") or 0)
+    return before_sign([{"step": first}], 1)
 
 
 def _correct_fraction(rows: Sequence[Row]) -> float | None:
@@ -177,6 +205,7 @@ ALARMS = (
     Alarm(
         name="held-out drop",
         holds=held_out_drop,
+        last_good=before_drop,
         what=(
             "more training completions count as correct while held-out accuracy has fallen: the policy exploits the "
             "reward or overfits the training problems; read completions, and resume from an earlier checkpoint"

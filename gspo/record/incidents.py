@@ -19,7 +19,8 @@ from gspo.evaluation import Evaluation
 from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
-from gspo.record.alarms import HISTORY, active_alarms
+from gspo.record.alarms import HISTORY, Alarm, active_alarms, before_skipped
+from gspo.record.held_out import HeldOutScores
 from gspo.record.metrics import drop_reasons
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir
@@ -133,16 +134,17 @@ class Incidents:
 
     def check_updates(
         self, step: int, objective: Objective, collected: CollectResult, learned: LearnResult | None, in_row: int
-    ) -> int:
-        """Report skipped updates and steps without data to train on. Stop after too many skipped updates in a row.
+    ) -> tuple[int, NumericalError | None]:
+        """Report skipped updates and steps without data to train on.
 
-        Returns the number of skipped updates in a row, which was `in_row` before this step."""
+        Returns the number of skipped updates in a row, which was `in_row` before this step, and the error if there are
+        too many."""
         if collected.missing:
             self._report_short(step, collected, idle=learned is None)
         if learned is None:
             self._report_idle(step, drop_reasons(objective, collected, None))
             # No update was tried, so nothing is known about the numerics: the count neither grows nor restarts.
-            return in_row
+            return in_row, None
         if len(learned.updates) < self._config.learner.mini_batches:
             self._report_few_updates(step, learned)
         if learned.excess and not self._excess_shown:
@@ -158,12 +160,16 @@ class Incidents:
             # A single skip is harmless, but a policy whose weights have diverged is skipped forever and never recovers.
             if in_row >= self._config.learner.max_skipped:
                 lower = self._config.learner.learning_rate / 3
-                raise NumericalError(
+                return in_row, NumericalError(
                     f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
                     "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
                     f"gspo train --resume {self._run_dir.path} --learner.learning_rate={lower:.1g}"
                 )
-        return in_row
+        return in_row, None
+
+    def last_good_before_skipped(self, step: int, in_row: int) -> int:
+        """The last step whose weights were good, when a step has skipped updates after `in_row` in a row before it."""
+        return before_skipped(list(self._recent), step, in_row)
 
     def _report_overflow(self, step: int, index: int, update: Update) -> None:
         """Report that gradients overflowed float16. Nothing was lost, so it does not count as a skipped update."""
@@ -241,12 +247,13 @@ class Incidents:
     # ---- alarms
 
     def remember_alarms(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the metrics of a resumed run. Its active alarms are not reported again, and do not stop it."""
+        """Take over the metrics of a restored run. Its active alarms are not reported again, and do not stop it."""
+        self._recent.clear()
         self._recent.extend(rows)
         self._active_alarms = {alarm.name for alarm in active_alarms(rows, self._config.alarms.steps)}
 
-    def check_alarms(self, step: int, metrics: Mapping[str, Any]) -> AlarmError | None:
-        """Report alarms that are newly raised. The error, if one of them is in `alarms.stop`."""
+    def check_alarms(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
+        """Report alarms that are newly raised. Returns the one that stops the run or rolls it back, if any."""
         self._recent.append(metrics)
         now = active_alarms(list(self._recent), self._config.alarms.steps)
         new = [alarm for alarm in now if alarm.name not in self._active_alarms]
@@ -255,10 +262,31 @@ class Incidents:
             self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.message(dtype))
             self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.message(dtype)}")
         self._active_alarms = {alarm.name for alarm in now}
-        fatal = next((alarm for alarm in new if alarm.name in self._config.alarms.stop), None)
-        if fatal is None:
-            return None
+        for names in (self._config.alarms.stop, self._config.alarms.rollback):
+            for alarm in new:
+                if alarm.name in names:
+                    return alarm
+        return None
+
+    def last_good(self, alarm: Alarm) -> int:
+        """The last step whose weights were good, when an alarm has just been raised."""
+        return alarm.last_good(list(self._recent), self._config.alarms.steps)
+
+    def alarm_error(self, step: int, alarm: Alarm) -> AlarmError:
+        """The error of an alarm that stops the run."""
+        key = "alarms.stop" if alarm.name in self._config.alarms.stop else "alarms.rollback"
         return AlarmError(
-            f"step {step}: {fatal.name} (alarms.stop): {fatal.message(dtype)}. "
+            f"step {step}: {alarm.name} ({key}): {alarm.message(self._config.model.dtype)}. "
             f"The run is saved: gspo train --resume {self._run_dir.path}"
         )
+
+    # ---- early stopping
+
+    def report_early_stop(self, step: int, held_out: HeldOutScores) -> None:
+        """Report that the evaluations end the run."""
+        settings, best = held_out.settings, held_out.best()
+        text = f"no gain of eval/{settings.metric} in {held_out.without_gain} evaluations (eval.patience)"
+        if best is not None:
+            text += f"; the best was {best.value:.1%} at step {best.step}"
+        self._run_dir.event("early_stop", step=step, best_step=best and best.step, message=text)
+        self._display.message(f"step {step}: the run ends early: {text}")

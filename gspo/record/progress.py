@@ -58,6 +58,7 @@ class _Recent:
         """The first held-out accuracy."""
         self._started: float | None = None
         self._first_step = 0
+        self._last_step = 0
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
         found = {k: v for k, v in metrics.items() if k.startswith("eval/") and v is not None}
@@ -66,10 +67,12 @@ class _Recent:
             self.first = found.get("eval/accuracy")
 
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
-        if self._started is None:
+        # After a rollback the pace is measured from there.
+        if self._started is None or step <= self._last_step:
             # The first step is already over when it arrives here, so the clock starts before it.
             self._started = time.monotonic() - timings.get("time/step_s", 0.0)
             self._first_step = step - 1
+        self._last_step = step
         # An evaluation stays on display until the next one; everything else is of the last step.
         evaluation = {k: v for k, v in self.values.items() if k.startswith("eval/")}
         self.values = evaluation | {k: v for k, v in metrics.items() if v is not None}

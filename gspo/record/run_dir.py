@@ -10,6 +10,9 @@
     tokenizer/             the tokenizer, to decode the completions' token ids
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see learner/checkpoint.py
+    best.json              the step of the best checkpoint, with `checkpoint.keep_best`
+    rollbacks.json         every rollback; see record/rollbacks.py
+    abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
 
 In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
 write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
@@ -26,6 +29,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import stat
 import subprocess
 import time
@@ -38,18 +42,30 @@ from typing import Any
 from gspo import aliases
 from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
-from gspo.record import run_format
+from gspo.record import held_out, rollbacks, run_format
 from gspo.redact import known_secrets, redacted, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
-FILES = (".lock", run_format.FILE, "config.toml", "environment.json", "events.jsonl", "curves.png", *STEP_FILES)
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
+FILES = (
+    ".lock",
+    run_format.FILE,
+    "config.toml",
+    "environment.json",
+    "events.jsonl",
+    "curves.png",
+    held_out.FILE,
+    rollbacks.FILE,
+    *STEP_FILES,
+)
+FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "abandoned", "tensorboard", "wandb")
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
 LONGEST_ROW = 1 << 20
 """Upper bound on the bytes of one line of metrics."""
 # At most 18 digits, so that a file with an absurd name is not parsed as a number.
 _STEP = re.compile("[0-9]{6,18}")
+_ABANDONED = re.compile(r"(\.tmp-)?[0-9]{3,18}")
+"""Directory names in `abandoned/`, also of an unfinished move."""
 
 
 class RunDir:
@@ -189,10 +205,59 @@ class RunDir:
             if (self.path / name).exists():
                 # By bytes, not by steps, so that the file is byte-identical to that of an uninterrupted run.
                 os.truncate(self.path / name, offsets.get(name, 0))
-        for file in (self.path / "rollouts").glob("*.jsonl"):
-            # Only files that a run wrote: the folder may hold a user's own.
-            if _STEP.fullmatch(file.stem) and int(file.stem) > step:
-                file.unlink()
+        for file in self._rollouts_after(step):
+            file.unlink()
+
+    def _rollouts_after(self, step: int) -> list[Path]:
+        """The completions of later steps."""
+        files = (self.path / "rollouts").glob("*.jsonl")
+        # Only files that a run wrote: the folder may hold a user's own.
+        return [file for file in files if _STEP.fullmatch(file.stem) and int(file.stem) > step]
+
+    def write_rollbacks(self, records: Sequence[rollbacks.Rollback]) -> None:
+        """Write all rollbacks of the run, in one step that also survives a power failure."""
+        self.check_held()
+        with self.writing(rollbacks.FILE):
+            replace_text(self.path / rollbacks.FILE, rollbacks.to_json(records), durable=True)
+
+    def abandon(self, number: int, step: int, offsets: Mapping[str, int]) -> None:
+        """Copy or move what was written after a checkpoint to `abandoned/NUMBER`, unless that is done already.
+
+        The directory gets its name last, so one of that name is complete, and later files belong to later steps."""
+        target = self.path / "abandoned" / f"{number:03d}"
+        if target.exists():
+            return
+        with self.writing(f"abandoned/{target.name}"):
+            partial = target.with_name(f".tmp-{target.name}")
+            (partial / "rollouts").mkdir(parents=True, exist_ok=True)
+            for name in STEP_FILES:
+                # Copied: `rewind` truncates the file.
+                _copy_tail(self.path / name, offsets.get(name, 0), partial / name)
+            for file in self._rollouts_after(step):
+                file.rename(partial / "rollouts" / file.name)
+            for folder in (partial / "rollouts", partial):
+                _flush(folder)
+            partial.rename(target)
+            _flush(target.parent)
+
+    def restart(self) -> None:
+        """Delete what an earlier attempt has left behind that ended without a checkpoint, or whose checkpoints are
+        gone."""
+        self.rewind(-1, {})
+        for name in (rollbacks.FILE, held_out.FILE):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in (self.path / "abandoned").glob("*"):
+            if _ABANDONED.fullmatch(folder.name):
+                shutil.rmtree(folder)
+
+    def write_best(self, text: str | None) -> None:
+        """Write the step of the best checkpoint; `None` removes it."""
+        file = self.path / held_out.FILE
+        if text is None:
+            file.unlink(missing_ok=True)
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            with self.writing(held_out.FILE):
+                replace_text(file, text)
 
     def close(self) -> None:
         """Release the lock."""
@@ -250,6 +315,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [aliases.metrics(row) for row in read_jsonl(run / "metrics.jsonl")]
 
 
+def abandoned_seconds(run: Path) -> float:
+    """The time of all steps that rollbacks abandoned."""
+    files = sorted((run / "abandoned").glob("[0-9]*/timings.jsonl"))
+    return sum(row.get("time/step_s") or 0.0 for file in files for row in read_jsonl(file))
+
+
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The records of `events.jsonl`, with today's names."""
     return [aliases.event(row) for row in read_jsonl(run / "events.jsonl")]
@@ -261,8 +332,9 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader finds the old text or the new one, never a part."""
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file atomically: a reader finds the old text or the new one, never a part. If it is `durable`, that
+    also holds after a power failure, and then for the new text once this returns."""
     partial = path.with_name(f".tmp-{path.name}")
     try:
         with writing(path, "make room there, or write to another place"):
@@ -270,7 +342,12 @@ def replace_text(path: Path, text: str) -> None:
             # `x` refuses an existing file, so a link that appears after the unlink is not written through.
             with partial.open("x", encoding="utf-8") as out:
                 out.write(text)
+                if durable:
+                    out.flush()
+                    os.fsync(out.fileno())
             partial.rename(path)
+            if durable:
+                _flush(path.parent)
     except DiskError:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -290,6 +367,26 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         raise DiskError(
             f"{path}: cannot be written: {getattr(reason, 'strerror', None) or reason}; {remedy}"
         ) from reason
+
+
+def _copy_tail(source: Path, start: int, target: Path) -> None:
+    """Copy a file from a byte on, and flush the copy to disk."""
+    if not source.exists():
+        return
+    target.unlink(missing_ok=True)  # of an attempt that was killed
+    with source.open("rb") as file, target.open("xb") as out:
+        file.seek(start)
+        shutil.copyfileobj(file, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _append_whole(path: Path, data: bytes) -> None:

@@ -13,6 +13,7 @@ from gspo.learner import checkpoint
 from gspo.model.quantization import parameter_count
 from gspo.record.incidents import Incidents
 from gspo.record.progress import Display
+from gspo.record.retention import extra_checkpoints, planned_saves
 from gspo.record.run_dir import RunDir
 
 
@@ -61,11 +62,10 @@ def check_disk_space(context: RunContext, run_dir: RunDir, incidents: Incidents,
     """Warn if the checkpoints of the steps after `done` will not fit on the disk."""
     config = context.config
     keep = config.checkpoint.keep
-    # Besides those at intervals there is one before the first step and one after the last.
-    saves = 2 + (config.steps - done) // config.checkpoint.every
+    saves = planned_saves(config, done=done)
     existing = len(checkpoint.saved(run_dir.checkpoints))
-    # The oldest checkpoint is deleted only after the newest is complete, so one more than `keep` must fit.
-    count = saves if not keep else max(1, min(saves, keep + 1 - existing))
+    # The oldest checkpoint is deleted only after the newest is complete, so one more than those kept must fit.
+    count = saves if not keep else max(1, min(saves, keep + extra_checkpoints(config) + 1 - existing))
     need = count * checkpoint.size_of(context.policy.model)
     free = shutil.disk_usage(run_dir.path).free
     if need > free:

@@ -139,12 +139,45 @@ def _exited(facts: RunFacts) -> Finding | None:
 def _alarm(facts: RunFacts) -> Finding | None:
     """The newest alarm of the recent steps."""
     first = facts.recent[0]["step"] if facts.recent else 0
-    alarms = [e for e in facts.events if e.get("event") == "alarm" and e.get("step", 0) >= first]
+    alarms: list[Row] = []
+    for event in facts.events:
+        if event.get("event") == "rollback":  # its steps are not in the metrics anymore; `_rollback` reports it
+            alarms = [e for e in alarms if e.get("step", 0) <= event.get("step", 0)]
+        if event.get("event") == "alarm" and event.get("step", 0) >= first:
+            alarms.append(event)
     if not alarms:
         return None
     last = alarms[-1]
     return Finding(
         name="alarm", level="bad", what=f"Alarm at step {last.get('step')}, {last.get('name')}: {last.get('message')}."
+    )
+
+
+def _rollback(facts: RunFacts) -> Finding | None:
+    """The newest rollback."""
+    found = [e for e in facts.events if e.get("event") == "rollback"]
+    if not found:
+        return None
+    message = str(found[-1].get("message"))
+    recent = not facts.recent or found[-1].get("step", 0) >= facts.recent[0]["step"]
+    return Finding(
+        name="rolled back",
+        level="warn" if recent else "note",
+        what=f"The run was rolled back. {message[:1].upper()}{message[1:]}.",
+        remedy="Read completions of the abandoned steps in abandoned/ to see what went wrong.",
+    )
+
+
+def _early_stop(facts: RunFacts) -> Finding | None:
+    """A run that ended early: nothing but its stop follows that event."""
+    last = [e for e in facts.events if e.get("event") not in ("stop", "checkpoint")][-1:]
+    if not last or last[0].get("event") != "early_stop":
+        return None
+    return Finding(
+        name="ended early",
+        level="note",
+        what=f"The run ended early at step {last[0].get('step')}: {last[0].get('message')}.",
+        remedy="Continue it with gspo train --resume RUN --eval.patience=0.",
     )
 
 
@@ -645,6 +678,8 @@ RULES: tuple[Rule, ...] = (
     _error,
     _exited,
     _alarm,
+    _rollback,
+    _early_stop,
     _held_out,
     _plateau,
     _no_trainable_samples,

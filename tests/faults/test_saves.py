@@ -76,7 +76,7 @@ def prepared(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.Mo
     train(partial, StopAfterOne())
     captured: list[tuple[Any, ...]] = []
 
-    def capture(folder: Path, *arguments: Any, keep: int) -> None:
+    def capture(folder: Path, *arguments: Any, **options: Any) -> None:
         captured.append(arguments)
         raise SaveCaptured
 

@@ -33,3 +33,14 @@ def test_the_live_panel_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     display.step(2, 3, IDLE, TIMES)
     assert ("clipped tokens", "12.5%") in shown[0]
     assert ("trained on", "nothing") in shown[1]
+
+
+def test_the_remaining_time_is_estimated_anew_after_a_rollback(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 10 s each. Six of nine are done, and the run goes back to step 1."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    display = PlainDisplay()
+    for step in (1, 2, 3, 4, 5, 6, 2):
+        now += 10
+        display.step(step, 9, TRAINED, TIMES | {"time/step_s": 10.0})
+    assert capsys.readouterr().out.splitlines()[-1].endswith("left 1:10")

@@ -105,6 +105,26 @@ CASES = [
         "step 38, repetition: try x",
     ),
     Case(
+        "rolled back",
+        "warn",
+        facts(events=[{"event": "rollback", "step": 30, "message": "rollback 1 (repetition): back to step 30"}]),
+        facts(events=[{"event": "resume", "step": 30}]),
+        "Rollback 1 (repetition): back to step 30.",
+    ),
+    Case(
+        "ended early",
+        "note",
+        facts(
+            events=[
+                {"event": "early_stop", "step": 40, "message": "no gain"},
+                {"event": "checkpoint"},
+                {"event": "stop"},
+            ]
+        ),
+        facts(events=[{"event": "early_stop", "step": 40, "message": "no gain"}, {"event": "resume", "step": 40}]),
+        "ended early at step 40: no gain",
+    ),
+    Case(
         "learning",
         "good",
         facts(evaluations=[evaluation(0, 0.3), evaluation(40, 0.5)]),
@@ -291,6 +311,19 @@ def test_each_rule_fires_on_its_run_and_not_just_below_the_threshold(case: Case)
 def test_every_rule_has_a_case() -> None:
     for rule in RULES:
         assert any(rule(case.fires) is not None for case in CASES), rule.__name__
+
+
+def test_an_alarm_of_abandoned_steps_is_not_reported() -> None:
+    alarm = {"event": "alarm", "step": 38, "name": "repetition", "message": "try x"}
+    rollback = {"event": "rollback", "step": 30, "message": "rollback 1"}
+    assert "alarm" not in {f.name for f in diagnose(facts(events=[alarm, rollback]))}
+    assert "alarm" in {f.name for f in diagnose(facts(events=[rollback, alarm]))}
+    assert "alarm" in {f.name for f in diagnose(facts(events=[alarm | {"step": 30}, rollback]))}
+
+
+def test_a_rollback_of_long_ago_is_only_a_note() -> None:
+    found = diagnose(facts(events=[{"event": "rollback", "step": 3, "message": "rollback 1"}]))
+    assert [f.level for f in found if f.name == "rolled back"] == ["note"]
 
 
 def test_a_healthy_run_has_no_problems() -> None:

@@ -344,6 +344,20 @@ def test_the_report_is_one_file_that_runs_only_its_own_script(page: Any, tmp_pat
     assert page.locator("b").count() == 0
 
 
+def test_a_rollback_is_marked_and_the_marks_of_abandoned_steps_are_gone(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    alarm = {"time": "2026-01-01T00:00:05", "event": "alarm", "name": "repetition", "message": "in a loop"}
+    rollback = {"time": "2026-01-01T00:00:06", "event": "rollback", "step": 4, "name": "repetition", "message": "back"}
+    write_lines(run / "events.jsonl", [alarm | {"step": 3}, alarm | {"step": 9}, rollback, alarm | {"step": 11}])
+    page.goto(f"file://{write_report([run], tmp_path / 'report.html')}")
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    marks = page.locator(".chart svg").first.locator("line.mark title").all_text_contents()
+    assert [mark.split(":")[0] for mark in marks] == ["3", "4", "11"]
+    page.get_by_text("Events", exact=True).click()
+    assert page.get_by_text("step 9", exact=True).count() == 1
+    assert "The run was rolled back. Back." in page.locator("main").inner_text()
+
+
 def test_a_new_run_appears_without_a_reload(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     open_dashboard(page, serve(tmp_path / "runs"))

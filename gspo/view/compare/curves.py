@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from gspo import aliases
 from gspo.config import read_toml
 from gspo.record import run_format
-from gspo.record.run_dir import read_events, read_jsonl, read_metrics
+from gspo.record.held_out import scores, without_gain
+from gspo.record.run_dir import abandoned_seconds, read_events, read_jsonl, read_metrics
+from gspo.view.diagnosis import setting
 
 Floats = NDArray[np.float64]
 
@@ -101,6 +103,8 @@ def read_run(path: Path) -> Run | None:
     rows = read_metrics(path)
     events = read_events(path)
     seconds = sum(row.get("time/step_s") or 0.0 for row in read_jsonl(path / "timings.jsonl"))
+    # Steps that a rollback abandoned took their time, too, as their tokens are in tokens/sampled.
+    seconds += abandoned_seconds(path)
     last = events[-1] if events else {}
     problem = f"{last.get('error')}: {last.get('message')}" if last.get("event") == "error" else None
     return Run(
@@ -118,6 +122,10 @@ def _finished(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], la
     # A stop event of an earlier process says nothing about steps that were written after it.
     if not rows or last_event.get("event") != "stop" or last_event.get("step") != rows[-1]["step"]:
         return False
+    if patience := setting(settings, "eval", "patience", 0):
+        evaluations = scores(rows, setting(settings, "eval", "metric", "accuracy"))
+        if without_gain(evaluations, setting(settings, "eval", "min_gain", 0.0)) >= patience:
+            return True
     step = rows[-1]["step"]
     steps = settings.get("steps", 0)
     tokens = settings.get("tokens", 0)

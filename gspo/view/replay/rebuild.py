@@ -21,6 +21,7 @@ from gspo.learner import checkpoint
 from gspo.learner.batch import TrainBatch
 from gspo.learner.result import LearnResult
 from gspo.model.out_of_memory import out_of_memory
+from gspo.objectives.adaptive_clip import with_scaled_range
 from gspo.step import learn
 from gspo.view.replay.agreement import Agreement, agreement
 from gspo.view.replay.records import StepRecord, read_step
@@ -62,7 +63,11 @@ def rebuild(
     for now in range(start + 1, step + 1):
         if start + 1 < step:
             say(f"recomputing step {now} ({now - start} of {step - start})")
-        learner = replace(learner, objective=adaptive.scaled(base, scale) if adaptive else base)
+        rollback = source.rollback_at(now)
+        if adaptive:
+            learner = replace(learner, objective=adaptive.scaled(base, scale))
+        elif rollback is not None and rollback.clip_factor != 1:
+            learner = replace(learner, objective=with_scaled_range(base, rollback.clip_factor))
         recorded = _read_step(source, now, learner)
         # A resume may have changed the learner's settings and the end of the schedule: use those of this step.
         learner.optimizer.config = source.learner_at(now)

@@ -17,7 +17,8 @@ from gspo.config import Config, LearnerConfig, from_tree, read_toml
 from gspo.errors import CheckpointError, ConfigError, DataError
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import TUNABLE
-from gspo.record import run_format
+from gspo.record import rollbacks, run_format
+from gspo.record.rollbacks import Rollback
 from gspo.record.run_dir import read_events, read_metrics
 
 
@@ -32,6 +33,7 @@ class Source:
     recorded: frozenset[int]
     """Steps with recorded completions."""
     events: Sequence[Mapping[str, Any]]
+    rollbacks: Sequence[Rollback] = ()
 
     def rollouts(self, step: int) -> Path:
         """The file with the completions of a step."""
@@ -92,14 +94,14 @@ class Source:
                 planned = int(event["steps"])
             if event.get("event") == "start":
                 ends = [(0, planned)]
-            if event.get("event") == "resume":
-                # A resume from an earlier checkpoint discards later steps, together with the plans made for them.
+            if event.get("event") in ("resume", "rollback"):
+                # Both go back to an earlier checkpoint and discard later steps with the plans made for them.
                 ends = [(at, value) for at, value in ends if at < int(event["step"])] + [(int(event["step"]), planned)]
         return next((value for at, value in reversed(ends) if at < step), planned)
 
     def learner_at(self, step: int) -> LearnerConfig:
         """The learner's settings at this step. A resume may change some and records the change in its event."""
-        resumes = [e for e in self.events if e.get("event") == "resume"]
+        resumes = self._resumes()
         values = {}
         for name in TUNABLE:
             key = f"learner.{name}"
@@ -116,7 +118,25 @@ class Source:
                     break
                 at = int(event["step"])
             values[name] = value
+        values["learning_rate"] *= 1.0 if (rollback := self.rollback_at(step)) is None else rollback.rate_factor
         return replace(self.config.learner, **values)
+
+    def rollback_at(self, step: int) -> Rollback | None:
+        """The rollback whose factors this step was trained with; `None` before the first."""
+        return rollbacks.in_force(self.rollbacks, step)
+
+    def _resumes(self) -> list[dict[str, Any]]:
+        """The events of all resumes. A rollback counts as one, with the settings that were in force when it happened:
+        those of a later step that it abandoned, too."""
+        found: list[dict[str, Any]] = []
+        changed: dict[str, Any] = {}
+        for event in self.events:
+            if event.get("event") == "resume":
+                changed |= event.get("changed", {})
+                found.append(dict(event))
+            elif event.get("event") == "rollback":
+                found.append({"step": event["step"], "changed": dict(changed)})
+        return found
 
 
 def open_run(path: str | Path) -> Source:
@@ -133,12 +153,13 @@ def open_run(path: str | Path) -> Source:
         # Only files that a run wrote: the folder may hold a user's own.
         recorded=frozenset(int(p.stem) for p in (folder / "rollouts").glob("*.jsonl") if p.stem.isdecimal()),
         events=_validate_events(read_events(folder), folder / "events.jsonl"),
+        rollbacks=rollbacks.read(folder),
     )
 
 
 def _validate_events(events: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """Check the events that a replay depends on."""
-    required = {"start": "steps", "steps_changed": "steps", "resume": "step"}
+    required = {"start": "steps", "steps_changed": "steps", "resume": "step", "rollback": "step"}
     for event in events:
         key = required.get(str(event.get("event")), "")
         changed = event.get("changed", {})

@@ -413,11 +413,17 @@ function seriesOf(panel, runs) {
 const MARKS = {
   alarm: "alarm", error: "error", resume: "info", unscored: "alarm", update_skipped: "skip", out_of_memory: "skip",
   checkpoint_failed: "alarm", checkpoint_damaged: "alarm", no_trainable_samples: "skip",
-  clip_range_limit: "skip", gradient_overflow: "skip",
+  clip_range_limit: "skip", gradient_overflow: "skip", rollback: "alarm", early_stop: "info",
 };
 
 function marksOf(events) {
-  const marked = events.filter((e) => MARKS[e.event] && Number.isFinite(e.step)).slice(-300);
+  let marked = [];
+  for (const e of events.filter((e) => MARKS[e.event] && Number.isFinite(e.step))) {
+    // The curves are those of the history that continues, so events of abandoned steps are only in the table.
+    if (e.event === "rollback") marked = marked.filter((m) => m.step <= e.step);
+    marked.push(e);
+  }
+  marked = marked.slice(-300);
   const text = (e) => `${e.event} ${e.name || ""} ${e.message || e.reason || ""}`.trim();
   return marked.map((e) => ({ x: e.step, kind: MARKS[e.event], text: text(e) }));
 }
