@@ -113,10 +113,13 @@ class EngineContext:
     routers: Routers | None = None
     """The model's routers; None for a dense model, or if routing is not recorded."""
 
-    def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
-        """Completions as text. A damaged tokenizer may load and encode, and raise or panic only here."""
+    def texts(self, ids_B: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        """Completions as text; with `special`, all of their tokens, as they are. A damaged tokenizer may load and
+        encode, and raise or panic only here."""
+        # A cleanup removes spaces, so the text of a part would not be part of the text.
+        options = {"clean_up_tokenization_spaces": False} if special else {}
         try:
-            return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
+            return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=not special, **options))
         except BaseException as error:
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
