@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
+from gspo.rollout.controls import Controls
 from gspo.rollout.engine import DecodeStats, EngineContext
 from gspo.rollout.engines import local
 from gspo.rollout.local import decoder, kernels, paged
@@ -66,6 +67,16 @@ def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float
     return model.to(DEVICE)
 
 
+class Letters:
+    """A tokenizer with one letter per token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("A") for letter in text]}
+
+    def batch_decode(self, ids_B: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        return ["".join(chr(ord("A") + i) for i in ids) for ids in ids_B]
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return model_of(*PLAIN["qwen3_moe"])
@@ -79,14 +90,21 @@ def prompt_of(length: int) -> Prompt:
 LENGTHS = (1, 3, 65, 64, 130, 7, 2, 66)
 
 
+SAMPLING = Sampling(max_tokens=90)
+
+
+def controls_of(sampling: Sampling) -> Controls:
+    return Controls(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
+
+
 def decode_paged(
     model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
 ) -> DecodeResult:
     queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
-    sampling = sampling or Sampling(max_tokens=90)
+    sampling = sampling or SAMPLING
     settings = {"slots": 8, "prefill_tokens": 100, **options}
     with torch.no_grad():
-        return paged.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
+        return paged.PagedBatch(model, queue, controls_of(sampling), **settings).run()
 
 
 def decode_plain(
@@ -98,7 +116,7 @@ def decode_plain(
     engine.paged = False
     queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
     with torch.no_grad():
-        return engine._decode(model, queue, sampling or Sampling(max_tokens=90), options.get("routers"))
+        return engine._decode(model, queue, controls_of(sampling or SAMPLING), options.get("routers"))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +127,8 @@ def plain_completions(model: Any) -> Callable[[int], DecodeResult]:
 
 def assert_same(ours: DecodeResult, theirs: DecodeResult, tolerance: float = 2e-5) -> None:
     assert ours.token_ids == theirs.token_ids
-    assert ours.stopped == theirs.stopped
+    assert ours.ends == theirs.ends
+    assert ours.cut == theirs.cut
     for a, b in zip(ours.logp, theirs.logp, strict=True):
         assert a == pytest.approx(b, abs=tolerance)
 
@@ -190,7 +209,7 @@ def test_preemption_does_not_change_completions(
 def test_all_blocks_are_freed(model: Any) -> None:
     queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
     with torch.no_grad():
-        run = paged.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
+        run = paged.PagedBatch(model, queue, controls_of(SAMPLING), slots=8, prefill_tokens=100)
         count = run.blocks.available
         run.run()
     assert run.blocks.available == count
@@ -208,7 +227,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, mon
     )
     queue = make_queue([prompt_of(2 * BLOCK_SIZE + 5)], samples=6, seed=1, stream="train/0")
     with torch.no_grad():
-        run = paged.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
+        run = paged.PagedBatch(model, queue, controls_of(Sampling(max_tokens=10)), slots=6, prefill_tokens=1000)
         run._admit()
     assert read == [2 * BLOCK_SIZE + 4]
     rows = [row for row in run.rows if row is not None]

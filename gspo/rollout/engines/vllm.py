@@ -10,9 +10,9 @@ Each completion is a request with a seed from its own random stream, so it does 
 temperature, top-k and top-p; 0 for greedy decoding.
 
 vLLM runs without a tokenizer, so it cannot search for text. With stop strings or a thinking budget, a completion is a
-sequence of requests: each continues the tokens so far, with a seed of its own from the completion's random stream, until
-the thinking budget or for at most `ROUND` tokens. Between requests the engine searches for stop strings, cuts off what
-was sampled after one, and inserts the end of thinking.
+sequence of requests. Each continues the tokens so far, with a seed of its own from the completion's random stream,
+until the thinking budget or for at most `ROUND` tokens. Between requests the engine searches for stop strings, cuts off
+what was sampled after one, and inserts the end of thinking.
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ class _Growing:
             if not self.spans or self.spans[-1][0] != label:
                 self.spans.append((label, len(self.ids) + first))
         # The first request that reads a token decides: later ones compute it again, and may round to other experts.
-        known = self.experts is not None and output.experts is not None
-        self.experts = self.experts + output.experts[len(self.experts) :] if known else None  # type: ignore[operator, arg-type, index]
+        if self.experts is not None:
+            self.experts = None if output.experts is None else self.experts + output.experts[len(self.experts) :]
         self.ids += output.token_ids
         # At temperature 0 the distribution has a single token, whatever vLLM reports.
         self.logp += output.logp if self.sampling.temperature else [0.0] * len(output.token_ids)
