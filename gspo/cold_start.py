@@ -6,6 +6,7 @@ config alone. So a run that was stopped during it repeats it with the same resul
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import count
 
@@ -17,7 +18,7 @@ from gspo.evaluation import evaluate
 from gspo.learner.sft import FineTuneResult, fine_tune
 from gspo.model.micro_batch import TokenSequence
 from gspo.record.progress import Display
-from gspo.types import Prompt, Sampling
+from gspo.types import Prompt
 
 CHECKED = 128
 """Fresh problems per accuracy check of the cold start."""
@@ -31,7 +32,7 @@ def run_cold_start(context: RunContext, display: Display) -> FineTuneResult:
     def accuracy(step: int) -> float:
         # Fine-tuning reads the same endless stream, so it does not get these problems unless the task repeats one.
         prompts = [next(fresh)[0] for _ in range(CHECKED)]
-        sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature)
+        sampling = dataclasses.replace(rollout.sampling, top_p=1.0, top_k=0)
         evaluation = evaluate(
             context.engine,
             context.rewards,

@@ -50,6 +50,8 @@ class End:
 
     length: int
     stop: StopReason
+    cut: bool
+    """Whether the end of its thinking was inserted before that."""
 
 
 class Controls:
@@ -91,13 +93,14 @@ class Controls:
         """The ends of completions that have been sampled to an end token, to the limit, or to a stop string or some
         tokens after it."""
         tails = [Tail(ids=ids, cut=cut) for ids, cut in zip(ids_B, cut_B, strict=True)]
-        return [self._end(ids, index) for ids, index in zip(ids_B, self.stop_indices(tails), strict=True)]
+        return [self._end(tail, index) for tail, index in zip(tails, self.stop_indices(tails), strict=True)]
 
-    def _end(self, ids: Sequence[int], index: int | None) -> End:
-        length = len(ids) if index is None else index + 1
-        if ids[length - 1] in self.stop_ids:
-            return End(length=length, stop=StopReason.EOS)
-        return End(length=length, stop=StopReason.LENGTH if index is None else StopReason.STOP)
+    def _end(self, tail: Tail, index: int | None) -> End:
+        length = len(tail.ids) if index is None else index + 1
+        stop = StopReason.LENGTH if index is None else StopReason.STOP
+        if tail.ids[length - 1] in self.stop_ids:
+            stop = StopReason.EOS
+        return End(length=length, stop=stop, cut=tail.cut and length > self.sampling.thinking_budget)
 
     def stop_indices(self, tails: Sequence[Tail]) -> list[int | None]:
         """For each tail, the index of the first token that ends the completion with a stop string; None if none does.
@@ -154,16 +157,16 @@ class Controls:
 
     # --- Completions ---
 
-    def fields(self, ids: Sequence[int], logp: Sequence[float], end: End, cut: bool) -> dict[str, Any]:
-        """The fields of a `Completion`, from all of its tokens and a log-prob (or any number) for each."""
+    def fields(self, ids: Sequence[int], logp: Sequence[float], end: End) -> dict[str, Any]:
+        """The fields of a `Completion`, from its tokens and a number for each: the log-prob, or any for a token that was
+        inserted."""
         budget, length = self.sampling.thinking_budget, end.length
-        cut = cut and length > budget
-        inserted = range(budget, budget + len(self.forced_ids)) if cut else range(0)
-        sampled = tuple(i not in inserted for i in range(length)) if cut else ()
+        inserted = range(budget, budget + len(self.forced_ids))
+        sampled = tuple(i not in inserted for i in range(length)) if end.cut else ()
         return {
             "token_ids": tuple(ids[:length]),
-            "logp_sampler": tuple(compress(logp, sampled) if cut else logp[:length]),
+            "logp_sampler": tuple(compress(logp, sampled) if sampled else logp[:length]),
             "stop": end.stop,
             "sampled": sampled,
-            "thinking_cut": cut,
+            "thinking_cut": end.cut,
         }

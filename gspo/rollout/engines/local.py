@@ -125,7 +125,7 @@ class LocalEngine:
                 text=text_B[b],
                 version=version,
                 routes=result.routes[b],
-                **controls.fields(result.token_ids[b], result.logp[b], result.ends[b], result.cut[b]),
+                **controls.fields(result.token_ids[b], result.logp[b], result.ends[b]),
             )
         return groups
 
@@ -404,7 +404,6 @@ class _Batch:
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ends=ends,
-            cut=self.cut_B,
             routes=self.routes.pack(length_B) if self.routes else [None] * len(length_B),
             decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
         )

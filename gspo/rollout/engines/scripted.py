@@ -75,8 +75,7 @@ class ScriptedEngine:
     def _group(self, prompt: Prompt, samples: int, controls: Controls, version: int) -> list[Completion]:
         texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
         scripts = [self._script(texts[sample % len(texts)], controls) for sample in range(samples)]
-        cut_G = [cut for _, cut in scripts]
-        ends = controls.ends([ids for ids, _ in scripts], cut_G)
+        ends = controls.ends([ids for ids, _ in scripts], [cut for _, cut in scripts])
         ids_G = [ids[: end.length] for (ids, _), end in zip(scripts, ends, strict=True)]
         text_G = self.context.texts(ids_G)
         logp_G = self._logp(prompt, ids_G, controls.sampling)
@@ -88,7 +87,7 @@ class ScriptedEngine:
                 sample=sample,
                 text=text_G[sample],
                 version=version,
-                **controls.fields(ids_G[sample], logp_G[sample], ends[sample], cut_G[sample]),
+                **controls.fields(ids_G[sample], logp_G[sample], ends[sample]),
             )
             for sample in range(samples)
         ]

@@ -218,7 +218,7 @@ class VllmEngine:
                     version=spans[0][0],
                     spans=spans if len(spans) > 1 else (),
                     routes=_routes(self.context.routers, g, end.length) if routes else None,
-                    **controls.fields(g.ids, g.logp, end, g.cut),
+                    **controls.fields(g.ids, g.logp, end),
                 )
             )
         return completions

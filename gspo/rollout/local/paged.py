@@ -483,7 +483,6 @@ class PagedBatch:
             token_ids=[ids[: end.length] for ids, end in zip(token, ends, strict=True)],
             logp=[values[: end.length] for values, end in zip(logp, ends, strict=True)],
             ends=ends,
-            cut=cut,
             routes=self._routes([end.length for end in ends]),
             decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
         )

@@ -63,9 +63,8 @@ class DecodeResult:
     token_ids: list[list[int]]
     logp: list[list[float]]
     ends: list[End]
-    """Where each completion ends. `token_ids` and `logp` end there, too."""
-    cut: list[bool]
-    """Whether the end of its thinking was inserted. Then `logp` has a meaningless number for each inserted token."""
+    """Where each completion ends. `token_ids` and `logp` end there, too. Tokens that were inserted to end its thinking
+    have a meaningless number in `logp`."""
     routes: Sequence[Routes | None]
     decoded: DecodeStats
 
