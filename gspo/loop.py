@@ -119,7 +119,7 @@ class Loop:
         skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         tokens = state.tokens + collected.tokens
         # The metrics of every rank are combined. A run has one rank.
-        metrics = combined([step_metrics(context.objective, collected, learned)])
+        metrics = combined([step_metrics(context.objective, collected, learned, self.config.rollout.sampling)])
         pending = {"step": step, "tokens/sampled": tokens, **metrics}
         self._write_rollouts(step, context, collected, learned)
         learned_state = replace(

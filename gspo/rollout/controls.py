@@ -158,7 +158,7 @@ class Controls:
     # --- Completions ---
 
     def fields(self, ids: Sequence[int], logp: Sequence[float], end: End) -> dict[str, Any]:
-        """The fields of a `Completion`, from its tokens and a number for each: the log-prob, or any for a token that was
+        """The fields of a `Completion`, from its tokens and a number for each: its log-prob, or any if it was
         inserted."""
         budget, length = self.sampling.thinking_budget, end.length
         inserted = range(budget, budget + len(self.forced_ids))

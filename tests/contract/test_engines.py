@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_vllm
+from simulated_vllm import SimulatedVllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.errors import ConfigError, EngineError
 from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_names
 from gspo.rollout.engines.scripted import ScriptedEngine
+from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
@@ -51,17 +53,25 @@ def context() -> EngineContext:
     return EngineContext(model=model, tokenizer=tokenizer, stop_ids=(EOS,))
 
 
+SIMULATED = "vllm, simulated"
+"""Engine `vllm` with a few lines of torch in place of vLLM."""
 ENGINES = [
-    pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
-    for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+    SIMULATED,
+    *(
+        pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
+        for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+    ),
 ]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[Engine]:
-    if request.param.startswith("vllm"):
-        needs_vllm()
-    engine = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
+    if request.param == SIMULATED:
+        engine: Engine = VllmEngine(context, SimulatedVllm(context.model))
+    else:
+        if request.param.startswith("vllm"):
+            needs_vllm()
+        engine = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
     engine.sync(0)  # allowed before the first completion
     yield engine
     engine.close()
