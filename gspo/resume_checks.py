@@ -83,7 +83,9 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:
     """The settings that differ, as [old, new]. Where a run is and when it ends are not compared."""
-    before, after = saved.settings, now.settings
+    after = now.settings
+    # An earlier version lacked settings that exist now, and did what their defaults do.
+    before = {key: value for key, value in flat(Config()).items() if key in after} | dict(saved.settings)
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
 
