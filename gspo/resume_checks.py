@@ -83,9 +83,8 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:
     """The settings that differ, as [old, new]. Where a run is and when it ends are not compared."""
-    after = now.settings
-    # An earlier version lacked settings that exist now, and did what their defaults do.
-    before = {key: value for key, value in flat(Config()).items() if key in after} | dict(saved.settings)
+    # A setting that did not exist when the checkpoint was saved had the effect of its default.
+    before, after = flat(Config()) | dict(saved.settings), now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
 
