@@ -1,4 +1,4 @@
-"""Sampling controls: stop strings, the minimum number of tokens and the thinking budget, the same for every engine.
+"""Sampling controls that depend on text: stop strings and the thinking budget, the same for every engine.
 
 In: an `EngineContext`, a `Sampling`, and token ids as they are sampled. Out: where a completion ends, whether its
 thinking is closed, which of its tokens were inserted. Invariant: an end depends on the completion's tokens alone, never
@@ -15,13 +15,10 @@ the start of a text. A window therefore starts several tokens before those that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import compress
-from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.rollout.engine import EngineContext
-from gspo.types import Sampling, StopReason
+from gspo.rollout.engine import Controls, EngineContext, Tail
+from gspo.types import Sampling
 
 CONTEXT = 8
 """Tokens before a possible stop string that are decoded with it."""
@@ -31,40 +28,15 @@ INCOMPLETE = "\ufffd"
 """What decoding writes for bytes that are no character, or not yet."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tail:
-    """The last tokens of a completion."""
-
-    ids: Sequence[int]
-    start: int = 0
-    """Position of the first of them in the completion."""
-    first: int = 0
-    """Index of the first that may end the completion. Those before it are its context."""
-    cut: bool = False
-    """Whether the completion's thinking was cut."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """Where a completion ends, and why."""
-
-    length: int
-    stop: StopReason
-    cut: bool
-    """Whether the end of its thinking was inserted before that."""
-
-
-class Controls:
-    """The controls of one call of an engine."""
+class TextControls(Controls):
+    """Controls with stop strings or a thinking budget."""
 
     def __init__(self, context: EngineContext, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.stop_ids = context.stop_ids
+        super().__init__(context, sampling)
         self._context = context
+        # A stop string has at most as many tokens as bytes.
         self.window = max((len(text.encode()) for text in sampling.stop), default=0) + CONTEXT
-        """Tokens of which a stop string can consist, as each has at least a byte, with their context."""
         self.forced_ids = self._thinking_end() if sampling.thinking_budget else ()
-        """The tokens that end thinking."""
 
     def _thinking_end(self) -> tuple[int, ...]:
         text, budget = self.sampling.thinking_end, self.sampling.thinking_budget
@@ -89,23 +61,8 @@ class Controls:
 
     # --- Stop strings ---
 
-    def ends(self, ids_B: Sequence[Sequence[int]], cut_B: Sequence[bool]) -> list[End]:
-        """The ends of completions that have been sampled to an end token, to the limit, or to a stop string or some
-        tokens after it."""
-        tails = [Tail(ids=ids, cut=cut) for ids, cut in zip(ids_B, cut_B, strict=True)]
-        return [self._end(tail, index) for tail, index in zip(tails, self.stop_indices(tails), strict=True)]
-
-    def _end(self, tail: Tail, index: int | None) -> End:
-        length = len(tail.ids) if index is None else index + 1
-        stop = StopReason.LENGTH if index is None else StopReason.STOP
-        if tail.ids[length - 1] in self.stop_ids:
-            stop = StopReason.EOS
-        return End(length=length, stop=stop, cut=tail.cut and length > self.sampling.thinking_budget)
-
     def stop_indices(self, tails: Sequence[Tail]) -> list[int | None]:
-        """For each tail, the index of the first token that ends the completion with a stop string; None if none does.
-
-        All tails are decoded together, and only those in which a stop string occurs are searched further."""
+        # All tails are decoded together, and only those in which a stop string occurs are searched further.
         if not self.sampling.stop:
             return [None] * len(tails)
         texts = self._texts([tail.ids[self._begin(tail.first) :] for tail in tails])
@@ -151,22 +108,5 @@ class Controls:
     # --- Thinking ---
 
     def unclosed(self, ids_B: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether the thinking of completions has not ended within their budget."""
         budget, end = self.sampling.thinking_budget, self.sampling.thinking_end.strip()
         return [end not in text for text in self._texts([ids[:budget] for ids in ids_B])]
-
-    # --- Completions ---
-
-    def fields(self, ids: Sequence[int], logp: Sequence[float], end: End) -> dict[str, Any]:
-        """The fields of a `Completion`, from its tokens and a number for each: its log-prob, or any if it was
-        inserted."""
-        budget, length = self.sampling.thinking_budget, end.length
-        inserted = range(budget, budget + len(self.forced_ids))
-        sampled = tuple(i not in inserted for i in range(length)) if end.cut else ()
-        return {
-            "token_ids": tuple(ids[:length]),
-            "logp_sampler": tuple(compress(logp, sampled) if sampled else logp[:length]),
-            "stop": end.stop,
-            "sampled": sampled,
-            "thinking_cut": end.cut,
-        }

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gspo.rollout.controls import Controls, Tail
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.controls import TextControls
+from gspo.rollout.engine import EngineContext, Tail
 from gspo.rollout.local.sampling import tail_of
 from gspo.types import Sampling, StopReason
 
@@ -51,9 +51,9 @@ def sentencepiece() -> Any:
 TOKENIZERS = {"byte_level": byte_level, "sentencepiece": sentencepiece}
 
 
-def controls(name: str, **changes: Any) -> Controls:
+def controls(name: str, **changes: Any) -> TextControls:
     context = EngineContext(model=None, tokenizer=TOKENIZERS[name](), stop_ids=(EOS,))
-    return Controls(context, Sampling(**{"max_tokens": 10**6, "stop": STOPS, **changes}))
+    return TextControls(context, Sampling(**{"max_tokens": 10**6, "stop": STOPS, **changes}))
 
 
 def naive_end(name: str, ids: list[int], stops: tuple[str, ...]) -> int | None:

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
-from gspo.rollout.controls import Controls
-from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.engine import Controls, DecodeStats, EngineContext, controls_for
 from gspo.rollout.engines import local
 from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
@@ -94,7 +93,7 @@ SAMPLING = Sampling(max_tokens=90)
 
 
 def controls_of(sampling: Sampling) -> Controls:
-    return Controls(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
+    return controls_for(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
 
 
 def decode_paged(
@@ -236,7 +235,7 @@ def test_stop_strings_end_rows_early(model: Any) -> None:
     def run(*stop: str) -> DecodeResult:
         context = EngineContext(model=None, tokenizer=Letters(), stop_ids=())
         queue = make_queue([prompt_of(3)], samples=3, seed=1, stream="train/0")
-        controls = Controls(context, Sampling(max_tokens=200, stop=stop))
+        controls = controls_for(context, Sampling(max_tokens=200, stop=stop))
         with torch.no_grad():
             return paged.PagedBatch(model, queue, controls, slots=8, prefill_tokens=100).run()
 

@@ -29,8 +29,15 @@ from gspo.errors import ConfigError, NumericalError
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
-from gspo.rollout.controls import Controls
-from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits, eval_mode
+from gspo.rollout.engine import (
+    Controls,
+    DecodeStats,
+    EngineContext,
+    EngineTraits,
+    check_fits,
+    controls_for,
+    eval_mode,
+)
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
 from gspo.rollout.local.sampling import (
@@ -111,7 +118,7 @@ class LocalEngine:
             return [[] for _ in prompts]
         model = self.context.model
         check_fits(self.position_limit, prompts, sampling)
-        controls = Controls(self.context, sampling)
+        controls = controls_for(self.context, sampling)
         queue = make_queue(prompts, samples=samples, seed=seed, stream=stream, greedy_last=sampling.greedy_last)
         with eval_mode(model), torch.no_grad():
             result = self._decode_within_memory(model, queue, controls, self.context.routers if routes else None)

@@ -15,8 +15,7 @@ import torch
 
 from gspo.errors import ConfigError
 from gspo.model.micro_batch import padded
-from gspo.rollout.controls import Controls
-from gspo.rollout.engine import EngineContext, EngineTraits, eval_mode
+from gspo.rollout.engine import Controls, EngineContext, EngineTraits, controls_for, eval_mode
 from gspo.types import Completion, Prompt, Sampling
 
 TRAITS = EngineTraits(accepts_quantized=True)
@@ -63,7 +62,7 @@ class ScriptedEngine:
         version: int,
         routes: bool = False,
     ) -> list[list[Completion]]:
-        controls = Controls(self.context, sampling)
+        controls = controls_for(self.context, sampling)
         return [self._group(prompt, samples, controls, version) for prompt in prompts]
 
     def sync(self, version: int) -> None:

@@ -29,8 +29,7 @@ from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
 from gspo.model.load import position_limit
 from gspo.model.routing import Routers
-from gspo.rollout.controls import Controls, Tail
-from gspo.rollout.engine import EngineContext, EngineTraits, check_fits, stream_key
+from gspo.rollout.engine import Controls, EngineContext, EngineTraits, Tail, check_fits, controls_for, stream_key
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Generate, Host, Request, RequestOutput
@@ -180,7 +179,7 @@ class VllmEngine:
         check_fits(position_limit(self.context.model), prompts, sampling)
         self._check_room(prompts, sampling)
         self._sync_weights(prompts, sampling, version)
-        controls = Controls(self.context, sampling)
+        controls = controls_for(self.context, sampling)
         growing = [
             _Growing(
                 prompt=prompts[p],

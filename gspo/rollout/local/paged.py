@@ -28,8 +28,7 @@ from torch import Tensor
 
 from gspo.errors import NumericalError
 from gspo.model.routing import Routers
-from gspo.rollout.controls import Controls
-from gspo.rollout.engine import DecodeStats
+from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo.rollout.controls import Controls, End, Tail
-from gspo.rollout.engine import DecodeStats, stream_key
+from gspo.rollout.engine import Controls, DecodeStats, End, Tail, stream_key
 from gspo.types import Prompt, Routes, Sampling
 
 GREEDY = -1

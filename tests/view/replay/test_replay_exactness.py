@@ -63,10 +63,10 @@ KINDS = {
     "stop strings, minimum length, thinking budget": (
         "model.build=tiny_moe",
         "routing.replay=sampler",
-        "rollout.stop=7,1",
+        'rollout.stop=["7", "1"]',
         "rollout.min_tokens=3",
         "rollout.thinking_budget=4",
-        "rollout.thinking_end=2",
+        "rollout.thinking_end=o",
     ),
 }
 
