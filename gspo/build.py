@@ -26,7 +26,7 @@ from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
 from gspo.reward.reward import RewardPool
-from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_traits
+from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_traits
 
 
 def run_objective(config: Config) -> Objective:
@@ -172,6 +172,7 @@ def engine_for(config: Config, policy: Policy) -> Engine:
     context = EngineContext(
         model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers
     )
+    controls_for(context, config.rollout.sampling)  # settings that the tokenizer refuses, before vLLM starts
     return build_engine(config.rollout.engine, context, config.rollout.engine_options)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from gspo.context import RunContext
@@ -21,7 +21,7 @@ from gspo.evaluation import evaluate
 from gspo.learner.sft import fine_tune
 from gspo.model.micro_batch import TokenSequence
 from gspo.record.progress import Display
-from gspo.types import Completion, Prompt, Sampling, Score, Status, StopReason
+from gspo.types import Completion, Prompt, Score, Status, StopReason
 
 CHECKED = 128
 """Problems per accuracy check of the cold start, if the data has enough of them."""
@@ -65,7 +65,7 @@ def run_cold_start(context: RunContext, display: Display) -> ColdStartResult:
     lessons = _from_task(context) if context.config.data.task else _from_data(context, display)
 
     def accuracy(step: int) -> float:
-        sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature)
+        sampling = replace(rollout.sampling, top_p=1.0, top_k=0)
         evaluation = evaluate(
             context.engine,
             context.rewards,

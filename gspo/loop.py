@@ -143,7 +143,7 @@ class Loop:
             last_good = self.incidents.last_good_before_skipped(step, in_row)
             raise rollback_or(error, self.run_dir, self.config, sampled, alarm=SKIPPED, step=step, last_good=last_good)
         # The metrics of every rank are combined. A run has one rank.
-        metrics = combined([step_metrics(context.objective, collected, learned)])
+        metrics = combined([step_metrics(context.objective, collected, learned, self.config.rollout.sampling)])
         pending = {"step": step, "tokens/sampled": tokens, **metrics}
         self._write_rollouts(step, context, collected, learned)
         learned_state = replace(

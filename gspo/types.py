@@ -35,6 +35,8 @@ class StopReason(StrEnum):
 
     EOS = "eos"
     """The model sampled an end token, which is part of the completion and is trained on."""
+    STOP = "stop"
+    """Its text contains a stop string, which is part of the completion and is trained on."""
     LENGTH = "length"
     """It was truncated at the token limit."""
 
@@ -76,12 +78,21 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """`0` keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: a completion ends with the token that completes one of them in its text."""
+    min_tokens: int = 0
+    """End tokens have probability 0 at the first `min_tokens` positions, and stop strings that are complete before
+    they are over do not count."""
+    thinking_budget: int = 0
+    """Tokens after which `thinking_end` is inserted, unless the text contains it by then; `0` disables it."""
+    thinking_end: str = "</think>"
+    """What is inserted, and what closes a completion's thinking by itself, except for whitespace around it."""
     greedy_last: bool = False
     """Whether the last completion of each prompt is greedy, so one prefill serves sampled and greedy completions."""
 
     @property
     def greedy(self) -> Sampling:
-        """Greedy decoding with the same token limit."""
+        """Greedy decoding with the same limits and stop strings."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
@@ -106,7 +117,8 @@ class Completion:
     sample: int
     """Index among the prompt's completions: 0 .. G-1."""
     token_ids: tuple[int, ...]
-    """All tokens after the prompt, including the end token when the stop reason is EOS: the model reads all of them."""
+    """All tokens after the prompt, including the end token when the stop reason is EOS, and the stop string when it is
+    STOP: the model reads all of them."""
     text: str
     """Decoded without special tokens."""
     logp_sampler: tuple[float, ...]
@@ -120,7 +132,9 @@ class Completion:
     """`None` for a dense model, if the engine does not report routing, or if it was not requested."""
     sampled: tuple[bool, ...] = ()
     """Which of `token_ids` the model sampled; empty if all. The others were given to it between its own tokens, as the
-    result of a tool is: they are part of the context, and are not trained on."""
+    result of a tool or the end of its thinking is: they are part of the context, and are not trained on."""
+    thinking_cut: bool = False
+    """Whether `Sampling.thinking_end` was inserted because the thinking budget was spent."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled) in (0, len(self.token_ids))

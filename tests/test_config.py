@@ -96,6 +96,13 @@ ERRORS: list[tuple[str, tuple[str, ...], str]] = [
     (GOOD, ("--learner.final_fraction=0.5",), "learner.final_fraction: has no effect"),
     ('[model]\nbuild = "tiny_dense"\n[data]\npath = "x.jsonl"\n', (), "reward.functions: name at least one"),
     ("steps = = 3", (), "r.toml: not valid TOML"),
+    (GOOD, ('--rollout.stop=["a", ""]',), "rollout.stop: contains an empty string"),
+    (GOOD, ('--rollout.stop=["\ufffd"]',), "contains U+FFFD"),
+    (GOOD, ("--rollout.min_tokens=9", "--rollout.max_tokens=8"), "rollout.min_tokens: 9 is more than"),
+    (GOOD, ("--rollout.thinking_budget=8", "--rollout.max_tokens=8"), "rollout.thinking_budget: 8 leaves no token"),
+    (GOOD, ("--rollout.thinking_end=x",), "rollout.thinking_end: has no effect without rollout.thinking_budget"),
+    (GOOD, ("--rollout.thinking_budget=8", "--rollout.thinking_end= "), "rollout.thinking_end: is empty"),
+    (GOOD, ("--rollout.thinking_budget=8", "--rollout.stop=nk>"), "'nk>' is part of rollout.thinking_end"),
 ]
 
 

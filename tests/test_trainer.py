@@ -39,6 +39,7 @@ def same_checkpoint(a: Path, b: Path) -> bool:
     return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in pairs)
 
 
+CONTROLS = ("rollout.stop=7,s 1", "rollout.min_tokens=3", "rollout.thinking_budget=5", "rollout.thinking_end=o")
 VARIANTS = {
     "gspo": (),
     "KL to a stored reference": ("objective.name=grpo",),
@@ -50,6 +51,7 @@ VARIANTS = {
     "cold start": ("cold_start.steps=4", "cold_start.check_every=2", "cold_start.stop_accuracy=0.9"),
     "selected tokens": ("objective.name=clip_cov", "objective.select_fraction=0.1", "objective.cov_low=0"),
     "gradient checkpointing": ("model.gradient_checkpointing=true",),
+    "sampling controls": CONTROLS,
 }
 
 
@@ -71,6 +73,26 @@ def test_a_resumed_run_is_byte_identical_to_the_uninterrupted_run(
         assert (run_of(cut) / name).read_bytes() == (run_of(whole) / name).read_bytes()
     assert same_checkpoint(run_of(cut) / "checkpoints/000004", run_of(whole) / "checkpoints/000004")
     assert [r["step"] for r in read_jsonl(run_of(cut) / "timings.jsonl")] == [1, 2, 3, 4]
+
+
+def test_metrics_and_records_say_how_completions_ended(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny(*CONTROLS, "steps=1", "rollout.group_size=16")
+    train(config, display)
+    (metrics,) = (row for row in read_jsonl(run_of(config) / "metrics.jsonl") if row["step"] == 1)
+    records = read_jsonl(run_of(config) / "rollouts/000001.jsonl")
+    shares = {
+        "length/stop_string_fraction": [r["stop"] == "stop" for r in records],
+        "length/thinking_cut_fraction": [r.get("thinking_cut", False) for r in records],
+        "length/truncated_fraction": [r["stop"] == "length" for r in records],
+    }
+    for name, flags in shares.items():
+        assert 0 < metrics[name] < 1, name
+        assert metrics[name] == pytest.approx(sum(flags) / len(flags))
+    assert metrics["mismatch/abs_max"] < 1e-4, "the learner computes the log-probs of what was sampled"
+    for record in records:
+        assert record.get("sampled", [1]).count(0) == record.get("thinking_cut", False)
+        assert len(record["token_ids"]) > 3
+    assert "7" in {r["text"][-1] for r in records if r["stop"] == "stop"}
 
 
 def test_a_refused_resume_changes_no_settings(

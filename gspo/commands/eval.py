@@ -309,6 +309,7 @@ def _write_completions(path: Path, evaluation: Evaluation) -> None:
                     "prompt": group.prompt.text,
                     "text": c.text,
                     "stop": c.stop,
+                    **({"thinking_cut": True} if c.thinking_cut else {}),
                 }
                 # The message of an exception may quote an API key.
                 failure = s.failure and redacted(s.failure, known_secrets())

@@ -22,6 +22,7 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _check_data(config)
     _check_effects(config)
+    _check_sampling(config)
     _check_updates(config)
     _check_model(config)
     _check_rewards(config)
@@ -33,6 +34,37 @@ def _check_data(config: Config) -> None:
     if len(sources) != 1:
         raise ConfigError(
             f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    """Check where a completion may end. Engines check what depends on the tokenizer."""
+    rollout = config.rollout
+    for text in rollout.stop:
+        if not text:
+            raise ConfigError("rollout.stop: contains an empty string, which every text contains; remove it")
+        # What decoding writes for an incomplete character, so it comes and goes while a completion grows.
+        if "\ufffd" in text:
+            raise ConfigError(f"rollout.stop: {text!r} contains U+FFFD, which stands for invalid bytes; remove it")
+    if rollout.min_tokens > rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.min_tokens: {rollout.min_tokens} is more than rollout.max_tokens = {rollout.max_tokens}; lower "
+            "it, or raise rollout.max_tokens"
+        )
+    if not rollout.thinking_budget:
+        return
+    if rollout.thinking_budget >= rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.thinking_budget: {rollout.thinking_budget} leaves no token for an answer below "
+            f"rollout.max_tokens = {rollout.max_tokens}; lower it, or raise rollout.max_tokens"
+        )
+    if not rollout.thinking_end.strip():
+        raise ConfigError('rollout.thinking_end: is empty; write the text that ends thinking, such as "</think>"')
+    ends = next((text for text in rollout.stop if text in rollout.thinking_end), None)
+    if ends is not None:
+        raise ConfigError(
+            f"rollout.stop: {ends!r} is part of rollout.thinking_end, so a completion would end with its thinking; "
+            "remove it, or set rollout.thinking_budget = 0"
         )
 
 

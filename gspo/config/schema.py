@@ -210,6 +210,18 @@ class RolloutConfig:
     """Nucleus sampling. Below 1 the sampler's distribution differs from the learner's, which appears as a mismatch."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens, with the same mismatch as `top_p`. `0` disables it."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, for example `["</answer>"]`. A completion ends with the token that completes one of them; the
+    string stays in the text, and its tokens are trained on. Special tokens count by their names (`<|im_end|>`)."""
+    min_tokens: NonNegative = 0
+    """Number of tokens before which no end token and no stop string can end a completion. End tokens get probability 0
+    there, in the engine and in the learner's log-probs. `0` disables it."""
+    thinking_budget: NonNegative = 0
+    """Maximum number of tokens before `thinking_end`. A completion whose text does not contain it by then gets it
+    inserted and is continued. The inserted tokens count toward `max_tokens` and are not trained on. `0` disables it."""
+    thinking_end: Annotated[str, OnlyWith("rollout.thinking_budget")] = "</think>"
+    """Text that ends the thinking of a completion. Whitespace around it (`</think>\\n\\n`) is inserted with it, and is
+    not needed to recognize an end that the model wrote."""
     refill_budget: Annotated[int | Literal["full"], Range(low=1)] = 3
     """Maximum number of prompt batches to sample per step when `keep = "mixed"` replaces uniform groups. `"full"`
     samples until the batch has `prompts` groups. It gives up after a whole pass over the training problems without a
@@ -219,7 +231,16 @@ class RolloutConfig:
     @functools.cached_property
     def sampling(self) -> Sampling:
         """Sampling parameters, for training and evaluation alike."""
-        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            min_tokens=self.min_tokens,
+            thinking_budget=self.thinking_budget,
+            thinking_end=self.thinking_end,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

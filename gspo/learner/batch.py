@@ -128,9 +128,15 @@ def prepare_batch(
     )
 
 
-def token_sequence(prompt: Prompt, completion: Completion) -> TokenSequence:
-    """A completion as the learner reads it."""
-    return TokenSequence(prompt_ids=prompt.token_ids, completion_ids=completion.token_ids, sampled=completion.sampled)
+def token_sequence(prompt: Prompt, completion: Completion, policy: Policy, min_tokens: int) -> TokenSequence:
+    """A completion as the learner reads it: its tokens, and what could not be sampled in their place."""
+    return TokenSequence(
+        prompt_ids=prompt.token_ids,
+        completion_ids=completion.token_ids,
+        sampled=completion.sampled,
+        excluded_ids=policy.stop_ids,
+        excluded_for=min_tokens,
+    )
 
 
 def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int) -> Plan:
@@ -138,7 +144,7 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
     config = context.config
     models = [model for model in (context.policy.model, context.reference) if model is not None]
     return make_plan(
-        [token_sequence(s.prompt, s.completion) for s in samples],
+        [token_sequence(s.prompt, s.completion, context.policy, config.rollout.min_tokens) for s in samples],
         [s.group for s in samples],
         mini_batches=update_count(
             config.learner.mini_batches, len(samples), full=config.rollout.prompts * config.rollout.group_size

@@ -1,9 +1,10 @@
 """Log-probs of sampled tokens under a model, by the learner's forward pass.
 
-In: a micro-batch, or a plan of them. Out: `logp_N` and `entropy_N` in float32. Invariant: logits are divided by the
-sampling temperature, because the policy is the distribution that was sampled from. The EOS token counts; prompt,
-padding and tokens that the model was given do not. If memory runs out, micro-batches are halved; the gradient is the
-same up to rounding, because token weights belong to the optimizer step and not to the micro-batch.
+In: a micro-batch, or a plan of them. Out: `logp_N` and `entropy_N` in float32. Invariant: the policy is the
+distribution that was sampled from, so logits are divided by the sampling temperature, and end tokens that could not be
+sampled (`rollout.min_tokens`) have probability 0. The EOS token counts; prompt, padding and tokens that the model was
+given do not. If memory runs out, micro-batches are halved; the gradient is the same up to rounding, because token
+weights belong to the optimizer step and not to the micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo.learner.plan import Plan
-from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
+from gspo.model.kernels.fused_linear_logprobs import LOWEST, fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
@@ -51,6 +52,7 @@ def completion_logprobs(
         batch.target_N,
         temperature,
         weight_gradient=gradient_buffer(weight) if head_buffer else None,
+        excluded=batch.excluded,
     )
     return logp_N.float(), (entropy_N if entropy_gradient else entropy_N.detach()).float()
 
@@ -64,6 +66,9 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     # In float32 from here on: log-ratios are compared with clip ranges of a few 1e-4, which bfloat16 rounding reaches.
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
+    if batch.excluded is not None:
+        lowest = logits_NV.new_tensor(LOWEST)
+        logits_NV = logits_NV.index_put((batch.excluded.rows[:, None], batch.excluded.ids), lowest)
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, batch.target_N.unsqueeze(-1)).squeeze(-1) - normalizer_N
     # Without a bonus the entropy is only reported, and its graph would hold another tensor of size [N, V].

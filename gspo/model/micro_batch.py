@@ -29,6 +29,9 @@ class TokenSequence:
     completion_ids: tuple[int, ...]
     sampled: tuple[bool, ...] = ()
     """Which completion tokens the model sampled; empty if all (see `types.Completion`)."""
+    excluded_ids: tuple[int, ...] = ()
+    """Tokens that could not be sampled at the first `excluded_for` positions: end tokens, with `rollout.min_tokens`."""
+    excluded_for: int = 0
 
     @property
     def length(self) -> int:
@@ -44,6 +47,19 @@ class TokenSequence:
     def sampled_at(self) -> Places:
         """Indices of the sampled tokens in the completion."""
         return np.flatnonzero(self.sampled) if self.sampled else np.arange(len(self.completion_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcludedTokens:
+    """Tokens of the vocabulary that have probability 0 in some rows."""
+
+    rows: Tensor
+    """Which rows: indices of sampled tokens."""
+    ids: Tensor
+
+    def to(self, device: torch.device) -> ExcludedTokens:
+        """The same on another device."""
+        return ExcludedTokens(rows=self.rows.to(device), ids=self.ids.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +121,16 @@ class MicroBatch:
     position_ids: Tensor | None = None
     packing: Packing | None = None
     """None if padded: each row of `input_ids` is one sequence."""
+    excluded: ExcludedTokens | None = None
+    """Tokens that had probability 0 where some of its tokens were sampled; None if there are none."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on another device."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Packing)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Movable)}
         return replace(self, **moved)
+
+
+Movable = Tensor | Packing | ExcludedTokens
 
 
 def micro_batch(
@@ -218,10 +239,11 @@ def _sampled_tokens(
 ) -> dict[str, Any]:
     """The sampled tokens of a micro-batch. `where` indexes the tokens of each sequence in the flattened inputs."""
     starts = [0, *accumulate(sequence.sampled_count for sequence in sequences)]
-    targets, outputs = [], []
+    targets, outputs, excluded = [], [], []
     for s, at in zip(chosen, where, strict=True):
         sequence = sequences[s]
         sampled_at = sequence.sampled_at
+        excluded.append(sampled_at < sequence.excluded_for)
         targets.append(np.asarray(sequence.completion_ids, dtype=np.int64)[sampled_at])
         # The output at a position predicts the next token: the first completion token comes from the last prompt token.
         outputs.append(at[len(sequence.prompt_ids) - 1 + sampled_at])
@@ -230,7 +252,15 @@ def _sampled_tokens(
         "output_N": _concatenate(outputs),
         "target_N": _concatenate(targets),
         "at_N": _concatenate([np.arange(starts[s], starts[s + 1]) for s in chosen]),
+        "excluded": _excluded(sequences[chosen[0]].excluded_ids, np.concatenate(excluded)),
     }
+
+
+def _excluded(ids: tuple[int, ...], excluded_N: NDArray[np.bool_]) -> ExcludedTokens | None:
+    """The excluded tokens, which are the same for all sequences of a batch."""
+    if not ids or not excluded_N.any():
+        return None
+    return ExcludedTokens(rows=torch.from_numpy(np.flatnonzero(excluded_N)), ids=torch.tensor(ids))
 
 
 def _concatenate(spans: Sequence[Places]) -> Tensor:

@@ -109,7 +109,7 @@ def _measure(context: PreflightContext, budget: int) -> LogprobsByPolicy:
     policy = context.policy
     samples = _samples(context)
     plan = make_plan(
-        [token_sequence(p, c) for _, p, c in samples],
+        [token_sequence(p, c, policy, config.rollout.min_tokens) for _, p, c in samples],
         [group for group, _, _ in samples],
         mini_batches=config.learner.mini_batches,
         token_budget=budget,

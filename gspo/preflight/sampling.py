@@ -110,7 +110,7 @@ def _lengths(context: PreflightContext, groups: Sequence[Group]) -> Finding:
     if truncated > 0.5:
         remedy = (
             "Raise rollout.max_tokens; if completions continue after the answer, check the stop tokens and the chat "
-            "template."
+            "template, or end them with a stop string (rollout.stop)."
         )
         return warning(what, remedy, detail=detail, **numbers)
     return ok(what, detail=detail, **numbers)

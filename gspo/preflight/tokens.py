@@ -125,6 +125,8 @@ def check_ends(context: PreflightContext) -> Iterator[Finding]:
         return
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stops)
     yield ok(f"A completion ends at {named}.", stop_ids=list(stops))
+    if texts := context.config.rollout.stop:
+        yield ok(f"It also ends with the stop string {' or '.join(map(repr, texts))}.", stop=list(texts))
     if uses_template(tokenizer, chat=context.config.data.chat):
         yield _end_of_turn(tokenizer, stops)
     yield from _vocabulary(context)

@@ -142,12 +142,12 @@ PANELS = (
     ),
     Panel(
         id="shaping",
-        title="Overlong completions",
+        title="Ends of completions",
         form="share",
         hide_zero=True,
         what=(
-            "Share of completions truncated at the limit, and of trained completions with a length penalty "
-            '(objective.shape = "soft_overlong").'
+            "Share of completions truncated at the limit, ended by a stop string, and with their thinking cut, and of "
+            'trained completions with a length penalty (objective.shape = "soft_overlong").'
         ),
     ),
     Panel(
@@ -409,6 +409,25 @@ METRICS = (
         panels=("signal", "shaping"),
         label="truncated completions",
         heading="truncated",
+    ),
+    Metric(
+        "length/stop_string_fraction",
+        "Share of sampled completions that ended with a stop string (`rollout.stop`).",
+        present="step ≥ 1, with `rollout.stop`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("shaping",),
+        label="ended with a stop string",
+    ),
+    Metric(
+        "length/thinking_cut_fraction",
+        "Share of sampled completions whose thinking was cut, because it had not ended after "
+        "`rollout.thinking_budget` tokens.",
+        present="step ≥ 1, with `rollout.thinking_budget`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("shaping",),
+        label="thinking cut",
     ),
     Metric(
         "length/repetitive_fraction",

@@ -31,7 +31,7 @@ from gspo.objectives.samples import drop_reason
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
-from gspo.types import Completion, Group, Score, Status, StopReason
+from gspo.types import Completion, Group, Sampling, Score, Status, StopReason
 
 NAN = float("nan")
 EXTREME = math.log(2)
@@ -40,12 +40,15 @@ LONG = 16
 """Completions shorter than this are never called repetitive."""
 
 
-def step_metrics(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, Reduced]:
-    """All metrics of a step, except its timings and its evaluation."""
+def step_metrics(
+    objective: Objective, collected: CollectResult, learned: LearnResult | None, sampling: Sampling | None = None
+) -> dict[str, Reduced]:
+    """All metrics of a step, except its timings and its evaluation. `sampling` adds those of its controls."""
     untrained: dict[str, Reduced] = {"tokens/trained": Sum(0), "samples/trained": Sum(0)}
     reasons = drop_reasons(objective, collected, learned)
     return {
         **_sampling_metrics(collected),
+        **(_control_metrics(collected, sampling) if sampling else {}),
         "samples/dropped/KIND": _counts(reasons),
         **(_training_metrics(objective, learned) if learned else untrained),
     }
@@ -98,6 +101,17 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "tokens/generated": Sum(collected.tokens),
         **_decoding(collected),
     }
+
+
+def _control_metrics(collected: CollectResult, sampling: Sampling) -> dict[str, Reduced]:
+    """How often the controls acted that the run uses."""
+    completions = [c for g in collected.rollouts.sampled for c in g.completions]
+    metrics: dict[str, Reduced] = {}
+    if sampling.stop:
+        metrics["length/stop_string_fraction"] = Mean.of([c.stop is StopReason.STOP for c in completions])
+    if sampling.thinking_budget:
+        metrics["length/thinking_cut_fraction"] = Mean.of([c.thinking_cut for c in completions])
+    return metrics
 
 
 def _quantile(q: float, lengths: Sequence[int]) -> float:
@@ -315,6 +329,7 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         # Most completions are sampled entirely, and a list of ones would only make the file larger.
         **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
+        **({"thinking_cut": True} if completion.thinking_cut else {}),
         "version": completion.version,
         **({"spans": completion.spans} if completion.spans else {}),
         "status": score.status,

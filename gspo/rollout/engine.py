@@ -1,4 +1,4 @@
-"""The sampling engine protocol, and the lookup of an engine by its name.
+"""The sampling engine protocol, where completions end, and the lookup of an engine by its name.
 
 In: prompts and a `Sampling`. Out: the completions of each prompt in sample order. Invariant: a completion depends on
 the weights, the prompt, the sampling settings and its own random stream `(seed, stream, prompt id, sample)`, never on
@@ -17,12 +17,13 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from types import ModuleType
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError, DataError, EngineError, is_panic
 from gspo.model.routing import Routers
-from gspo.types import Completion, Prompt, Sampling
+from gspo.types import Completion, Prompt, Sampling, StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +114,13 @@ class EngineContext:
     routers: Routers | None = None
     """The model's routers; None for a dense model, or if routing is not recorded."""
 
-    def texts(self, ids_B: Sequence[Sequence[int]]) -> list[str]:
-        """Completions as text. A damaged tokenizer may load and encode, and raise or panic only here."""
+    def texts(self, ids_B: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        """Completions as text; with `special`, all of their tokens, as they are. A damaged tokenizer may load and
+        encode, and raise or panic only here."""
+        # A cleanup removes spaces, so the text of a part would not be part of the text.
+        options = {"clean_up_tokenization_spaces": False} if special else {}
         try:
-            return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=True))
+            return list(self.tokenizer.batch_decode(ids_B, skip_special_tokens=not special, **options))
         except BaseException as error:
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
@@ -126,6 +130,93 @@ class EngineContext:
                 f"{name}: its tokenizer cannot decode a completion: {reason:.200}; tokenizer.json is damaged or of "
                 "another version: download the tokenizer's files again"
             ) from error
+
+
+# --- Where completions end ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """The last tokens of a completion."""
+
+    ids: Sequence[int]
+    start: int = 0
+    """Position of the first of them in the completion."""
+    first: int = 0
+    """Index of the first that may end the completion. Those before it are its context."""
+    cut: bool = False
+    """Whether the completion's thinking was cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Where a completion ends, and why."""
+
+    length: int
+    stop: StopReason
+    cut: bool
+    """Whether the end of its thinking was inserted before that."""
+
+
+class Controls:
+    """Where completions end: with an end token, or at the token limit. `controls.py` adds what depends on text."""
+
+    window = 0
+    """Tokens in which a stop string can be found."""
+    forced_ids: tuple[int, ...] = ()
+    """The tokens that end thinking."""
+
+    def __init__(self, context: EngineContext, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.stop_ids = context.stop_ids
+
+    def stop_indices(self, tails: Sequence[Tail]) -> list[int | None]:
+        """For each tail, the index of the first token that ends the completion with a stop string; None if none
+        does."""
+        return [None] * len(tails)
+
+    def unclosed(self, ids_B: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether the thinking of completions has not ended within their budget."""
+        return [False] * len(ids_B)
+
+    def ends(self, ids_B: Sequence[Sequence[int]], cut_B: Sequence[bool]) -> list[End]:
+        """The ends of completions that have been sampled to an end token, to the limit, or to a stop string or some
+        tokens after it."""
+        tails = [Tail(ids=ids, cut=cut) for ids, cut in zip(ids_B, cut_B, strict=True)]
+        return [self._end(tail, index) for tail, index in zip(tails, self.stop_indices(tails), strict=True)]
+
+    def _end(self, tail: Tail, index: int | None) -> End:
+        length = len(tail.ids) if index is None else index + 1
+        stop = StopReason.LENGTH if index is None else StopReason.STOP
+        if tail.ids[length - 1] in self.stop_ids:
+            stop = StopReason.EOS
+        return End(length=length, stop=stop, cut=tail.cut and length > self.sampling.thinking_budget)
+
+    def fields(self, ids: Sequence[int], logp: Sequence[float], end: End) -> dict[str, Any]:
+        """The fields of a `Completion`, from its tokens and a number for each: its log-prob, or any if it was
+        inserted."""
+        budget, length = self.sampling.thinking_budget, end.length
+        inserted = range(budget, budget + len(self.forced_ids))
+        sampled = tuple(i not in inserted for i in range(length)) if end.cut else ()
+        return {
+            "token_ids": tuple(ids[:length]),
+            "logp_sampler": tuple(compress(logp, sampled) if sampled else logp[:length]),
+            "stop": end.stop,
+            "sampled": sampled,
+            "thinking_cut": end.cut,
+        }
+
+
+def controls_for(context: EngineContext, sampling: Sampling) -> Controls:
+    """The controls of a call. Raises `ConfigError` if the tokenizer cannot write the end of thinking."""
+    if not sampling.stop and not sampling.thinking_budget:
+        return Controls(context, sampling)
+    from gspo.rollout.controls import TextControls
+
+    return TextControls(context, sampling)
+
+
+# --- Engines by name ---
 
 
 def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) -> Engine:

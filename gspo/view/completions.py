@@ -185,6 +185,8 @@ FILTERS = {
     ),
     "clipped": Filter(label="clipped", holds=lambda r, _: _clipped(r)),
     "truncated": Filter(label="truncated", holds=lambda r, _: r.get("stop") == "length"),
+    "stopped": Filter(label="ended with a stop string", holds=lambda r, _: r.get("stop") == "stop"),
+    "thinking_cut": Filter(label="with their thinking cut", holds=lambda r, _: bool(r.get("thinking_cut"))),
     "unscored": Filter(label="unscored", holds=lambda r, _: r.get("status") == "unscored"),
     "dropped": Filter(label="not trained on", holds=lambda r, _: not r.get("trained")),
     "flipped": Filter(label="with expert flips", holds=lambda r, _: any(r.get("flipped_experts") or ())),
@@ -243,7 +245,7 @@ def _records(data: bytes) -> list[Record]:
 
 TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "drop_reason", "failure")
 NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
-FLAG_FIELDS = ("correct", "trained")
+FLAG_FIELDS = ("correct", "trained", "thinking_cut")
 
 
 def _validate(raw: Record) -> Record:
@@ -299,6 +301,7 @@ def _summary(record: Record) -> dict[str, Any]:
         "excerpt": _truncate(record.get("text"), EXCERPT),
         "length": _length(record),
         "stop": record.get("stop"),
+        "thinking_cut": bool(record.get("thinking_cut")),
         "status": record.get("status"),
         "reward": record.get("reward"),
         "correct": record.get("correct"),

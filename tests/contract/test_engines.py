@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_vllm
+from simulated_vllm import SimulatedVllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo.errors import EngineError
+from gspo.errors import ConfigError, EngineError
 from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_names
 from gspo.rollout.engines.scripted import ScriptedEngine
+from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=*;|abcdefghijklmnop"]
@@ -51,17 +53,25 @@ def context() -> EngineContext:
     return EngineContext(model=model, tokenizer=tokenizer, stop_ids=(EOS,))
 
 
+SIMULATED = "vllm, simulated"
+"""Engine `vllm` with a few lines of torch in place of vLLM."""
 ENGINES = [
-    pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
-    for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+    SIMULATED,
+    *(
+        pytest.param(name, marks=pytest.mark.vllm if name.startswith("vllm") else ())
+        for name in [*engine_names(), *(key for key in OPTIONS if " " in key)]
+    ),
 ]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, context: EngineContext) -> Iterator[Engine]:
-    if request.param.startswith("vllm"):
-        needs_vllm()
-    engine = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
+    if request.param == SIMULATED:
+        engine: Engine = VllmEngine(context, SimulatedVllm(context.model))
+    else:
+        if request.param.startswith("vllm"):
+            needs_vllm()
+        engine = build_engine(request.param.split()[0], context, OPTIONS.get(request.param, {}))
     engine.sync(0)  # allowed before the first completion
     yield engine
     engine.close()
@@ -209,3 +219,138 @@ def test_after_a_sync_completions_come_from_the_current_weights(
     finally:
         with torch.no_grad():
             weight.copy_(saved)
+
+
+# --- Sampling controls ---
+
+
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+def model_logp(context: EngineContext, prompt: Prompt, completion: Completion, min_tokens: int) -> list[float]:
+    """Log-probs of the sampled tokens, from one forward and an explicit mask."""
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = context.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    logits[:min_tokens, EOS] = -torch.inf
+    logp = logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0].tolist()
+    own = completion.sampled or (True,) * len(logp)
+    return [value for value, sampled in zip(logp, own, strict=True) if sampled]
+
+
+def first_stop(context: EngineContext, ids: tuple[int, ...], stop: tuple[str, ...], min_tokens: int) -> int | None:
+    """The length of a completion with stop strings, one token at a time. Every token is a character here."""
+    for i in range(min_tokens, len(ids)):
+        text = context.tokenizer.decode(ids[: i + 1])
+        if any(text.endswith(s) for s in stop):
+            return i + 1
+    return None
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(
+    engine: Engine, prompts: list[Prompt], context: EngineContext, min_tokens: int
+) -> None:
+    without = flat(sample(engine, prompts, samples=20, sampling=replace(SAMPLING, min_tokens=min_tokens)))
+    texts = sorted({c.text for c in without if len(c.text) > 4})
+    stop = (texts[0][3:5], texts[-1][1:3], texts[len(texts) // 2][:4], "nowhere")
+    sampling = replace(SAMPLING, stop=stop, min_tokens=min_tokens)
+    reasons = set()
+    for plain, stopped in zip(without, flat(sample(engine, prompts, samples=20, sampling=sampling)), strict=True):
+        length = first_stop(context, plain.token_ids, stop, min_tokens)
+        assert stopped.token_ids == plain.token_ids[:length]
+        assert stopped.logp_sampler == pytest.approx(plain.logp_sampler[:length], abs=1e-5)
+        assert stopped.text == context.tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
+        assert stopped.stop is (plain.stop if length is None else StopReason.STOP)
+        assert stopped.sampled == ()
+        reasons.add(stopped.stop)
+    assert StopReason.STOP in reasons
+    assert len(reasons) > 1
+
+
+def test_the_name_of_a_special_token_is_a_stop_string(engine: Engine, prompts: list[Prompt]) -> None:
+    """The end token stays what it is, and no text ends in its middle."""
+    sampling = replace(SAMPLING, stop=("<eos>", "<pad>"))
+    completions = flat(sample(engine, prompts, samples=20, sampling=sampling))
+    for completion in completions:
+        assert (completion.token_ids[-1] == EOS) == (completion.stop is StopReason.EOS)
+        assert (completion.token_ids[-1] == 0) == (completion.stop is StopReason.STOP)
+        assert 0 not in completion.token_ids[:-1]
+    assert isinstance(engine, ScriptedEngine) or StopReason.STOP in {c.stop for c in completions}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_no_completion_ends_before_min_tokens(engine: Engine, prompts: list[Prompt], temperature: float) -> None:
+    sampling = Sampling(max_tokens=12, min_tokens=7, temperature=temperature)
+    completions = flat(sample(engine, prompts, samples=20, sampling=sampling))
+    assert min(len(completion.token_ids) for completion in completions) >= 7
+    assert all(EOS not in completion.token_ids[:7] for completion in completions)
+    if temperature:
+        assert {completion.stop for completion in completions} == {StopReason.EOS, StopReason.LENGTH}
+
+
+def test_with_min_tokens_log_probs_are_those_of_the_masked_distribution(
+    engine: Engine, prompts: list[Prompt], context: EngineContext
+) -> None:
+    groups = sample(engine, prompts, sampling=replace(SAMPLING, min_tokens=7))
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            assert completion.logp_sampler == pytest.approx(model_logp(context, prompt, completion, 7), abs=2e-5)
+
+
+def test_the_end_of_thinking_is_inserted_when_the_budget_is_spent(
+    engine: Engine, prompts: list[Prompt], context: EngineContext
+) -> None:
+    plain = flat(sample(engine, prompts, samples=20))
+    end = next(c.text for c in plain if len(c.text) > 4)[2]
+    forced = context.tokenizer(end)["input_ids"]
+    sampling = replace(SAMPLING, thinking_budget=4, thinking_end=end)
+    groups = sample(engine, prompts, samples=20, sampling=sampling)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            assert completion.logp_sampler == pytest.approx(model_logp(context, prompt, completion, 0), abs=2e-5)
+    completions = flat(groups)
+    for before, completion in zip(plain, completions, strict=True):
+        ids = completion.token_ids
+        assert ids[:4] == before.token_ids[:4]
+        assert completion.thinking_cut == (len(before.token_ids) > 4 and forced[0] not in before.token_ids[:4])
+        if completion.thinking_cut:
+            assert list(ids[4:5]) == forced
+            assert completion.sampled == tuple(i != 4 for i in range(len(ids)))
+            assert len(ids) > 5
+        else:
+            assert completion.sampled == ()
+        assert completion.text == context.tokenizer.decode(ids, skip_special_tokens=True)
+        assert len(ids) <= 12
+        assert len(ids) == 12 or ids[-1] == EOS
+    assert {completion.thinking_cut for completion in completions} == {True, False}
+
+
+def test_all_controls_together(engine: Engine, prompts: list[Prompt], context: EngineContext) -> None:
+    sampling = replace(SAMPLING, stop=("b", "e", "5"), min_tokens=3, thinking_budget=4, thinking_end="|;")
+    groups = sample(engine, prompts, samples=20, sampling=sampling)
+    assert groups == sample(engine, prompts, samples=20, sampling=sampling)
+    assert close_to(groups, [sample(engine, [prompt], samples=20, sampling=sampling)[0] for prompt in prompts])
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            assert completion.logp_sampler == pytest.approx(model_logp(context, prompt, completion, 3), abs=2e-5)
+            at_stop = first_stop(context, completion.token_ids, sampling.stop, 3)
+            assert at_stop == (len(completion.token_ids) if completion.stop is StopReason.STOP else None)
+    assert {c.stop for c in flat(groups)} >= {StopReason.STOP}
+    assert {c.thinking_cut for c in flat(groups)} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"thinking_end": "?"}, "rollout.thinking_end: the tokenizer cannot write"),
+        ({"thinking_end": "a<eos>"}, "contains an end token"),
+        ({"thinking_end": "abc", "thinking_budget": 9}, "rollout.thinking_budget: 9 and the 3 tokens"),
+    ],
+)
+def test_an_end_of_thinking_that_cannot_work_is_an_error(
+    engine: Engine, prompts: list[Prompt], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample(engine, prompts, sampling=replace(SAMPLING, **{"thinking_budget": 4, **changes}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from gspo.learner.plan import make_plan
 from gspo.model.kernels import fused_linear_logprobs as fused
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
 from gspo.model.lm_head import lm_head, obstacle_to_head
-from gspo.model.micro_batch import TokenSequence
+from gspo.model.micro_batch import ExcludedTokens, TokenSequence
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
@@ -71,6 +72,52 @@ def test_values_and_gradients_match_plain_logits(held: int, idle: float, monkeyp
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+EXCLUDED = ExcludedTokens(rows=torch.tensor([0, 2, 3, 17, 36]), ids=torch.tensor([0, 255, 256, 1000]))
+
+
+def excluding(excluded: ExcludedTokens) -> tuple[Any, Any]:
+    """The fused and the plain computation with excluded tokens."""
+
+    def masked(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = (hidden @ weight.T) / temperature
+        mask = torch.zeros_like(logits, dtype=torch.bool)
+        mask[excluded.rows.to(DEVICE)[:, None], excluded.ids.to(DEVICE)] = True
+        logp = logits.masked_fill(mask, -torch.inf).log_softmax(-1)
+        return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp.masked_fill(mask, 0)).sum(-1)
+
+    return partial(fused_linear_logprobs, excluded=excluded.to(DEVICE)), masked
+
+
+@pytest.mark.parametrize("held", [1, 10**9], ids=["chunks of 256", "one chunk"])
+@pytest.mark.parametrize("idle", [0.0, 0.3, 1.0])
+def test_excluded_tokens_have_no_probability_and_no_gradient(
+    held: int, idle: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HELD", "HELD_CPU"):
+        monkeypatch.setattr(fused, name, held)
+    hidden, weight, target = case(37, 24, 1001, torch.float64)
+    target = target.clamp(1, 254)  # an excluded token is never sampled
+    gains = gains_of(37, idle)
+    ours, theirs = (run(head, hidden, weight, target, gains) for head in excluding(EXCLUDED))
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(ours[0], run(fused_linear_logprobs, hidden, weight, target, gains)[0])
+
+
+def test_excluding_a_token_that_is_almost_certain_keeps_precision() -> None:
+    """A model that wants to end at once. The share of all other tokens is below float32's epsilon."""
+    hidden, weight, target = case(37, 24, 1001, torch.float32)
+    weight[0] = 40 * hidden[17] / hidden[17].square().sum()
+    target = target.clamp(1, 254)
+    gains = gains_of(37, 0.0)
+    ours, masked = excluding(EXCLUDED)
+    exact = run(masked, hidden.double(), weight.double(), target, gains)
+    found = run(ours, hidden, weight, target, gains)
+    assert run(plain, hidden.double(), weight.double(), target, gains)[0][17] < -40
+    for value, expected in zip(found, exact, strict=True):
+        assert distance(value, expected) < 1e-5
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:

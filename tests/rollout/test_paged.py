@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.engine import Controls, DecodeStats, EngineContext, controls_for
 from gspo.rollout.engines import local
 from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
@@ -27,7 +27,7 @@ from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_paging
 from gspo.rollout.local.sampling import GREEDY, DecodeResult, make_queue, sample_from_logits, uniform
 from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots, make_slots
-from gspo.types import Prompt, Sampling
+from gspo.types import Prompt, Sampling, StopReason
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 VOCABULARY, EOS = 48, 0
@@ -66,6 +66,16 @@ def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float
     return model.to(DEVICE)
 
 
+class Letters:
+    """A tokenizer with one letter per token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("A") for letter in text]}
+
+    def batch_decode(self, ids_B: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        return ["".join(chr(ord("A") + i) for i in ids) for ids in ids_B]
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return model_of(*PLAIN["qwen3_moe"])
@@ -79,14 +89,21 @@ def prompt_of(length: int) -> Prompt:
 LENGTHS = (1, 3, 65, 64, 130, 7, 2, 66)
 
 
+SAMPLING = Sampling(max_tokens=90)
+
+
+def controls_of(sampling: Sampling) -> Controls:
+    return controls_for(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
+
+
 def decode_paged(
     model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
 ) -> DecodeResult:
     queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
-    sampling = sampling or Sampling(max_tokens=90)
+    sampling = sampling or SAMPLING
     settings = {"slots": 8, "prefill_tokens": 100, **options}
     with torch.no_grad():
-        return paged.PagedBatch(model, queue, sampling, (EOS,), **settings).run()
+        return paged.PagedBatch(model, queue, controls_of(sampling), **settings).run()
 
 
 def decode_plain(
@@ -98,7 +115,7 @@ def decode_plain(
     engine.paged = False
     queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
     with torch.no_grad():
-        return engine._decode(model, queue, sampling or Sampling(max_tokens=90), options.get("routers"))
+        return engine._decode(model, queue, controls_of(sampling or SAMPLING), options.get("routers"))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +126,7 @@ def plain_completions(model: Any) -> Callable[[int], DecodeResult]:
 
 def assert_same(ours: DecodeResult, theirs: DecodeResult, tolerance: float = 2e-5) -> None:
     assert ours.token_ids == theirs.token_ids
-    assert ours.stopped == theirs.stopped
+    assert ours.ends == theirs.ends
     for a, b in zip(ours.logp, theirs.logp, strict=True):
         assert a == pytest.approx(b, abs=tolerance)
 
@@ -187,10 +204,52 @@ def test_preemption_does_not_change_completions(
     assert blocks > 13 or any(preempted), "a completion had to be preempted"
 
 
+CONTROLS: dict[str, dict[str, Any]] = {
+    "stop": {"stop": ("BC", "Z", "DEF")},
+    "min_tokens": {"min_tokens": 40},
+    "thinking": {"thinking_budget": 20, "thinking_end": "Q"},
+    "all": {"stop": ("BC", "Z"), "min_tokens": 10, "thinking_budget": 20, "thinking_end": "Q"},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"slots": 24}, {"blocks": 10, "slots": 12}], ids=str)
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_act_as_in_plain_decoding(model: Any, name: str, options: dict[str, int]) -> None:
+    sampling = Sampling(max_tokens=60, **CONTROLS[name])
+    routers = find_routers(model)
+    ours = decode_paged(model, sampling=sampling, routers=routers, **options)
+    theirs = decode_plain(model, sampling=sampling, routers=routers)
+    assert_same(ours, theirs)
+    assert [r and r.experts for r in ours.routes] == [r and r.experts for r in theirs.routes]
+    lengths = [len(prompt_of(n).token_ids) for n in sorted(LENGTHS, reverse=True) for _ in range(3)]
+    for n, ids, routes in zip(lengths, ours.token_ids, ours.routes, strict=True):
+        assert routes is not None
+        assert len(routes.experts) == (n + len(ids) - 1) * routes.layers * routes.top_k * routes.width
+    assert (StopReason.STOP in {end.stop for end in ours.ends}) == bool(sampling.stop)
+    assert {end.cut for end in ours.ends} == ({True, False} if sampling.thinking_budget else {False})
+
+
+def test_stop_strings_end_rows_early(model: Any) -> None:
+    """A row is finished soon after its stop string, not when it reaches the limit."""
+
+    def run(*stop: str) -> DecodeResult:
+        context = EngineContext(model=None, tokenizer=Letters(), stop_ids=())
+        queue = make_queue([prompt_of(3)], samples=3, seed=1, stream="train/0")
+        controls = controls_for(context, Sampling(max_tokens=200, stop=stop))
+        with torch.no_grad():
+            return paged.PagedBatch(model, queue, controls, slots=8, prefill_tokens=100).run()
+
+    late = run("nowhere")
+    assert late.decoded.steps >= 200
+    soon = run(*(text[40:46] for text in Letters().batch_decode(late.token_ids)))
+    assert [end.length for end in soon.ends] == [46, 46, 46]
+    assert soon.decoded.steps < 46 + 2 * paged.STOP_EVERY
+
+
 def test_all_blocks_are_freed(model: Any) -> None:
     queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
     with torch.no_grad():
-        run = paged.PagedBatch(model, queue, Sampling(max_tokens=90), (EOS,), slots=8, prefill_tokens=100)
+        run = paged.PagedBatch(model, queue, controls_of(SAMPLING), slots=8, prefill_tokens=100)
         count = run.blocks.available
         run.run()
     assert run.blocks.available == count
@@ -208,7 +267,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, mon
     )
     queue = make_queue([prompt_of(2 * BLOCK_SIZE + 5)], samples=6, seed=1, stream="train/0")
     with torch.no_grad():
-        run = paged.PagedBatch(model, queue, Sampling(max_tokens=10), (EOS,), slots=6, prefill_tokens=1000)
+        run = paged.PagedBatch(model, queue, controls_of(Sampling(max_tokens=10)), slots=6, prefill_tokens=1000)
         run._admit()
     assert read == [2 * BLOCK_SIZE + 4]
     rows = [row for row in run.rows if row is not None]

@@ -138,6 +138,8 @@ EXAMPLES = {
     "clipped_positive": completion("p", 1, "c" * 10, clipped_fraction=1.0, advantage=1.0),
     "clipped": completion("p", 0, "d" * 10, clipped_fraction=0.5, correct=None),
     "truncated": completion("p", 0, "t" * 10, stop="length", correct=None),
+    "stopped": completion("p", 0, "s" * 10, stop="stop", correct=None),
+    "thinking_cut": completion("p", 0, "h" * 10, thinking_cut=True, correct=None),
     "unscored": completion("p", 0, "u" * 10, status="unscored", reward=None, correct=None, failure="raised: x"),
     "dropped": completion("p", 0, "l" * 10, trained=False, drop_reason="alone", correct=None),
     "flipped": completion("p", 0, "f" * 10, flipped_experts=[0] * 9 + [2], correct=None),

@@ -11,6 +11,8 @@ h,
     logp = z_y - log sum_v exp z_v,   h = -sum_v p_v log p_v,
     dz_v = g (1[v = y] - p_v) - e p_v (log p_v + h).
 
+In rows with excluded tokens, these have p_v = 0 and dz_v = 0, and the sums run over all others.
+
 The vocabulary is processed in chunks. The backward pass recomputes the logits of each chunk, turns them into dz and
 multiplies that with the weight and with the hidden states: four matrix products in all, the minimum without storing
 logits.
@@ -24,6 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.model.micro_batch import ExcludedTokens
+
+LOWEST = -1e30
+"""The logit of an excluded token. Not minus infinity, which times the probability 0 is NaN in the entropy."""
 HELD = 2**27
 """Entries of dz in memory at a time on a GPU: 256 MiB in bfloat16."""
 HELD_CPU = 2**22
@@ -31,51 +37,77 @@ HELD_CPU = 2**22
 
 
 def fused_linear_logprobs(
-    hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, *, weight_gradient: Tensor | None = None
+    hidden_N: Tensor,
+    weight: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    *,
+    weight_gradient: Tensor | None = None,
+    excluded: ExcludedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logp_N, entropy_N) of the targets. If `weight_gradient`, a float32 buffer, is given, the backward pass adds the
-    weight's gradient to it and bypasses autograd, which would round it to the weight's precision every time."""
+    weight's gradient to it and bypasses autograd, which would round it to the weight's precision every time. The tokens
+    in `excluded` have probability 0 in its rows, whose forward pass takes plain PyTorch in float32."""
     assert hidden_N.shape == (len(target_N), weight.shape[1]), f"{hidden_N.shape}, {weight.shape}, {target_N.shape}"
-    logp_N, entropy_N = _FusedLinearLogprobs.apply(hidden_N, weight, target_N, temperature, weight_gradient)
+    logp_N, entropy_N = _FusedLinearLogprobs.apply(hidden_N, weight, target_N, temperature, weight_gradient, excluded)
     return logp_N, entropy_N
 
 
 class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_N: Tensor, weight: Tensor, target_N: Tensor, temperature: float, weight_gradient: Tensor | None
+        ctx: Any,
+        hidden_N: Tensor,
+        weight: Tensor,
+        target_N: Tensor,
+        temperature: float,
+        weight_gradient: Tensor | None,
+        excluded: ExcludedTokens | None,
     ) -> tuple[Tensor, Tensor]:
         # Without an entropy bonus the entropy has no gradient; `None` then saves a tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         ctx.weight_gradient = weight_gradient
-        most_N, sum_N, dot_N, picked_N = _kernels(hidden_N).statistics(hidden_N, weight, target_N, 1 / temperature)
+        ctx.excluded = excluded
+        statistics = _kernels(hidden_N).statistics(hidden_N, weight, target_N, 1 / temperature)
+        if excluded is not None:
+            # Summed again without the excluded tokens. Subtracting their share from the sums would lose all precision
+            # where they are likely.
+            rows = excluded.rows
+            again = TorchKernels.statistics(hidden_N[rows], weight, target_N[rows], 1 / temperature, excluded.ids)
+            statistics = tuple(s.index_copy(0, rows, new) for s, new in zip(statistics, again, strict=True))
+        most_N, sum_N, dot_N, picked_N = statistics
         log_N = sum_N.log()
         entropy_N = log_N - dot_N / sum_N
         ctx.save_for_backward(hidden_N, weight, target_N, most_N + log_N, entropy_N)
         return picked_N - most_N - log_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_N, weight, target_N, log_sum_N, entropy_N = ctx.saved_tensors
         gain_N, slope_N = (torch.zeros_like(log_sum_N) if g is None else g / ctx.temperature for g in gradients)
         per_row = torch.stack([log_sum_N, gain_N, gain_N + slope_N * entropy_N, slope_N])
         # Clipped completions and uniform groups have exact zeros.
         active_N = torch.nonzero((gain_N != 0) | (slope_N != 0)).squeeze(-1)
+        excluded = ctx.excluded
         if len(active_N) == len(hidden_N):
             rows = hidden_N, target_N, per_row
         else:
             rows = hidden_N[active_N], target_N[active_N], per_row.index_select(1, active_N)
+            if excluded is not None:
+                # The same rows, numbered among the active ones.
+                active = torch.nonzero(torch.isin(active_N, excluded.rows)).squeeze(-1)
+                excluded = ExcludedTokens(rows=active, ids=excluded.ids)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         buffer = ctx.weight_gradient if wants_weight else None
         if wants_weight and buffer is None:
             # float32, as the products accumulate; it is rounded once, below.
             buffer = torch.zeros_like(weight, dtype=log_sum_N.dtype)
-        hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, buffer, wants_hidden)
+        hidden_gradient = _accumulate(*rows, weight, 1 / ctx.temperature, buffer, wants_hidden, excluded)
         if hidden_gradient is not None and len(active_N) < len(hidden_N):
             hidden_gradient = torch.zeros_like(hidden_N).index_copy_(0, active_N, hidden_gradient)
         weight_gradient = None if buffer is None or ctx.weight_gradient is not None else buffer.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None
 
 
 def _accumulate(
@@ -86,6 +118,7 @@ def _accumulate(
     scale: float,
     buffer: Tensor | None,
     wants_hidden: bool,
+    excluded: ExcludedTokens | None,
 ) -> Tensor | None:
     """Process the vocabulary in chunks: add the weight's gradient to `buffer` and return that of the hidden states."""
     rows = len(hidden_N)
@@ -98,6 +131,8 @@ def _accumulate(
     for a, b in parts:
         dz = held[:, : b - a]
         kernels.logit_gradient(hidden_N, weight[a:b], target_N - a, scale, per_row, dz)
+        if excluded is not None:
+            dz[excluded.rows[:, None], _within(excluded.ids, a, b)] = 0
         if gradient_N is not None:
             _add_product(gradient_N, dz, weight[a:b])
         if buffer is not None:
@@ -123,6 +158,11 @@ def parts_of(rows: int, vocabulary: int, device: torch.device) -> Iterator[tuple
     return ((a, min(a + width, vocabulary)) for a in range(0, vocabulary, width))
 
 
+def _within(ids: Tensor, a: int, b: int) -> Tensor:
+    """Those of the tokens that are in the range from a to b, relative to a."""
+    return ids[(ids >= a) & (ids < b)] - a
+
+
 def _kernels(hidden_N: Tensor) -> Any:
     """Triton for half precision on a GPU, else plain PyTorch: float32 keeps torch's own, exact products."""
     if hidden_N.is_cuda and hidden_N.dtype in (torch.bfloat16, torch.float16) and hidden_N.shape[1] % 8 == 0:
@@ -138,15 +178,17 @@ class TorchKernels:
 
     @staticmethod
     def statistics(
-        hidden: Tensor, weight: Tensor, target: Tensor, scale: float
+        hidden: Tensor, weight: Tensor, target: Tensor, scale: float, excluded: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per row: the maximum of the scaled logits, the sum of exp(x), the sum of x exp(x) with x = logit - maximum,
-        and the logit of the target. Chunks are combined by online softmax."""
+        and the logit of the target. Chunks are combined by online softmax. `excluded` are tokens to leave out."""
         hidden = _wide(hidden)
         most = hidden.new_full((len(hidden),), -torch.inf)
         total, dot, picked = (torch.zeros_like(most) for _ in range(3))
         for a, b in parts_of(max(1, len(hidden)), len(weight), hidden.device):
             logits = (hidden @ _wide(weight[a:b]).T).mul_(scale)
+            if excluded is not None:
+                logits[:, _within(excluded, a, b)] = LOWEST
             at = target - a
             here = (at >= 0) & (at < b - a)
             picked = torch.where(here, logits.gather(-1, at.clamp(0, b - a - 1).unsqueeze(-1)).squeeze(-1), picked)

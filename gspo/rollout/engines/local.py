@@ -1,9 +1,9 @@
 """In-process rollouts from the learner's own weights: no copy of the weights and no weight synchronization.
 
 In: a transformers causal language model, prompts, a `Sampling`. Out: the completions of each prompt in sample order.
-Invariant: every completion is sampled from `softmax(logits / temperature)` (after top-k and top-p) of the unmodified
-model with its own random stream, and `logp_sampler` is the log-prob under that distribution. The composition of a
-batch affects speed and floating-point rounding, nothing else.
+Invariant: every completion is sampled from `softmax(logits / temperature)` (after `min_tokens`, top-k and top-p) of the
+unmodified model with its own random stream, and `logp_sampler` is the log-prob under that distribution. The composition
+of a batch affects speed and floating-point rounding, nothing else.
 
 Why it is fast: each distinct prompt is prefilled once and its KV cache is copied to its completions. A finished
 completion leaves the batch immediately and a waiting one takes its place; when none waits, the batch shrinks.
@@ -29,25 +29,39 @@ from gspo.errors import ConfigError
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.routing import Routers
-from gspo.rollout.engine import DecodeStats, EngineContext, EngineTraits, check_fits, eval_mode
+from gspo.rollout.engine import (
+    Controls,
+    DecodeStats,
+    EngineContext,
+    EngineTraits,
+    check_fits,
+    controls_for,
+    eval_mode,
+)
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
 from gspo.rollout.local.sampling import (
     DecodeResult,
+    DeviceControls,
     Queue,
+    last_tokens,
     make_queue,
     nan_error,
     sample_from_logits,
+    tail_of,
     uniform,
     with_greedy,
 )
 from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, obstacle_to_cache
-from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
+from gspo.types import Completion, Prompt, Routes, Sampling
 
 TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
 
-# Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream.
-_REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY = _FIELDS = range(5)
+# Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream, whether the row
+# gets the end of its thinking.
+_REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY, _FORCED = _FIELDS = range(6)
+STOP_EVERY = 8
+"""Steps between searches for stop strings. A completion is sampled for up to as many tokens in vain."""
 
 
 def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
@@ -105,9 +119,10 @@ class LocalEngine:
             return [[] for _ in prompts]
         model = self.context.model
         check_fits(self.position_limit, prompts, sampling)
+        controls = controls_for(self.context, sampling)
         queue = make_queue(prompts, samples=samples, seed=seed, stream=stream, greedy_last=sampling.greedy_last)
         with eval_mode(model), torch.no_grad():
-            result = self._decode_within_memory(model, queue, sampling, self.context.routers if routes else None)
+            result = self._decode_within_memory(model, queue, controls, self.context.routers if routes else None)
         self.decoded += result.decoded
         text_B = self.context.texts(result.token_ids)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
@@ -115,23 +130,21 @@ class LocalEngine:
             groups[p][sample] = Completion(
                 prompt_id=prompts[p].id,
                 sample=sample,
-                token_ids=tuple(result.token_ids[b]),
                 text=text_B[b],
-                logp_sampler=tuple(result.logp[b]),
-                stop=StopReason.EOS if result.stopped[b] else StopReason.LENGTH,
                 version=version,
                 routes=result.routes[b],
+                **controls.fields(result.token_ids[b], result.logp[b], result.ends[b]),
             )
         return groups
 
     def _decode_within_memory(
-        self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None
+        self, model: Any, queue: Queue, controls: Controls, routers: Routers | None
     ) -> DecodeResult:
         """If generation runs out of memory, restart it with half as many slots and keep that limit for the rest of the
         run. The completions are the same, up to rounding."""
         while True:
             try:
-                return self._decode(model, queue, sampling, routers)
+                return self._decode(model, queue, controls, routers)
             except RuntimeError as error:
                 concurrent = min(self.slots, len(queue.place_B))
                 if not out_of_memory(error) or concurrent == 1:
@@ -146,14 +159,13 @@ class LocalEngine:
                 stacklevel=3,
             )
 
-    def _decode(self, model: Any, queue: Queue, sampling: Sampling, routers: Routers | None) -> DecodeResult:
-        assert self.context is not None
+    def _decode(self, model: Any, queue: Queue, controls: Controls, routers: Routers | None) -> DecodeResult:
         slots = min(self.slots, len(queue.place_B))
-        limit = max(map(len, queue.prompt_U)) + sampling.max_tokens
+        limit = max(map(len, queue.prompt_U)) + controls.sampling.max_tokens
         options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
         # The kernels of the paged path round as the model does without autocast.
         if self.paged and not torch.is_autocast_enabled(model.device.type):
-            result = PagedBatch(model, queue, sampling, self.context.stop_ids, routers=routers, **options).run()
+            result = PagedBatch(model, queue, controls, routers=routers, **options).run()
             torch.cuda.empty_cache()  # the learner needs the memory of the KV cache
             return result
         state = (
@@ -162,7 +174,7 @@ class LocalEngine:
             else RecomputeState(model, slots, limit, self.prefill_tokens, routers)
         )
         routes = _RouteLog(routers, queue) if routers else None
-        return _Batch(model, state, queue, sampling, self.context.stop_ids, slots, self.prefill_tokens, routes).run()
+        return _Batch(model, state, queue, controls, slots, self.prefill_tokens, routes).run()
 
     def sync(self, version: int) -> None:
         """Nothing to send: the weights are the learner's own."""
@@ -230,15 +242,15 @@ class _Batch:
         model: Any,
         decode_state: DecodeState,
         queue: Queue,
-        sampling: Sampling,
-        stop_ids: tuple[int, ...],
+        controls: Controls,
         slots: int,
         prefill_tokens: int,
         routes: _RouteLog | None,
     ) -> None:
         self.decode_state = decode_state
         self.queue = queue
-        self.sampling = sampling
+        self.controls = controls
+        self.sampling = controls.sampling
         self.routes = routes
         self.slots = slots
         self.prefill_tokens = prefill_tokens
@@ -246,18 +258,18 @@ class _Batch:
         device = model.device
         requests = len(queue.place_B)
         self.state = torch.zeros(len(_FIELDS), slots, dtype=torch.int64, device=device)
-        self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        self.on_device = DeviceControls(controls, device)
         lengths = [len(queue.prompt_U[u]) - 1 for u in queue.prompt_of_B]
         last = [queue.prompt_U[u][-1] for u in queue.prompt_of_B]
-        fresh = [list(range(requests)), last, lengths, [0] * requests, queue.key_B]
+        fresh = [list(range(requests)), last, lengths, [0] * requests, queue.key_B, [0] * requests]
         # All requests at once: one copy to the device instead of one per admission.
         self.fresh_B = torch.tensor(fresh, dtype=torch.int64, device=device)
-        width = min(sampling.max_tokens, BLOCK)
+        width = min(self.sampling.max_tokens, BLOCK)
         # int32 holds every token id, at half the memory.
         self.token_BT = torch.zeros(requests, width, dtype=torch.int32, device=device)
         self.logp_BT = torch.zeros(requests, width, dtype=torch.float32, device=device)
         self.length_B = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.stopped_B = torch.zeros(requests, dtype=torch.bool, device=device)
+        self.cut_B = [False] * requests
         self.live = 0
         self.admitted = 0
         self.prefilled = 0
@@ -310,10 +322,12 @@ class _Batch:
             self.routes.add_prompts(routes_UTLK, prompts)
 
     def _step(self) -> None:
-        request_R, input_R, position_R, sampled_R, key_R = self.state[:, : self.live]
+        request_R, input_R, position_R, sampled_R, key_R, forced_R = self.state[:, : self.live]
         logits_RV, routes_RLK = self.decode_state.step(input_R, position_R, self.columns)
+        self.on_device.exclude_ends(logits_RV, sampled_R)
         token_R, logp_R = sample_from_logits(logits_RV, self.sampling, uniform(key_R, sampled_R))
         token_R, logp_R = with_greedy(logits_RV, self.sampling, key_R, token_R, logp_R)
+        token_R = self.on_device.force(token_R, sampled_R, forced_R)
         self._widen()
         self.token_BT[request_R, sampled_R] = token_R.to(torch.int32)
         self.logp_BT[request_R, sampled_R] = logp_R
@@ -327,11 +341,35 @@ class _Batch:
         self.most_sampled += 1
         self.steps += 1
         self.rows_computed += self.live
-        stopped_R = (token_R[:, None] == self.stop_ids).any(1)
-        finished_R = stopped_R | (sampled_R >= self.sampling.max_tokens)
-        # The one point of a step at which the host waits for the device.
+        finished_R = (token_R[:, None] == self.on_device.stop_ids).any(1) | (sampled_R >= self.sampling.max_tokens)
+        if self.sampling.thinking_budget:
+            self._end_thinking(finished_R)
+        if self.sampling.stop and self.steps % STOP_EVERY == 0:
+            finished_R |= self._find_stops()
+        # Without stop strings and thinking budget, the one point of a step at which the host waits for the device.
         if finished_R.any():
-            self._retire(finished_R, stopped_R)
+            self._retire(finished_R)
+
+    def _end_thinking(self, finished_R: Tensor) -> None:
+        """Decide for rows that have just spent their thinking budget whether its end is inserted."""
+        budget = self.sampling.thinking_budget
+        spent = ((self.state[_SAMPLED, : self.live] == budget) & ~finished_R).nonzero().squeeze(1)
+        if not len(spent):
+            return
+        request_A = self.state[_REQUEST, spent]
+        unclosed_A = self.controls.unclosed(self.token_BT[request_A, :budget].tolist())
+        self.state[_FORCED, spent] = torch.tensor(unclosed_A, dtype=torch.int64, device=self.state.device)
+        for request, unclosed in zip(request_A.tolist(), unclosed_A, strict=True):
+            self.cut_B[request] = unclosed
+
+    def _find_stops(self) -> Tensor:
+        """Whether each live row has sampled a stop string since the last search."""
+        request_R, sampled_R = self.state[_REQUEST, : self.live], self.state[_SAMPLED, : self.live]
+        tokens = last_tokens(self.token_BT[request_R], sampled_R, self.controls.window + STOP_EVERY).tolist()
+        counts = zip(tokens, request_R.tolist(), sampled_R.tolist(), strict=True)
+        tails = [tail_of(ids, count, STOP_EVERY, cut=self.cut_B[request]) for ids, request, count in counts]
+        found = [index is not None for index in self.controls.stop_indices(tails)]
+        return torch.tensor(found, device=self.state.device)
 
     def _widen(self) -> None:
         """Make room for one more token. The width doubles, so that a high limit costs memory only when it is
@@ -343,12 +381,11 @@ class _Batch:
         self.token_BT = torch.nn.functional.pad(self.token_BT, (0, more))
         self.logp_BT = torch.nn.functional.pad(self.logp_BT, (0, more))
 
-    def _retire(self, finished_R: Tensor, stopped_R: Tensor) -> None:
+    def _retire(self, finished_R: Tensor) -> None:
         """Record the finished rows and fill their holes with the last live rows."""
         request_R = self.state[_REQUEST, : self.live]
         sampled_R = self.state[_SAMPLED, : self.live]
         self.length_B[request_R[finished_R]] = sampled_R[finished_R]
-        self.stopped_B[request_R[finished_R]] = stopped_R[finished_R]
         remaining = int((~finished_R).sum())
         hole = finished_R[:remaining].nonzero().squeeze(1)
         if len(hole):
@@ -368,13 +405,14 @@ class _Batch:
         # Once for all steps; a check in each would cost more.
         if self.logp_BT.isnan().any():
             raise nan_error(self.dtype)
-        length_B = self.length_B.tolist()
         token_BT = self.token_BT.cpu().numpy()
         logp_BT = self.logp_BT.cpu().numpy()
+        ends = self.controls.ends([token_BT[b, :n].tolist() for b, n in enumerate(self.length_B.tolist())], self.cut_B)
+        length_B = [end.length for end in ends]
         return DecodeResult(
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
-            stopped=self.stopped_B.tolist(),
+            ends=ends,
             routes=self.routes.pack(length_B) if self.routes else [None] * len(length_B),
             decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
         )

@@ -3,7 +3,8 @@
 In: prompts, and texts by prompt. Out: for each prompt its texts in turn, tokenized, with an end token. Invariant: a
 completion depends only on the prompt and the sample index; seed and stream have no effect. With a model,
 `logp_sampler` is that model's log-prob at the sampling temperature. Top-k and top-p are not applied, because they could
-give a scripted token probability 0. Without a model, and for greedy decoding, `logp_sampler` is 0.
+give a scripted token probability 0. Without a model, and for greedy decoding, `logp_sampler` is 0. A text with fewer
+than `min_tokens` tokens is repeated, and the rest of a text follows the end of thinking that is inserted into it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from gspo.errors import ConfigError
 from gspo.model.micro_batch import padded
-from gspo.rollout.engine import EngineContext, EngineTraits, eval_mode
-from gspo.types import Completion, Prompt, Sampling, StopReason
+from gspo.rollout.engine import Controls, EngineContext, EngineTraits, controls_for, eval_mode
+from gspo.types import Completion, Prompt, Sampling
 
 TRAITS = EngineTraits(accepts_quantized=True)
 
@@ -61,7 +62,8 @@ class ScriptedEngine:
         version: int,
         routes: bool = False,
     ) -> list[list[Completion]]:
-        return [self._group(prompt, samples, sampling, version) for prompt in prompts]
+        controls = controls_for(self.context, sampling)
+        return [self._group(prompt, samples, controls, version) for prompt in prompts]
 
     def sync(self, version: int) -> None:
         """Nothing to send: the log-probs are those of the learner's own model."""
@@ -69,41 +71,56 @@ class ScriptedEngine:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _group(self, prompt: Prompt, samples: int, sampling: Sampling, version: int) -> list[Completion]:
+    def _group(self, prompt: Prompt, samples: int, controls: Controls, version: int) -> list[Completion]:
         texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
-        ids_G = [self._token_ids(texts[sample % len(texts)]) for sample in range(samples)]
-        cut_G = [ids[: sampling.max_tokens] for ids in ids_G]
-        text_G = self.context.texts(cut_G)
-        logp_G = self._logp(prompt, cut_G, sampling.temperature)
-        if sampling.greedy_last and cut_G:
-            logp_G[-1] = (0.0,) * len(cut_G[-1])
+        scripts = [self._script(texts[sample % len(texts)], controls) for sample in range(samples)]
+        ends = controls.ends([ids for ids, _ in scripts], [cut for _, cut in scripts])
+        ids_G = [ids[: end.length] for (ids, _), end in zip(scripts, ends, strict=True)]
+        text_G = self.context.texts(ids_G)
+        logp_G = self._logp(prompt, ids_G, controls.sampling)
+        if controls.sampling.greedy_last and ids_G:
+            logp_G[-1] = (0.0,) * len(ids_G[-1])
         return [
             Completion(
                 prompt_id=prompt.id,
                 sample=sample,
-                token_ids=cut_G[sample],
                 text=text_G[sample],
-                logp_sampler=logp_G[sample],
-                stop=StopReason.EOS if cut_G[sample] == ids_G[sample] else StopReason.LENGTH,
                 version=version,
+                **controls.fields(ids_G[sample], logp_G[sample], ends[sample]),
             )
             for sample in range(samples)
         ]
 
-    def _token_ids(self, text: str) -> tuple[int, ...]:
-        return (*self.context.tokenizer(text, add_special_tokens=False)["input_ids"], self.context.stop_ids[0])
+    def _script(self, text: str, controls: Controls) -> tuple[tuple[int, ...], bool]:
+        """The tokens of a text with an end token, up to the token limit, and whether its thinking was cut."""
+        sampling = controls.sampling
+        ids = tuple(self.context.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids and sampling.min_tokens:
+            raise ConfigError(
+                "rollout.engine_options.completions: an empty text cannot have rollout.min_tokens = "
+                f"{sampling.min_tokens}; write a text, or set min_tokens = 0"
+            )
+        ids *= max(1, -(-sampling.min_tokens // max(1, len(ids))))
+        ids = (*ids, self.context.stop_ids[0])
+        budget = sampling.thinking_budget
+        cut = bool(budget) and len(ids) > budget and controls.unclosed([ids])[0]
+        if cut:
+            ids = (*ids[:budget], *controls.forced_ids, *ids[budget:])
+        return ids[: sampling.max_tokens], cut
 
     @torch.no_grad()
-    def _logp(self, prompt: Prompt, ids_G: list[tuple[int, ...]], temperature: float) -> list[tuple[float, ...]]:
+    def _logp(self, prompt: Prompt, ids_G: list[tuple[int, ...]], sampling: Sampling) -> list[tuple[float, ...]]:
         model = self.context.model
-        if model is None or temperature == 0 or not ids_G:
+        if model is None or sampling.temperature == 0 or not ids_G:
             return [(0.0,) * len(ids) for ids in ids_G]
         ids_GT = padded([prompt.token_ids + ids for ids in ids_G], model.device)
-        with eval_mode(model):
-            # Real log-probs, so that a run with scripted completions computes real ratios.
-            logp_GTV = (model(input_ids=ids_GT).logits[:, :-1].float() / temperature).log_softmax(-1)
-        logp_GT = logp_GTV.gather(2, ids_GT[:, 1:, None]).squeeze(2)
         first = len(prompt.token_ids) - 1
+        with eval_mode(model):
+            logits_GTV = model(input_ids=ids_GT).logits[:, :-1].float() / sampling.temperature
+        # As in `rollout.min_tokens`: there an end token has probability 0.
+        logits_GTV[:, first : first + sampling.min_tokens, list(self.context.stop_ids)] = -torch.inf
+        # Real log-probs, so that a run with scripted completions computes real ratios.
+        logp_GT = logits_GTV.log_softmax(-1).gather(2, ids_GT[:, 1:, None]).squeeze(2)
         return [tuple(logp_GT[g, first : first + len(ids)].tolist()) for g, ids in enumerate(ids_G)]
 
 

@@ -6,8 +6,13 @@ digest proves that they arrived and a canary (`gspo/rollout/vllm/canary.py`) tha
 raises `WeightSyncError`.
 
 Each completion is a request with a seed from its own random stream, so it does not depend on the rest of the batch
-(except for rounding). Its log-probs are those of the distribution that was sampled from: after temperature, top-k and
-top-p; 0 for greedy decoding.
+(except for rounding). Its log-probs are those of the distribution that was sampled from: after `min_tokens`,
+temperature, top-k and top-p; 0 for greedy decoding.
+
+vLLM runs without a tokenizer, so it cannot search for text. With stop strings or a thinking budget, a completion is a
+sequence of requests. Each continues the tokens so far, with a seed of its own from the completion's random stream,
+until the thinking budget or for at most `ROUND` tokens. Between requests the engine searches for stop strings, cuts off
+what was sampled after one, and inserts the end of thinking.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +29,18 @@ from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
 from gspo.model.load import position_limit
 from gspo.model.routing import Routers
-from gspo.rollout.engine import EngineContext, EngineTraits, check_fits, stream_key
+from gspo.rollout.engine import Controls, EngineContext, EngineTraits, Tail, check_fits, controls_for, stream_key
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Generate, Host, Request, RequestOutput
 from gspo.rollout.vllm.weights import fingerprint
-from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
+from gspo.types import Completion, Prompt, Routes, Sampling
 
 if TYPE_CHECKING:
     from gspo.rollout.vllm.connect import Options
 
+ROUND = 512
+"""Tokens per request with stop strings. A completion is sampled for up to as many tokens in vain."""
 REFUSED = "rollout.engine_options.adapters is false"
 
 
@@ -171,37 +179,48 @@ class VllmEngine:
         check_fits(position_limit(self.context.model), prompts, sampling)
         self._check_room(prompts, sampling)
         self._sync_weights(prompts, sampling, version)
-        places = [(p, sample) for p in range(len(prompts)) for sample in range(samples)]
-        requests = [
-            Request(
-                prompt_ids=prompts[p].token_ids,
-                seed=stream_key(seed, stream, prompts[p].id, sample),
+        controls = controls_for(self.context, sampling)
+        growing = [
+            _Growing(
+                prompt=prompts[p],
+                sample=sample,
+                key=stream_key(seed, stream, prompts[p].id, sample),
                 sampling=sampling.greedy if sampling.greedy_last and sample == samples - 1 else sampling,
-                stop_ids=self.context.stop_ids,
             )
-            for p, sample in places
+            for p in range(len(prompts))
+            for sample in range(samples)
         ]
         with_routes = routes and self.reports_routes
-        outputs = self.host.generate(requests, routes=with_routes)
-        text_B = self.context.texts([o.token_ids for o in outputs])
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        for (p, sample), text, request, output in zip(places, text_B, requests, outputs, strict=True):
-            spans = self._versions(output, version)
-            groups[p].append(
+        waiting = growing
+        while waiting:
+            requests = [g.request(self.context.stop_ids) for g in waiting]
+            for g, output in zip(waiting, self.host.generate(requests, routes=with_routes), strict=True):
+                g.add(output)
+            waiting = _unfinished(waiting, controls)
+        completions = self._completions(growing, controls, version, with_routes)
+        return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    def _completions(
+        self, growing: Sequence[_Growing], controls: Controls, version: int, routes: bool
+    ) -> list[Completion]:
+        assert self.context is not None
+        ends = controls.ends([g.ids for g in growing], [g.cut for g in growing])
+        text_B = self.context.texts([g.ids[: end.length] for g, end in zip(growing, ends, strict=True)])
+        completions = []
+        for g, end, text in zip(growing, ends, text_B, strict=True):
+            spans = self._versions([span for span in g.spans if span[1] < end.length], version)
+            completions.append(
                 Completion(
-                    prompt_id=prompts[p].id,
-                    sample=sample,
-                    token_ids=output.token_ids,
+                    prompt_id=g.prompt.id,
+                    sample=g.sample,
                     text=text,
-                    # At temperature 0 the distribution has a single token, whatever vLLM reports.
-                    logp_sampler=output.logp if request.sampling.temperature else (0.0,) * len(output.token_ids),
-                    stop=StopReason.EOS if output.stopped else StopReason.LENGTH,
                     version=spans[0][0],
                     spans=spans if len(spans) > 1 else (),
-                    routes=_routes(self.context.routers, request, output) if with_routes else None,
+                    routes=_routes(self.context.routers, g, end.length) if routes else None,
+                    **controls.fields(g.ids, g.logp, end),
                 )
             )
-        return groups
+        return completions
 
     def _check_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Raise if vLLM's own limit is too small: vLLM would truncate completions as if they had reached the run's."""
@@ -248,24 +267,97 @@ class VllmEngine:
         self.host.sync(model, label, check)
         self._sent = now
 
-    def _versions(self, output: RequestOutput, version: int) -> tuple[tuple[int, int], ...]:
+    def _versions(self, spans: Sequence[tuple[str, int]], version: int) -> tuple[tuple[int, int], ...]:
         """The policy versions that sampled a completion, each with its first token."""
-        unknown = next((label for label, _ in output.spans if label not in self._labels), None)
+        unknown = next((label for label, _ in spans if label not in self._labels), None)
         if unknown is not None:
             raise EngineError(
                 f"engine 'vllm': a completion was sampled from weights {unknown!r}, which this run never sent"
             )
-        return tuple((self._labels[label], first) for label, first in output.spans) or ((version, 0),)
+        return tuple((self._labels[label], first) for label, first in spans) or ((version, 0),)
 
 
-def _routes(routers: Routers | None, request: Request, output: RequestOutput) -> Routes:
+@dataclass(kw_only=True)
+class _Growing:
+    """A completion on its way: what its requests have sampled so far."""
+
+    prompt: Prompt
+    sample: int
+    key: int
+    """Its random stream."""
+    sampling: Sampling
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    """One for each token, 0 for those that were inserted."""
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    experts: bytes | None = b""
+    ended: bool = False
+    """Whether it has an end token."""
+    cut: bool = False
+    """Whether the end of its thinking was inserted."""
+
+    def request(self, stop_ids: tuple[int, ...]) -> Request:
+        """The request for the next tokens."""
+        s, done = self.sampling, len(self.ids)
+        limit = min(s.max_tokens, done + ROUND) if s.stop else s.max_tokens
+        if done < s.thinking_budget:
+            limit = min(limit, s.thinking_budget)
+        return Request(
+            prompt_ids=self.prompt.token_ids + tuple(self.ids),
+            # vLLM starts the random numbers of every request anew.
+            seed=stream_key(self.key, "continued", self.prompt.id, done) if done else self.key,
+            sampling=replace(s, max_tokens=limit - done, min_tokens=min(max(0, s.min_tokens - done), limit - done)),
+            stop_ids=stop_ids,
+        )
+
+    def add(self, output: RequestOutput) -> None:
+        """Append the tokens of the last request."""
+        for label, first in output.spans:
+            if not self.spans or self.spans[-1][0] != label:
+                self.spans.append((label, len(self.ids) + first))
+        # The first request that reads a token decides: later ones compute it again, and may round to other experts.
+        if self.experts is not None:
+            self.experts = None if output.experts is None else self.experts + output.experts[len(self.experts) :]
+        self.ids += output.token_ids
+        # At temperature 0 the distribution has a single token, whatever vLLM reports.
+        self.logp += output.logp if self.sampling.temperature else [0.0] * len(output.token_ids)
+        self.ended = output.stopped
+
+    def end_thinking(self, ids: Sequence[int]) -> None:
+        """Insert the end of its thinking."""
+        self.ids += ids
+        self.logp += [0.0] * len(ids)
+        self.cut = True
+
+
+def _unfinished(growing: Sequence[_Growing], controls: Controls) -> list[_Growing]:
+    """The completions that need another request. Those that have spent their thinking budget get its end if it is
+    missing."""
+    sampling = controls.sampling
+    tails = [Tail(ids=g.ids, first=max(0, len(g.ids) - ROUND), cut=g.cut) for g in growing]
+    stops = controls.stop_indices(tails)
+    left = [
+        g
+        for g, stop in zip(growing, stops, strict=True)
+        if stop is None and not g.ended and len(g.ids) < sampling.max_tokens
+    ]
+    spent = [g for g in left if sampling.thinking_budget and len(g.ids) == sampling.thinking_budget]
+    for g, unclosed in zip(spent, controls.unclosed([g.ids for g in spent]) if spent else (), strict=True):
+        if unclosed:
+            g.end_thinking(controls.forced_ids)
+    return left
+
+
+def _routes(routers: Routers | None, g: _Growing, length: int) -> Routes:
+    """The experts of the prompt and of the first `length` tokens of a completion."""
     assert routers is not None
-    tokens = len(request.prompt_ids) + len(output.token_ids) - 1  # no forward reads the last token
+    tokens = len(g.prompt.token_ids) + len(g.ids) - 1  # no forward reads the last token
     # Two bytes each. Replaying experts of the wrong tokens would raise no error later.
-    if output.experts is None or len(output.experts) != 2 * tokens * routers.layers * routers.top_k:
+    if g.experts is None or len(g.experts) != 2 * tokens * routers.layers * routers.top_k:
         raise EngineError(
             "engine 'vllm': the experts of a completion are not known for all of its tokens; "
             'set routing.record = false, or sample with engine "local"'
         )
-    chosen = torch.frombuffer(bytearray(output.experts), dtype=torch.int16)
-    return routers.pack(chosen.view(tokens, routers.layers, routers.top_k).to(routers.compact))
+    chosen = torch.frombuffer(bytearray(g.experts), dtype=torch.int16)
+    chosen_ILK = chosen.view(tokens, routers.layers, routers.top_k)[: tokens - len(g.ids) + length]
+    return routers.pack(chosen_ILK.to(routers.compact))

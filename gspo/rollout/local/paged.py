@@ -9,6 +9,10 @@ idles for that one step, then the next request takes its slot. Each prompt is pr
 its full KV cache blocks and copy the last, partly filled one. When no request waits, live rows are compacted and
 smaller CUDA graphs take over. When blocks run out, the youngest completion is preempted and sampled again later, from
 the same random stream.
+
+Two controls need the text, so the host takes part. Stop strings are searched every `STOP_EVERY` steps, in tokens that
+are copied while the next step runs; what was sampled after a stop string is cut off. A row that has spent its thinking
+budget idles until the host has decoded it, and then continues, with the end of its thinking if that is missing.
 """
 
 from __future__ import annotations
@@ -23,24 +27,26 @@ import torch
 from torch import Tensor
 
 from gspo.model.routing import Routers
-from gspo.rollout.engine import DecodeStats
+from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block
-from gspo.rollout.local.sampling import DecodeResult, Queue, nan_error
-from gspo.rollout.local.slots import LIVE, SAMPLED, make_slots
-from gspo.types import Routes, Sampling
+from gspo.rollout.local.sampling import DecodeResult, DeviceControls, Queue, last_tokens, nan_error, tail_of
+from gspo.rollout.local.slots import FIELDS, FORCED, LIVE, SAMPLED, make_slots
+from gspo.types import Routes
 
 LOOKAHEAD = 16
 """Tokens for which a row gets KV cache blocks at a time, so that the host allocates only every so many steps."""
 BATCH_SIZES = (8, 32, 64, 128, 256, 512)
 """Batch sizes that the batch shrinks to at the end of a queue. They are few because each needs a CUDA graph of its
 own."""
+STOP_EVERY = 16
+"""Steps between searches for stop strings."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV cache may take. The rest is for activations."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Row:
     """The host's view of an occupied slot."""
 
@@ -49,7 +55,15 @@ class _Row:
     position: int
     """Position of its first input token."""
     since: int
-    """The first step that it takes part in."""
+    """The first step that it takes part in; for a row that has idled, later by as many steps."""
+    flagged: int
+    """The first step whose live flag is about this row."""
+    cut: bool = False
+    """Whether the end of its thinking was inserted."""
+
+    def length(self, steps: int) -> int:
+        """Its number of tokens after this many steps of the batch."""
+        return steps - self.since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +84,22 @@ class _FinishedRows:
 
     requests: list[int]
     lengths: list[int]
+    cut: list[bool]
     token: Tensor
     logp: Tensor
     routes: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """A search for stop strings."""
+
+    rows: list[_Row | None]
+    """By slot, when it began."""
+    tokens: Tensor
+    """For each slot the number of tokens, and the last of them."""
+    event: Any
+    """After which `tokens` can be read; None if at once."""
 
 
 class PagedBatch:
@@ -82,8 +109,7 @@ class PagedBatch:
         self,
         model: Any,
         queue: Queue,
-        sampling: Sampling,
-        stop_ids: tuple[int, ...],
+        controls: Controls,
         *,
         slots: int,
         prefill_tokens: int,
@@ -91,8 +117,8 @@ class PagedBatch:
         blocks: int | None = None,
     ) -> None:
         self.queue = queue
-        self.sampling = sampling
-        self.stop_ids = stop_ids
+        self.controls = controls
+        self.sampling = sampling = controls.sampling
         self.prefill_tokens = prefill_tokens
         self.device = model.device
         self.routers = routers
@@ -102,7 +128,7 @@ class PagedBatch:
         count = blocks or self._block_budget(model, slots)
         self.blocks = BlockAllocator(count)
         self.decoder = Decoder(model, self.slots, count, routers)
-        self.stops = torch.tensor(stop_ids, dtype=torch.int64, device=model.device)
+        self.on_device = DeviceControls(controls, model.device)
         self.launch = CudaGraphs(self._step) if model.device.type == "cuda" else self._step
         self.rows: list[_Row | None] = [None] * slots
         self.waiting = list(range(len(queue.place_B)))[::-1]
@@ -124,6 +150,8 @@ class PagedBatch:
         self.unpolled: list[tuple[int, Tensor, Any]] = []
         """Steps that the host has not polled: number, live flags after it, and the event after which they can be
         read."""
+        self.search: _Search | None = None
+        """The search for stop strings that the host has not read."""
         self.finished: list[_FinishedRows] = []
 
     def _block_budget(self, model: Any, slots: int) -> int:
@@ -152,6 +180,8 @@ class PagedBatch:
                 self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
                 self.steps += 1
                 self.rows_computed += self.bucket
+                if self.sampling.stop:
+                    self._find_stops()
                 # One step behind: the flags of the current step are still on their way to the host.
                 self._poll_finished(behind=1)
                 self._compact()
@@ -169,8 +199,13 @@ class PagedBatch:
         if slots.routes_STLK is not None and routes_RLK is not None:
             index = slots.state[SAMPLED].view(-1, 1, 1, 1).expand(-1, 1, *routes_RLK.shape[1:])
             slots.routes_STLK.scatter_(1, index, routes_RLK[:, None])
+        self.on_device.exclude_ends(logits_RV, slots.state[SAMPLED])
         token_R, logp_R = kernels.sample_tokens(slots, logits_RV, self.sampling)
-        kernels.advance(slots, token_R, logp_R, self.stops, self.sampling.max_tokens)
+        token_R = self.on_device.force(token_R, slots.state[SAMPLED], slots.state[FORCED])
+        kernels.advance(slots, token_R, logp_R, self.on_device.stop_ids, self.sampling.max_tokens)
+        if self.sampling.thinking_budget:
+            # A row idles when it has spent its budget. In the step after `_end_thinking` its count is past that.
+            slots.state[LIVE] *= slots.state[SAMPLED] != self.sampling.thinking_budget
 
     # --- Admission ---
 
@@ -203,7 +238,7 @@ class PagedBatch:
         self.blocks.share(shared)
         # The completion writes its own tokens into the partly filled block, so it gets a copy.
         admission.copies.extend(zip(partial, own, strict=False))
-        row = _Row(request=request, blocks=[*shared, *own], position=position, since=self.steps)
+        row = _Row(request=request, blocks=[*shared, *own], position=position, since=self.steps, flagged=self.steps)
         admission.rows.append((s, row))
         self.rows[s] = row
         if u in self.prompt_routes:
@@ -257,12 +292,12 @@ class PagedBatch:
         fields = []
         for _, row in admission.rows:
             last = self.queue.prompt_U[self.queue.prompt_of_B[row.request]][-1]
-            state = [last, row.position, 0, self.queue.key_B[row.request], 1]
+            state = [last, row.position, 0, self.queue.key_B[row.request], 1, 0]
             fields.append([*state, *row.blocks, *[0] * (self.width - len(row.blocks))])
         at = self._to_device([s for s, _ in admission.rows])
         fields_A = self._to_device(fields)
-        self.slots.state[:, at] = fields_A[:, :5].T
-        self.slots.table_SW[at] = fields_A[:, 5:].to(torch.int32)
+        self.slots.state[:, at] = fields_A[:, : len(FIELDS)].T
+        self.slots.table_SW[at] = fields_A[:, len(FIELDS) :].to(torch.int32)
         if admission.copies:
             source, target = self._to_device(admission.copies).unbind(1)
             self.decoder.copy(source, target)
@@ -278,7 +313,7 @@ class PagedBatch:
         grown: list[tuple[int, int, int]] = []
         for s in range(len(self.rows)):
             while (row := self.rows[s]) is not None:  # this row itself may be preempted
-                more = self._blocks_needed(row.position + self.steps - row.since) - len(row.blocks)
+                more = self._blocks_needed(row.position + row.length(self.steps)) - len(row.blocks)
                 blocks = self.blocks.allocate(max(0, more))
                 if blocks is not None:
                     grown += [(s, len(row.blocks) + i, block) for i, block in enumerate(blocks)]
@@ -321,20 +356,78 @@ class PagedBatch:
                 event.synchronize()
             idle = [int(s) for s in np.flatnonzero(flags.numpy() == 0)]
             # A row that was admitted after this step is live: the flag is that of its predecessor in the slot.
-            finished = [s for s in idle if (row := self.rows[s]) is not None and row.since <= step]
+            finished = {
+                s: row.length(step + 1) for s in idle if (row := self.rows[s]) is not None and row.flagged <= step
+            }
+            if self.sampling.thinking_budget:
+                spent = [s for s, length in finished.items() if length == self.sampling.thinking_budget]
+                for s in self._end_thinking(spent):
+                    del finished[s]
             if finished:
-                self._finish(finished, step)
+                self._finish(finished)
 
-    def _finish(self, finished: list[int], step: int) -> None:
+    def _end_thinking(self, spent: list[int]) -> list[int]:
+        """Let rows continue that idle because they have spent their thinking budget; their slots. The others have
+        finished with the last token of the budget."""
+        if not spent:
+            return []
+        # Waits for the device, once per completion.
+        ids_A = self.slots.token_ST[self._to_device(spent), : self.sampling.thinking_budget].tolist()
+        resumed: list[tuple[int, int]] = []
+        for s, ids, unclosed in zip(spent, ids_A, self.controls.unclosed(ids_A), strict=True):
+            row = self.rows[s]
+            if row is None or ids[-1] in self.controls.stop_ids:
+                continue
+            row.cut = unclosed
+            row.since = self.steps - self.sampling.thinking_budget
+            # Steps that the host has not polled yet show it as idle.
+            row.flagged = self.steps
+            resumed.append((s, int(unclosed)))
+        if resumed:
+            slot_A, forced_A = self._to_device(resumed).unbind(1)
+            self.slots.state[FORCED, slot_A] = forced_A
+            self.slots.state[LIVE, slot_A] = 1
+        return [s for s, _ in resumed]
+
+    def _find_stops(self) -> None:
+        """Finish the rows in which the last search has found a stop string, and start the next search."""
+        search, self.search = self.search, None
+        if search is not None:
+            self._read_search(search)
+        if self.steps % STOP_EVERY:
+            return
+        count_S = self.slots.state[SAMPLED]
+        token_SW = last_tokens(self.slots.token_ST, count_S, self.controls.window + STOP_EVERY)
+        tokens, event = _copy_to_host(torch.cat([count_S[:, None], token_SW], dim=1))
+        self.search = _Search(rows=list(self.rows), tokens=tokens, event=event)
+
+    def _read_search(self, search: _Search) -> None:
+        if search.event is not None:
+            search.event.synchronize()
+        # Rows may have finished, moved to other slots or been preempted since.
+        slot = {row: s for s, row in enumerate(self.rows) if row is not None}
+        rows = [(i, row) for i, row in enumerate(search.rows) if row is not None and row in slot]
+        tokens = search.tokens.tolist()
+        tails = [tail_of(tokens[i][1:], tokens[i][0], STOP_EVERY, cut=row.cut) for i, row in rows]
+        found = zip(rows, self.controls.stop_indices(tails), strict=True)
+        finished = {slot[row]: tokens[i][0] for (i, row), index in found if index is not None}
+        if finished:
+            # At once: the blocks may belong to another row in the next step.
+            self.slots.state[LIVE, self._to_device(list(finished))] = 0
+            self._finish(finished)
+
+    def _finish(self, finished: dict[int, int]) -> None:
+        """Collect the rows in these slots, with their numbers of tokens."""
         rows = [row for s in finished if (row := self.rows[s]) is not None]
-        lengths = [step - row.since + 1 for row in rows]
-        at = self._to_device(finished)
+        lengths = list(finished.values())
+        at = self._to_device(list(finished))
         longest = max(lengths)
         routes = self.slots.routes_STLK
         self.finished.append(
             _FinishedRows(
                 requests=[row.request for row in rows],
                 lengths=lengths,
+                cut=[row.cut for row in rows],
                 token=_to_host(self.slots.token_ST[at, :longest]),
                 logp=_to_host(self.slots.logp_ST[at, :longest]),
                 routes=None if routes is None else _to_host(routes[at, :longest]),
@@ -372,7 +465,7 @@ class PagedBatch:
         count = len(self.queue.place_B)
         token: list[list[int]] = [[] for _ in range(count)]
         logp: list[list[float]] = [[] for _ in range(count)]
-        routes: list[Routes | None] = [None] * count
+        cut = [False] * count
         for rows in self.finished:
             # Checked at the end, because a check in each step would make the device wait for the host.
             if rows.logp.isnan().any():
@@ -382,11 +475,26 @@ class PagedBatch:
             for i, (b, n) in enumerate(zip(rows.requests, rows.lengths, strict=True)):
                 token[b] = token_AT[i, :n].tolist()
                 logp[b] = logp_AT[i, :n].tolist()
-                if self.routers is not None and rows.routes is not None:
-                    routes[b] = self.routers.pack(torch.cat([self.request_prompt_routes[b], rows.routes[i, :n]]))
-        stopped = [ids[-1] in self.stop_ids for ids in token]
-        decoded = DecodeStats(steps=self.steps, rows=self.rows_computed)
-        return DecodeResult(token_ids=token, logp=logp, stopped=stopped, routes=routes, decoded=decoded)
+                cut[b] = rows.cut[i]
+        ends = self.controls.ends(token, cut)
+        return DecodeResult(
+            token_ids=[ids[: end.length] for ids, end in zip(token, ends, strict=True)],
+            logp=[values[: end.length] for values, end in zip(logp, ends, strict=True)],
+            ends=ends,
+            routes=self._routes([end.length for end in ends]),
+            decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
+        )
+
+    def _routes(self, length_B: list[int]) -> list[Routes | None]:
+        """The experts of each completion and its prompt; None if they are not recorded."""
+        routes: list[Routes | None] = [None] * len(length_B)
+        for rows in self.finished:
+            if self.routers is None or rows.routes is None:
+                continue
+            for i, b in enumerate(rows.requests):
+                own = rows.routes[i, : length_B[b]]
+                routes[b] = self.routers.pack(torch.cat([self.request_prompt_routes[b], own]))
+        return routes
 
     def _to_device(self, numbers: Sequence[Any]) -> Tensor:
         """Copy integers to the device without waiting for it."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gspo.errors import FLOAT16_HINT, NumericalError
-from gspo.rollout.engine import DecodeStats, stream_key
+from gspo.rollout.engine import Controls, DecodeStats, End, Tail, stream_key
 from gspo.types import Prompt, Routes, Sampling
 
 GREEDY = -1
@@ -62,10 +62,49 @@ class DecodeResult:
 
     token_ids: list[list[int]]
     logp: list[list[float]]
-    stopped: list[bool]
-    """Whether the completion ended with a stop token, not at the length limit."""
+    ends: list[End]
+    """Where each completion ends. `token_ids` and `logp` end there, too. Tokens that were inserted to end its thinking
+    have a meaningless number in `logp`."""
     routes: Sequence[Routes | None]
     decoded: DecodeStats
+
+
+class DeviceControls:
+    """The controls that act on a step of all rows, without the host. `column_R` is the position in the completion."""
+
+    def __init__(self, controls: Controls, device: torch.device) -> None:
+        self.stop_ids = torch.tensor(controls.stop_ids, dtype=torch.int64, device=device)
+        self.min_tokens = controls.sampling.min_tokens
+        self.budget = controls.sampling.thinking_budget
+        self.forced_ids = torch.tensor(controls.forced_ids, dtype=torch.int64, device=device)
+
+    def exclude_ends(self, logits_RV: Tensor, column_R: Tensor) -> None:
+        """Give end tokens probability 0 at the first `min_tokens` positions, in place."""
+        if self.min_tokens:
+            early_R1 = (column_R < self.min_tokens)[:, None]
+            end_RE = logits_RV.index_select(1, self.stop_ids).masked_fill(early_R1, -torch.inf)
+            logits_RV.index_copy_(1, self.stop_ids, end_RE)
+
+    def force(self, token_R: Tensor, column_R: Tensor, forced_R: Tensor) -> Tensor:
+        """The sampled tokens, or after the thinking budget those that end thinking in the rows where `forced_R` is
+        set."""
+        if not self.budget:
+            return token_R
+        index_R = column_R - self.budget
+        inside_R = (forced_R > 0) & (index_R >= 0) & (index_R < len(self.forced_ids))
+        return torch.where(inside_R, self.forced_ids[index_R.clamp(0, len(self.forced_ids) - 1)], token_R)
+
+
+def last_tokens(token_RT: Tensor, count_R: Tensor, width: int) -> Tensor:
+    """The last `width` of the `count` tokens of each row; the first column comes again where a row has fewer."""
+    column_RW = count_R[:, None] - torch.arange(width, 0, -1, device=count_R.device)
+    return token_RT.gather(1, column_RW.clamp(min=0))
+
+
+def tail_of(tokens: Sequence[int], count: int, new: int, *, cut: bool) -> Tail:
+    """The row of `last_tokens` of a completion with `count` tokens, of which the last `new` may end it."""
+    ids = tokens[max(0, len(tokens) - count) :]
+    return Tail(ids=ids, start=count - len(ids), first=max(0, len(ids) - new), cut=cut)
 
 
 def uniform(key_R: Tensor, index_R: Tensor) -> Tensor:

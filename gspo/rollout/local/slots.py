@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Rows of `Slots.state`.
-INPUT, POSITION, SAMPLED, KEY, LIVE = range(5)
+INPUT, POSITION, SAMPLED, KEY, LIVE, FORCED = FIELDS = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class Slots:
     """All inputs and outputs of a decoding step. The results of a row that is not live are never read."""
 
     state: Tensor
-    """[5, S]: input token, its position, number of tokens sampled, random stream, whether the row is live."""
+    """[6, S]: input token, its position, number of tokens sampled, random stream, whether the row is live, whether it
+    gets the end of its thinking (`sampling.DeviceControls`)."""
     table_SW: Tensor
     """The block table: the KV cache block of each `BLOCK_SIZE` tokens of a row."""
     token_ST: Tensor
@@ -59,8 +60,8 @@ def make_slots(
     dtype."""
     routes = None if routed is None else torch.zeros(count, tokens + 1, *routed[:2], dtype=routed[2], device=device)
     return Slots(
-        # int64 for all five, because the random stream needs 63 bits and one tensor is written in one launch.
-        state=torch.zeros(5, count, dtype=torch.int64, device=device),
+        # int64 for all, because the random stream needs 63 bits and one tensor is written in one launch.
+        state=torch.zeros(len(FIELDS), count, dtype=torch.int64, device=device),
         table_SW=torch.zeros(count, width, dtype=torch.int32, device=device),
         token_ST=torch.zeros(count, tokens + 1, dtype=torch.int32, device=device),
         logp_ST=torch.zeros(count, tokens + 1, dtype=torch.float32, device=device),

@@ -25,7 +25,8 @@ class Request:
 
     def settings(self) -> dict[str, Any]:
         """The arguments of vLLM's `SamplingParams`. Only our stop tokens end a completion; the model's own
-        end-of-sequence token is ignored."""
+        end-of-sequence token is ignored. Stop strings and the thinking budget need a tokenizer, which vLLM does not
+        have here: `engines/vllm.py` applies them."""
         s = self.sampling
         return {
             "n": 1,
@@ -34,6 +35,8 @@ class Request:
             "top_k": s.top_k or -1,
             "seed": self.seed,
             "max_tokens": s.max_tokens,
+            # Our stop tokens have probability 0 before, also in the log-probs.
+            "min_tokens": s.min_tokens,
             "stop_token_ids": list(self.stop_ids),
             "ignore_eos": True,
             # The log-prob of the sampled token alone.

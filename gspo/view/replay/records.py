@@ -157,6 +157,7 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
         version=line["version"],
         routes=routes,
         sampled=tuple(map(bool, line.get("sampled", ()))),
+        thinking_cut=line.get("thinking_cut", False),
     )
 
 

@@ -60,6 +60,14 @@ KINDS = {
         "routing.replay=sampler",
         "routing.balance_loss=0.01",
     ),
+    "stop strings, minimum length, thinking budget": (
+        "model.build=tiny_moe",
+        "routing.replay=sampler",
+        'rollout.stop=["7", "1"]',
+        "rollout.min_tokens=3",
+        "rollout.thinking_budget=4",
+        "rollout.thinking_end=o",
+    ),
 }
 
 

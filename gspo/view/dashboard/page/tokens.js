@@ -34,6 +34,7 @@ function completionSummary(completion) {
   if (known(advantage)) parts.push(`advantage ${format(advantage)}`);
   if (clipped > 0) parts.push(clipped < 1 ? `${format(clipped, "share")} of its tokens clipped` : "clipped");
   if (completion.stop === "length") parts.push("truncated");
+  if (completion.thinking_cut) parts.push("thinking cut");
   if (!completion.trained) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
   return parts.join(", ");
 }
@@ -172,7 +173,8 @@ class TokenView {
 
 function factTable(completion) {
   const { correct, reward, shaped_reward: shaped } = completion;
-  const stop = { eos: "end of sequence", length: "token limit" }[completion.stop] || String(completion.stop);
+  const reasons = { eos: "end of sequence", stop: "stop string", length: "token limit" };
+  const stop = reasons[completion.stop] || String(completion.stop);
   const unscored = `unscored: ${completion.failure || ""}`;
   const parts = Object.entries(completion.parts || {}).map(([name, value]) => (
     tableRow(`reward: ${name}`, value === null ? "none" : format(value))));
@@ -184,6 +186,7 @@ function factTable(completion) {
     tableRow("advantage", format(completion.advantage)),
     tableRow("length", `${completion.length} tokens`),
     tableRow("stop reason", stop),
+    completion.thinking_cut ? tableRow("thinking", "cut at its budget") : null,
     tableRow("policy version", `${completion.version} updates`),
     completion.flips ? tableRow("expert flips", String(completion.flips)) : null,
   ));
