@@ -151,7 +151,7 @@ class Loop:
         with clock.measure("step"), clock.measure("eval"), self.stop.interruptible():
             evaluation = self._evaluate(state)
         metrics = {**state.pending, **evaluation}
-        self._record(state, metrics, step_timings(state.step, clock))
+        self._record(state, metrics, step_timings(state.step, clock, self.context.rewards.take_usage()))
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         alarm = self.incidents.check_alarms(state.step, metrics)
         if alarm is not None:

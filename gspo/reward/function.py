@@ -211,6 +211,8 @@ class RewardFunction:
     """The fields of `traits.Service`, if it asks a model or an endpoint."""
     start: Callable[[RunFacts], None] = lambda facts: None
     """Connects to the endpoint or loads the model, in the service's own worker."""
+    usage: Callable[[], dict[str, float]] = dict
+    """What the service did since the last call (`service_usage.py`)."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
@@ -341,6 +343,7 @@ def load(source: Source) -> RewardFunction:
         about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
         service=asdict(service(source.options)) if service else None,
         start=partial(_start, source, module) if service else lambda facts: None,
+        usage=module.USAGE.take if service else dict,
     )
 
 

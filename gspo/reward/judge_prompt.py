@@ -138,7 +138,8 @@ def question(
     values = {name: _text(value) for name, value in columns.items()} | {"prompt": prompt}
     digest = hashlib.sha256("\0".join([template, *map(str, values.items()), completion]).encode("utf-8", "replace"))
     code = digest.hexdigest()[:16]
-    values["completion"] = f"----- response {code} begins -----\n{completion}\n----- response {code} ends -----"
+    # On lines of their own, wherever the template names the completion.
+    values["completion"] = f"\n----- response {code} begins -----\n{completion}\n----- response {code} ends -----\n"
     # In one pass: a field's value is never searched for fields.
     asked = FIELD.sub(lambda match: values.get(match[1], match[0]), template)
     return f"{asked}\n\n{WARNING.replace('{code}', code)}\n\n{scale.instructions}"

@@ -30,6 +30,7 @@ import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, RunFacts, Source, one_line
 from gspo.reward.process_usage import memory_bytes, processor_seconds
+from gspo.reward.service_usage import COUNTS
 from gspo.reward.traits import Service
 
 START_LIMIT_S = 120.0
@@ -100,6 +101,8 @@ class WorkerProcess:
         """Each function's own time limit per completion, or 0. Known once the functions are loaded."""
         self.services: list[Service | None] = []
         """The model or endpoint that each function asks. Known once the functions are loaded."""
+        self.usage: dict[str, float] = {}
+        """What the service did in the last call."""
 
     @property
     def pid(self) -> int | None:
@@ -185,6 +188,7 @@ class WorkerProcess:
                 raise WorkerDied("its answer did not hold one result per call")
             if not all(_is_result(a, len(c["completions"])) for a, c in zip(answers, calls, strict=True)):
                 raise WorkerDied("its answer did not hold one value per completion")
+            self.usage = _usage(answer)
             return answers
         except WorkerHung as hung:
             hung.processor_s = self._processor_s() - before_s if sys.platform == "linux" else math.inf
@@ -375,6 +379,12 @@ def _is_result(answer: Any, count: int) -> bool:
             set(answer) <= {"failure", "trace", "notes"} and isinstance(answer.get("failure"), str) and _is_text(answer)
         )
     return isinstance(results, list) and len(results) == count and all(map(_is_part, results))
+
+
+def _usage(answer: Mapping[str, Any]) -> dict[str, float]:
+    found = answer.get("usage")
+    numbers = {k: v for k, v in found.items() if type(v) in (int, float)} if isinstance(found, dict) else {}
+    return {name: float(numbers[name]) for name in COUNTS if name in numbers}
 
 
 def _is_part(part: Any) -> bool:

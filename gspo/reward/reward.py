@@ -27,6 +27,7 @@ from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.function import RunFacts, Source, find_sources, lacking, one_line
 from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
+from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
 from gspo.reward.traits import Service
 from gspo.types import Score, Status
@@ -90,6 +91,7 @@ class RewardPool:
         self._services: dict[int, Service] = {}
         """By function. Each has a worker and a thread of its own, in which its model is loaded."""
         self._hosts: list[WorkerProcess] = []
+        self._usage: dict[str, dict[str, float]] = {}
         self._spares: dict[WorkerProcess, Batch] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, number > 0), name=f"reward-{number}", daemon=True)
@@ -123,6 +125,12 @@ class RewardPool:
             faults, self._new_faults = self._new_faults, []
             return faults
 
+    def take_usage(self) -> dict[str, dict[str, float]]:
+        """What each service did since the last call (`service_usage.py`), by the name of its function."""
+        with self._changed:
+            usage, self._usage = self._usage, {}
+            return usage
+
     def pids(self) -> list[int]:
         """The live worker processes."""
         workers = (*self._workers, *self._hosts, *self._spares)
@@ -132,6 +140,11 @@ class RewardPool:
     def services(self) -> dict[str, Service]:
         """The functions that ask a model or an endpoint, by name."""
         return {self.names[function]: service for function, service in self._services.items()}
+
+    def service_memory(self, name: str) -> int:
+        """Bytes of main memory that the worker of a service uses."""
+        pid = self._hosts[list(self._services).index(self.names.index(name))].pid
+        return memory_bytes(pid) if pid is not None else 0
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `RewardError` if the data lacks a column that a function requires."""
@@ -392,6 +405,7 @@ class RewardPool:
             for job in jobs:
                 self._lost(job, reason, printed, kind, [], guilty=job.again)
         else:
+            self._count(first, worker.usage)
             for job, answer in zip(jobs, answers, strict=True):
                 self._take_answer(job, answer, worker)
         finally:
@@ -399,6 +413,12 @@ class RewardPool:
                 batch.end(job, hung=hung)
             with self._changed:
                 self._changed.notify_all()
+
+    def _count(self, job: Job, usage: Mapping[str, float]) -> None:
+        with self._changed:
+            sums = self._usage.setdefault(self._name(job), {}) if usage else {}
+            for name, count in usage.items():
+                sums[name] = sums.get(name, 0.0) + count
 
     def _take_answer(self, job: Job, answer: Mapping[str, Any], worker: WorkerProcess) -> None:
         if job.probe:

@@ -41,8 +41,9 @@ def main() -> None:
 def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
     if "load" in request:
         return _load(request, functions)
-    answers = functions[request["function"]](request["calls"])
-    return {"answers": [{"results": a} if isinstance(a, list) else a for a in answers]}
+    function = functions[request["function"]]
+    answers = function(request["calls"])
+    return {"answers": [{"results": a} if isinstance(a, list) else a for a in answers], "usage": function.usage()}
 
 
 def _load(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:

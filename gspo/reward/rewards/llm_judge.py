@@ -32,6 +32,7 @@ from gspo.reward.judge_prompt import (
 )
 from gspo.reward.score_cache import CachedScore, ScoreCache, cache_key
 from gspo.reward.service_options import OptionChecks, cache_directory, foreign_code, is_remote, with_defaults
+from gspo.reward.service_usage import ServiceUsage
 from gspo.reward.traits import RewardTraits, Service
 
 EXAMPLE: dict[str, Any] = {
@@ -43,6 +44,7 @@ NAME = "llm_judge"
 WHERE = f"reward.options.{NAME}"
 CONCURRENCY = 8
 """Default of the option."""
+USAGE = ServiceUsage()
 Value = NotedScore | None | Exception
 
 
@@ -183,19 +185,16 @@ class _Judge:
             return CachedScore(kind="unparsable")
         return CachedScore(kind="abstained") if value is None else CachedScore(value=value)
 
-    def _value(self, found: CachedScore, *notes: str) -> Value:
+    def _value(self, found: CachedScore) -> Value:
         if found.kind == "abstained":
             return None
-        if self._cache.failure:
-            notes = (*notes, "not_cached")
         if found.kind == "unparsable":
             return NotedFailure(
                 f"two replies of the judge did not end with {self._scale.form}, within {self._max_tokens} tokens "
                 "(max_tokens)",
                 "unparsable",
-                *notes,
             )
-        return NotedScore(found.value, *notes)
+        return NotedScore(found.value)
 
 
 class _RemoteJudge(_Judge):
@@ -229,19 +228,23 @@ class _RemoteJudge(_Judge):
         chat = self._chat(row)
         key = cache_key(NAME, self._url, self._body, chat, [self._scale.low, self._scale.high, self._scale.yes_no])
         if found := self._cache.get(key):
-            return self._value(found, "cached")
-        reply, truncated, retries = self._ask(chat, until)
+            USAGE.add(cached=1)
+            return self._value(found)
+        began = time.monotonic()
+        reply, truncated = self._ask(chat, until)
         found = self._read(reply, truncated=truncated)
         if found.kind == "unparsable":
-            reply, truncated, more = self._ask(self._again(chat, reply), until)
+            USAGE.add(retries=1)
+            reply, truncated = self._ask(self._again(chat, reply), until)
             found = self._read(reply, truncated=truncated)
-            retries += more + 1
         found = self._cache.put(key, found)
-        return self._value(found, "asked", *(("retried",) if retries else ()))
+        USAGE.add(requests=1, seconds=time.monotonic() - began, not_cached=bool(self._cache.failure))
+        return self._value(found)
 
-    def _ask(self, chat: Sequence[dict[str, str]], until: float) -> tuple[str, bool, int]:
+    def _ask(self, chat: Sequence[dict[str, str]], until: float) -> tuple[str, bool]:
         body = {**self._body, "messages": list(chat)}
         answered = self._endpoint.post("/chat/completions", body, until=until, limit_s=self._limit_s)
+        USAGE.add(retries=answered.retries)
         try:
             choice = answered.value["choices"][0]
             reply = choice["message"]["content"] or ""
@@ -250,7 +253,7 @@ class _RemoteJudge(_Judge):
         except (KeyError, IndexError, TypeError):
             shape = "its answer is not a chat completion (choices[0].message.content)"
             raise EndpointError(f"{self._url}/chat/completions: {shape}") from None
-        return reply, choice.get("finish_reason") == "length", answered.retries
+        return reply, choice.get("finish_reason") == "length"
 
 
 class _OwnJudge(_Judge):
@@ -301,13 +304,17 @@ class _OwnJudge(_Judge):
 
     def _grade_batch(self, chats: Sequence[list[dict[str, str]]]) -> list[Value]:
         keys = [cache_key(NAME, self._identity, self._max_tokens, chat, self._scale.form) for chat in chats]
-        found = [self._cache.get(key) for key in keys]
-        notes = [("cached",) if f else ("asked",) for f in found]
-        if not all(found):
+        found = [score for key in keys if (score := self._cache.get(key))]
+        if len(found) == len(keys):
+            USAGE.add(cached=len(keys))
+        else:
+            began = time.monotonic()
             # The whole batch, because the rounding of a reply may depend on the others in its batch.
             graded = self._ask(chats)
             found = [self._cache.put(key, score) for key, score in zip(keys, graded, strict=True)]
-        return [self._value(f, *n) for f, n in zip(found, notes, strict=True) if f is not None]
+            seconds = time.monotonic() - began
+            USAGE.add(requests=len(keys), seconds=seconds, not_cached=len(keys) * bool(self._cache.failure))
+        return [self._value(score) for score in found]
 
     def _ask(self, chats: Sequence[list[dict[str, str]]]) -> list[CachedScore]:
         until = time.monotonic() + self._timeout_s
@@ -316,6 +323,7 @@ class _OwnJudge(_Judge):
         unclear = [i for i, found in enumerate(graded) if found.kind == "unparsable"]
         again = {i: self._model.ids(self._again(chats[i], replies[i].text)) for i in unclear}
         again = {i: ids for i, ids in again.items() if self._model.fits(ids)}
+        USAGE.add(retries=len(again))
         if again:
             for i, reply in zip(again, self._model.replies(list(again.values()), until=until), strict=True):
                 graded[i] = self._read(reply.text, truncated=reply.truncated)

@@ -21,6 +21,7 @@ from gspo.reward.function import NotedFailure, NotedScore, RunFacts
 from gspo.reward.judge_prompt import without_control
 from gspo.reward.score_cache import CachedScore, ScoreCache, cache_key
 from gspo.reward.service_options import OptionChecks, cache_directory, foreign_code, is_remote, with_defaults
+from gspo.reward.service_usage import ServiceUsage
 from gspo.reward.traits import RewardTraits, Service
 
 EXAMPLE: dict[str, Any] = {
@@ -33,6 +34,7 @@ WHERE = f"reward.options.{NAME}"
 APIS = ("classify", "pooling")
 BATCH = 8
 """Default of the option."""
+USAGE = ServiceUsage()
 Value = NotedScore | Exception
 
 
@@ -154,16 +156,19 @@ class _RemoteModel:
         body = {**self._body, "messages": _chat(item[0], without_control(item[1]))}
         key = cache_key(NAME, self._url, self._options["api"], self._options["label"], body)
         if found := self._cache.get(key):
-            return NotedScore(found.value, "cached")
+            USAGE.add(cached=1)
+            return NotedScore(found.value)
+        began = time.monotonic()
         answered = self._endpoint.post(
             f"/{self._options['api']}",
             body,
-            until=time.monotonic() + self._timeout_s,
+            until=began + self._timeout_s,
             limit_s=self._limit_s,
         )
         found = self._cache.put(key, CachedScore(value=self._read(answered.value)))
-        notes = [word for word, noted in (("retried", answered.retries), ("not_cached", self._cache.failure)) if noted]
-        return NotedScore(found.value, "asked", *notes)
+        seconds = time.monotonic() - began
+        USAGE.add(requests=1, retries=answered.retries, seconds=seconds, not_cached=bool(self._cache.failure))
+        return NotedScore(found.value)
 
     def _read(self, answer: Any) -> float:
         """The value in a response of vLLM: `probs` of /classify, `data` of /pooling, which may be one per token."""
@@ -207,11 +212,13 @@ class _OwnModel:
         control = self._model.control
         rows = [self._model.ids(p, without_control(t, control)) for p, t in zip(prompts, texts, strict=True)]
         size = self._options["batch"]
+        began = time.monotonic()
         found = [
             logits
             for at in range(0, len(rows), size)
             for logits in self._model.logits([ids for ids, _ in rows[at : at + size]])
         ]
+        USAGE.add(requests=len(rows), seconds=time.monotonic() - began)
         return [
             NotedScore(_labeled(logits, self._options["label"]), *(("truncated",) if truncated else ()))
             for logits, (_, truncated) in zip(found, rows, strict=True)
