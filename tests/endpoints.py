@@ -59,8 +59,7 @@ class Endpoint:
         self.models = ["judge", "reward-model"]
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"endpoint": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
     @property
@@ -95,6 +94,12 @@ class Endpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # The default of 5 drops connections that are made at the same time, which are then tried again after a second.
+    request_queue_size = 128
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -907,7 +907,8 @@ TIMINGS = (
     # Not in metrics.jsonl, because a resumed run finds scores in the cache that the first run had to ask for.
     Metric(
         "service/FUNCTION/requests",
-        "Completions that a reward function sent to its model or endpoint, in the step and its evaluation.",
+        "Completions that a reward function sent to its model or endpoint, in the step and its evaluation. Step 1 "
+        "includes the evaluation before training.",
         present="if a reward asks a model or an endpoint",
         unit="count",
         reduction=Reduction.SUM,

@@ -65,7 +65,6 @@ def test_a_run_trains_and_a_resume_asks_nothing_again(server: Endpoint, judged: 
     assert all(row["samples/unscored"] == 0 and 0 <= row["reward/mean"] <= 1 for row in rows[1:])
     asked = len(server.posts)
     timings = read_jsonl(run / "timings.jsonl")
-    # The evaluation before training is part of the first step's usage.
     counts = [(t["service/llm_judge/requests"], t["service/llm_judge/cached"]) for t in timings]
     assert sum(requests for requests, _ in counts) == asked
     assert all(t["service/llm_judge/latency_s"] > 0 for t in timings)
