@@ -21,6 +21,8 @@ from gspo.reward.traits import ForeignCode
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUN = "run"
 """The value of `cache` for the run directory."""
+MAY_CHANGE = ("url", "key_env", "retries", "limit_s", "cache", "cache_mb", "device")
+"""Options that may change on resume. A server moves; the model that it serves must stay the same."""
 _REMOTE_ONLY = ("model", "key_env")
 _LOCAL_ONLY = ("dtype", "device", "trust_remote_code")
 

@@ -55,6 +55,8 @@ class RewardTraits:
     sandbox: Callable[[Options], Level] | None = None
     """The sandbox for programs that the model writes; `None` if it runs none."""
     foreign_code: Callable[[Options], list[ForeignCode]] = lambda options: []
+    may_change: tuple[str, ...] = ()
+    """Options that may change on resume: how a model is reached, not what it is asked."""
     service: Callable[[Options], Service] | None = None
     """The model or endpoint that it asks; `None` if it computes the score itself."""
 

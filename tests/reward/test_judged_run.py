@@ -13,7 +13,7 @@ from endpoints import Action, Endpoint, Request, chat
 
 from gspo import trust
 from gspo.config import Config
-from gspo.errors import RewardError, TrustError
+from gspo.errors import ConfigError, RewardError, TrustError
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.examine import CHECKS, run_checks
 from gspo.preflight.findings import Level
@@ -96,7 +96,14 @@ def test_an_endpoint_that_fails_stops_the_run_with_a_checkpoint(server: Endpoint
     assert "status 402" in report.read_text()
     assert [file for file in files(run) if KEY.encode() in file.read_bytes()] == []
     server.script = shorter
-    assert resume(run, display).step == 3
+    with Endpoint(shorter) as moved:
+        moved_to = [f"reward.options.llm_judge.url={moved.url}"]
+        with pytest.raises(TrustError, match="sends prompts and completions"):
+            resume(run, display, overrides=moved_to)
+        with pytest.raises(ConfigError, match=r"a resume cannot change reward\.options\.llm_judge\.model"):
+            resume(run, display, overrides=["reward.options.llm_judge.model=other"], trust_run=True)
+        assert resume(run, display, overrides=moved_to, trust_run=True).step == 3
+        assert moved.posts
 
 
 def test_an_endpoint_that_is_gone_is_an_error_before_the_model_is_loaded(

@@ -31,7 +31,14 @@ from gspo.reward.judge_prompt import (
     verdict,
 )
 from gspo.reward.score_cache import CachedScore, ScoreCache, cache_key
-from gspo.reward.service_options import OptionChecks, cache_directory, foreign_code, is_remote, with_defaults
+from gspo.reward.service_options import (
+    MAY_CHANGE,
+    OptionChecks,
+    cache_directory,
+    foreign_code,
+    is_remote,
+    with_defaults,
+)
 from gspo.reward.service_usage import ServiceUsage
 from gspo.reward.traits import RewardTraits, Service
 
@@ -52,7 +59,7 @@ def _service(options: Mapping[str, Any]) -> Service:
     return Service(at_once=int(options.get("concurrency", CONCURRENCY)), merge=is_remote(options))
 
 
-TRAITS = RewardTraits(service=_service, foreign_code=lambda options: foreign_code(NAME, options))
+TRAITS = RewardTraits(service=_service, foreign_code=lambda options: foreign_code(NAME, options), may_change=MAY_CHANGE)
 
 
 def score(
