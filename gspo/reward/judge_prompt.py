@@ -135,7 +135,10 @@ def question(
         known = columns.get("answer") not in (None, "", [])
         template = DEFAULT_TEMPLATE if known else DEFAULT_WITHOUT_ANSWER
     completion = without_control(completion, control)
-    values = {name: _text(value) for name, value in columns.items()} | {"prompt": prompt}
+    # Only what is asked: the same question about the same text is the same, whatever else the row or the sample has.
+    values = {name: _text(columns[name]) for name in sorted(fields_of(template)) if name in columns} | {
+        "prompt": prompt
+    }
     digest = hashlib.sha256("\0".join([template, *map(str, values.items()), completion]).encode("utf-8", "replace"))
     code = digest.hexdigest()[:16]
     # On lines of their own, wherever the template names the completion.
@@ -148,7 +151,7 @@ def question(
 def without_control(text: str, control: Collection[str] = ()) -> str:
     """Text in which nothing can be read as a control token of a chat template: a space breaks it up."""
     text = _CONTROL.sub(lambda match: f"{match[0]} ", text)
-    for token in sorted(filter(None, control), key=len, reverse=True):
+    for token in sorted(filter(None, control), key=lambda token: (-len(token), token)):
         if not token.isspace():
             text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
