@@ -16,9 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError
 from gspo.model.load import char_tokenizer
+from gspo.reward.function import RunFacts
 from gspo.reward.judge_prompt import without_control
 from gspo.reward.local_model import LocalClassifier, LocalJudge
 from gspo.reward.reward import RewardPool
+from gspo.reward.rewards import reward_model
 from gspo.types import Status
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
@@ -132,22 +134,28 @@ def test_control_tokens_in_a_completion_are_text(classifier: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"path": "/no/such/model"}, "reward.options.reward_model.path: cannot load '/no/such/model'"),
-        ({"path": "CLASSIFIER", "label": 3}, "reward_model.label: label 3: the model has 1 labels"),
-        ({"path": "CLASSIFIER", "device": "warp"}, "correct path or device"),
-        ({"path": "CLASSIFIER", "cache": "x"}, "reward_model.cache: has no effect without url"),
-        ({"path": "CLASSIFIER", "scale": 0.0}, "reward_model.scale"),
+        ({"path": "m", "cache": "x"}, "reward_model.cache: has no effect without url"),
+        ({"path": "m", "scale": 0.0}, "reward_model.scale"),
         ({"url": "http://h:1", "model": "m", "max_length": 4}, "reward_model.max_length: has no effect without path"),
         ({"url": "http://h:1", "model": "m", "api": "score"}, "must be one of classify, pooling"),
     ],
 )
-def test_invalid_options_are_errors_at_the_start(
-    pool_of: Any, classifier: Path, options: dict[str, Any], words: str
-) -> None:
-    options = {k: str(classifier) if v == "CLASSIFIER" else v for k, v in options.items()}
+def test_invalid_options_are_errors_at_the_start(pool_of: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         pool_of("reward_model", **options)
     assert words in str(caught.value)
+
+
+def test_a_model_that_cannot_be_used_is_an_error_at_the_start(classifier: Path) -> None:
+    facts = RunFacts(timeout_s=60.0)
+    for options, words in (
+        ({"path": "/no/such/model"}, "reward.options.reward_model.path: cannot load '/no/such/model'"),
+        ({"path": str(classifier), "device": "cpu", "label": 3}, "reward_model.label: label 3: the model has 1 labels"),
+        ({"path": str(classifier), "device": "warp"}, "correct path or device"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            reward_model.start(facts, **options)
+        assert words in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------ behind an endpoint
