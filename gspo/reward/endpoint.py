@@ -123,9 +123,10 @@ class Endpoint:
                 # Random, so that many requests that failed together do not return together.
                 backoff_s = min(LONGEST_WAIT_S, BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
                 wait_s = max(error.after_s, backoff_s)
-            if attempt == retries:
+            left_s = until - time.monotonic()
+            if left_s > 0 and attempt == retries:
                 raise Unavailable(f"{reason} ({retries + 1} tries)")
-            if wait_s >= until - time.monotonic():
+            if wait_s >= left_s:
                 raise TimeoutError(f"{reason}; no time for another try (reward.timeout_s)")
             time.sleep(wait_s)
         raise TimeoutError(f"{self._url}{path}: no answer in time (reward.timeout_s)")
