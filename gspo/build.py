@@ -28,6 +28,9 @@ from gspo.objectives.table import base_objective
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_traits
 
+REWARD_CACHE = "reward_cache"
+"""The folder of a run directory with the scores of models and endpoints."""
+
 
 def run_objective(config: Config) -> Objective:
     """The config's objective. Raises `ConfigError` if a run cannot use it."""
@@ -143,10 +146,11 @@ def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, An
     return auto, settings
 
 
-def reward_pool(config: Config) -> RewardPool:
-    """The worker processes that score completions."""
+def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
+    """The worker processes that score completions. Scores that were paid for are kept in the directory of the run."""
     data = config.data
-    return RewardPool(config.reward, (data.task, data.task_options) if data.task else None)
+    cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
+    return RewardPool(config.reward, (data.task, data.task_options) if data.task else None, cache_dir=cache_dir)
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
@@ -181,7 +185,7 @@ def build_run(
 ) -> RunContext:
     """All components of a run. It resumes from `checkpoint` if there is one. `stack` closes the components."""
     # Rewards and data come before the weights, so that their errors appear within seconds.
-    rewards = reward_pool(config)
+    rewards = reward_pool(config, run)
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
     tokenizer = tokenizer_for(config, model)

@@ -175,7 +175,9 @@ class Loop:
         with clock.measure("step"), clock.measure("eval"), self.stop.interruptible():
             evaluation = self._evaluate(state)
         metrics = {**state.pending, **evaluation}
-        self._record(state, metrics, step_timings(state.step, clock))
+        # Step 0 has no timings: the usage of its evaluation is counted in step 1.
+        usage = self.context.rewards.take_usage() if state.step else {}
+        self._record(state, metrics, step_timings(state.step, clock, usage))
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         self._check_alarms(state, metrics)
         self._check_held_out(state, metrics)

@@ -22,6 +22,7 @@ from gspo.learner.optimizer import TUNABLE
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.custom import fingerprint as objective_fingerprint
+from gspo.reward.traits import reward_traits
 
 MAY_CHANGE = (
     "name",
@@ -49,6 +50,8 @@ MAY_CHANGE = (
 """Settings and sections that may change on resume. Most do not affect the training result. The others fix a run that
 could not continue otherwise: `learner.old_logp` for an engine that drifts from the learner, the optimizer settings for
 updates that diverge. The objective, the batch and the data are fixed: changing them would make it a different run."""
+
+_REWARD_OPTIONS = "reward.options."
 
 
 def initial_state(context: RunContext) -> TrainerState:
@@ -107,9 +110,15 @@ def change_texts(changed: Mapping[str, list[Any]]) -> dict[str, str]:
     return {key: f"{key}: {before!r} then, {after!r} now" for key, (before, after) in changed.items()}
 
 
+def _may_change(key: str) -> bool:
+    spec, _, option = key.removeprefix(_REWARD_OPTIONS).rpartition(".")
+    of_reward = key.startswith(_REWARD_OPTIONS) and option in reward_traits(spec).may_change
+    return of_reward or key.startswith(MAY_CHANGE)
+
+
 def check_may_change(changed: Mapping[str, list[Any]], run: Path) -> None:
-    """Raise if a setting has changed that is not in `MAY_CHANGE`."""
-    refused = [text for key, text in change_texts(changed).items() if not key.startswith(MAY_CHANGE)]
+    """Raise if a setting has changed that is not in `MAY_CHANGE`, nor in the `may_change` of a reward."""
+    refused = [text for key, text in change_texts(changed).items() if not _may_change(key)]
     if refused:
         raise ConfigError(
             f"{run}/config.toml: a resume cannot change {'; '.join(refused)}; restore it, or start a new run"

@@ -21,7 +21,7 @@ from package_imports import ROOT, cycles, imports
 import gspo
 
 LAYERS = (
-    {"errors", "types", "clock", "redact", "reduction", "safe_files", "safe_output", "signals"},
+    {"errors", "types", "clock", "http_calls", "redact", "reduction", "safe_files", "safe_output", "signals"},
     {"aliases", "config", "hub"},
     {"data", "model", "objectives"},
     {"reward", "rollout"},

@@ -255,12 +255,13 @@ class RewardConfig:
     """A completion counts as correct if the first reward function returns more than this."""
     timeout_s: Positive = 10.0
     """Timeout of one reward call, in seconds. A worker that exceeds it is killed. If a call takes half of this time,
-    its completions are also scored one by one, so set the timeout to several times the usual duration of a call."""
+    its completions are also scored one by one, so set the timeout to several times the usual duration of a call. For a
+    judge or reward model it limits one completion, including retries (or one batch, if the model is local)."""
     memory_mb: NonNegative = 2048
     """Memory limit of a worker process and its children, in MB, in addition to the memory that loading the functions
-    took. A worker that exceeds it is killed. `0` disables the limit."""
+    took. A worker that exceeds it is killed. `0` disables the limit. Does not apply to judges and reward models."""
     workers: Count = 2
-    """Worker processes. More are started while calls hang."""
+    """Worker processes. More are started while calls hang. A judge or reward model has one more of its own."""
     max_unscored_fraction: Fraction = 0.5
     """Save a checkpoint and stop the run if more than this fraction of a step's completions cannot be scored."""
 

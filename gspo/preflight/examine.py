@@ -59,6 +59,7 @@ CHECKS = (
     Check(name="chat template", run=tokens.check_template, needs=("tokenizer",)),
     Check(name="stop tokens", run=tokens.check_ends, needs=("tokenizer", "skeleton")),
     Check(name="reward functions", run=rewards.check_functions, needs=("problems",)),
+    Check(name="reward services", run=rewards.check_services, needs=("problems", "rewards")),
     Check(name="known answers", run=rewards.check_known, needs=("problems", "rewards")),
     Check(name="sandbox", run=rewards.check_sandbox),
     Check(name="model", run=model.check_model, needs=("tokenizer", "skeleton"), weights=True),

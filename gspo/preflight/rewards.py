@@ -6,6 +6,7 @@ processes, with the run's deadlines.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,10 @@ from gspo.errors import ConfigError
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
+from gspo.preflight.machine import human
 from gspo.preflight.step_time import duration, rollout_seconds
 from gspo.reward.function import chosen_functions
-from gspo.reward.traits import RewardTraits, in_form, reward_traits
+from gspo.reward.traits import RewardTraits, Service, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
 TRIED = 32
@@ -40,6 +42,52 @@ def check_functions(context: PreflightContext) -> Iterator[Finding]:
     yield ok(f"{', '.join(pool.names)} can be loaded and called with the data's fields.", functions=list(pool.names))
 
 
+# ------------------------------------------------------------------------------------------- models and endpoints
+
+TRIAL = ("What is 2 + 2?", "2 + 2 = 4")
+"""What a judge or a reward model is asked first. It is not from the data."""
+
+
+def check_services(context: PreflightContext) -> Iterator[Finding]:
+    """One real request to each model or endpoint that a reward asks."""
+    assert context.rewards is not None
+    assert context.problems is not None
+    names = set().union(*(p.columns for p in context.problems.train))
+    prompt = Prompt(
+        id="trial",
+        content=TRIAL[0],
+        text=TRIAL[0],
+        token_ids=(0,),
+        columns=dict.fromkeys(names, "example") | {"answer": "4"},
+    )
+    for name, service in context.rewards.services.items():
+        started = time.monotonic()
+        ((score,),) = context.rewards.score([(prompt, _completions(context, prompt, [TRIAL[1]]))], functions=[name])
+        yield _trial(context, name, service, score, time.monotonic() - started)
+
+
+def _trial(context: PreflightContext, name: str, service: Service, score: Score, seconds: float) -> Finding:
+    assert context.rewards is not None
+    about = context.rewards.about.get(name, name)
+    if score.failure and not score.failure.startswith("abstained"):
+        return fail(
+            f"{name} ({about}) could not score a trial completion: {score.failure}",
+            f"Correct reward.options.{name}, or raise reward.timeout_s (now {context.config.reward.timeout_s:g}).",
+            seconds=seconds,
+        )
+    rounds = math.ceil(context.completions / service.at_once)
+    said = "abstained" if score.reward is None else f"gave it {score.parts[name]:.3g}"
+    memory = context.rewards.service_memory(name)
+    return ok(
+        f"{name} ({about}) {said} after {duration(seconds)}. A step with {context.completions} completions takes about "
+        f"{duration(rounds * seconds)}, {service.at_once} at a time. Its process uses {human(memory)} of memory.",
+        function=name,
+        seconds=seconds,
+        step_s=rounds * seconds,
+        memory=memory,
+    )
+
+
 # ------------------------------------------------------------------------------------------------- known answers
 
 
@@ -54,7 +102,11 @@ class KnownAnswer:
 def check_known(context: PreflightContext) -> Iterator[Finding]:
     assert context.rewards is not None
     specs = chosen_functions(context.config.reward.functions, bool(context.config.data.task))
+    if asked := sorted(context.rewards.services):
+        yield note(f"Not tried with {', '.join(asked)}: each completion would cost a request.")
     for place, (name, spec) in enumerate(zip(context.rewards.names, specs, strict=True)):
+        if name in asked:
+            continue
         traits = reward_traits(spec)
         known = _known(context, spec, traits) if traits.has_known_form or place == 0 else []
         if known:
@@ -65,7 +117,8 @@ def check_known(context: PreflightContext) -> Iterator[Finding]:
         yield from _tests(context)
     if context.cold and context.config.data.solution_field:
         yield _demonstrations_of_data(context)
-    yield from _empty(context)
+    if len(asked) < len(specs):
+        yield from _empty(context)
 
 
 def _demonstrations_of_data(context: PreflightContext) -> Finding:
@@ -103,7 +156,7 @@ def _known_answers(
     """How the function scores the data's own answers."""
     assert context.rewards is not None
     started = time.monotonic()
-    scores = context.rewards.score([(k.prompt, _completions(context, k.prompt, k.texts)) for k in known])
+    scores = _score(context, [(k.prompt, k.texts) for k in known])
     each = (time.monotonic() - started) / sum(len(k.texts) for k in known)
     best = [max((v for s in group if (v := s.parts.get(name)) is not None), default=None) for group in scores]
     # Abstaining is a reward's right; `_missed` reports it separately.
@@ -175,7 +228,7 @@ def _wrong_answers(context: PreflightContext, name: str, known: Sequence[KnownAn
     """A wrong final answer after correct working must not score as correct: a model would learn to exploit it."""
     assert context.rewards is not None
     planted = [(k, texts) for k in known if (texts := _wrong_at_last(k, known))]
-    scores = context.rewards.score([(k.prompt, _completions(context, k.prompt, texts)) for k, texts in planted])
+    scores = _score(context, [(k.prompt, texts) for k, texts in planted])
     fooled = [
         (k, text)
         for (k, texts), group in zip(planted, scores, strict=True)
@@ -230,7 +283,7 @@ def _empty(context: PreflightContext) -> Iterator[Finding]:
     """A model will find out that an empty completion scores as correct."""
     assert context.rewards is not None
     prompts = _some(context)
-    scores = context.rewards.score([(p, _completions(context, p, [""])) for p in prompts])
+    scores = _score(context, [(p, [""]) for p in prompts])
     right = sum(group[0].correct is True for group in scores)
     if right:
         yield warning(
@@ -245,7 +298,7 @@ def _tests(context: PreflightContext) -> Iterator[Finding]:
     assert context.rewards is not None
     prompts = _some(context)
     # A program that does nothing: whatever fails then is the fault of the tests.
-    scores = context.rewards.score([(p, _completions(context, p, ["pass"])) for p in prompts])
+    scores = _score(context, [(p, ["pass"]) for p in prompts])
     reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
     if reasons:
         level = fail if len(reasons) / len(prompts) > context.config.reward.max_unscored_fraction else warning
@@ -255,6 +308,13 @@ def _tests(context: PreflightContext) -> Iterator[Finding]:
             detail=[f"{where}: {excerpt(reason, 400)}" for where, reason in reasons[:3]],
             unusable=len(reasons),
         )
+
+
+def _score(context: PreflightContext, texts: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Score]]:
+    """Scores of the functions that cost nothing: no judge and no reward model is asked for a made-up completion."""
+    assert context.rewards is not None
+    free = [name for name in context.rewards.names if name not in context.rewards.services]
+    return context.rewards.score([(p, _completions(context, p, t)) for p, t in texts], functions=free)
 
 
 def _known(context: PreflightContext, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
@@ -372,11 +432,17 @@ def _slow(context: PreflightContext) -> Iterator[Finding]:
         yield warning(
             f"Scoring takes {duration(each)} per completion, {duration(reward)} per step: longer than sampling and "
             f"training together ({duration(other)}).",
-            f"Make the reward faster, or raise reward.workers (now {context.config.reward.workers}).",
+            f"Make the reward faster, or raise {_parallelism(context)}.",
             seconds=each,
         )
     else:
         yield ok(f"Scoring takes {duration(each)} per completion, {duration(reward)} per step.", seconds=each)
+
+
+def _parallelism(context: PreflightContext) -> str:
+    if context.rewards is not None and context.rewards.services:
+        return f"concurrency or batch in the options of {', '.join(context.rewards.services)}"
+    return f"reward.workers (now {context.config.reward.workers})"
 
 
 # ------------------------------------------------------------------------------------------------- sandbox

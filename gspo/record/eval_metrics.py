@@ -1,12 +1,13 @@
 """The metrics of an evaluation, and the timings of a step.
 
-In: an `Evaluation`; a `Clock`. Out: flat dictionaries that are ready to be written; `record/metric_definitions.py`
-defines every metric. Invariant: timings have their own dictionary, because `metrics.jsonl` must not depend on the
-clock.
+In: an `Evaluation`; a `Clock` and the usage of services. Out: flat dictionaries that are ready to be written;
+`record/metric_definitions.py` defines every metric. Invariant: timings have their own dictionary, because
+`metrics.jsonl` must not depend on the clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gspo.clock import Clock
@@ -28,6 +29,13 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, Any]:
     return metrics
 
 
-def step_timings(step: int, clock: Clock) -> dict[str, Any]:
-    """Where the time of a step went."""
-    return {"step": step, **{f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}}
+def step_timings(step: int, clock: Clock, usage: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Where the time of a step went, and what its rewards asked of models and endpoints."""
+    timings: dict[str, Any] = {"step": step}
+    timings |= {f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}
+    for function, sums in usage.items():
+        counts = {name: int(count) for name, count in sums.items() if name != "seconds"}
+        timings |= {f"service/{function}/{name}": count for name, count in counts.items()}
+        if counts.get("requests"):
+            timings[f"service/{function}/latency_s"] = round(sums["seconds"] / counts["requests"], 6)
+    return timings

@@ -352,7 +352,8 @@ METRICS = (
         "Share of sampled completions to which a reward function attached a note. `code_tests` notes how "
         "a program ended (`passed`, `wrong`, `error`, `timeout`, `died`, `output`, `protocol`, `empty`), "
         "and adds `trick` if the program uses a known way to get a reward without solving the problem "
-        "([rewards](rewards.md#programs-and-tests)).",
+        "([rewards](rewards.md#programs-and-tests)). `llm_judge` and `reward_model` note `unparsable`, `too_long`, "
+        "`truncated`, `unavailable` and `refused` ([rewards](rewards.md#a-language-model-as-judge)).",
         present="if there are any",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
@@ -1079,6 +1080,43 @@ TIMINGS = (
         unit="seconds",
         reduction=Reduction.MAX,
         heading="seconds",
+    ),
+    # Not in metrics.jsonl, because a resumed run finds scores in the cache that the first run had to ask for.
+    Metric(
+        "service/FUNCTION/requests",
+        "Completions that a reward function sent to its model or endpoint, in the step and its evaluation. Step 1 "
+        "includes the evaluation before training.",
+        present="if a reward asks a model or an endpoint",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "service/FUNCTION/cached",
+        "Completions whose score was in the cache.",
+        present="if a reward asks a model or an endpoint",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "service/FUNCTION/retries",
+        "Further tries after an error of the endpoint or a reply without a grade, for completions that got an answer.",
+        present="if a reward asks a model or an endpoint",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "service/FUNCTION/not_cached",
+        "Scores that could not be written to the cache. A resumed run asks for them again.",
+        present="if a reward asks a model or an endpoint",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "service/FUNCTION/latency_s",
+        "Mean time from the first request for a completion to its score, including retries.",
+        present="if the model or endpoint was asked",
+        unit="seconds",
+        reduction=Reduction.MAX,
     ),
 )
 """`timings.jsonl`."""

@@ -7,6 +7,7 @@
     timings.jsonl          one object per step; everything that depends on the clock
     rollouts/000012.jsonl  every completion of the step
     reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
+    reward_cache/          scores of judges and reward models behind an endpoint, so that none is paid for twice
     tokenizer/             the tokenizer, to decode the completions' token ids
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
     checkpoints/000020/    see learner/checkpoint.py
@@ -57,7 +58,17 @@ FILES = (
     rollbacks.FILE,
     *STEP_FILES,
 )
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "abandoned", "tensorboard", "wandb")
+FOLDERS = (
+    "rollouts",
+    "tokenizer",
+    "checkpoints",
+    "reference",
+    "reward_errors",
+    "reward_cache",
+    "abandoned",
+    "tensorboard",
+    "wandb",
+)
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
 LONGEST_ROW = 1 << 20

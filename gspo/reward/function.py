@@ -1,7 +1,7 @@
 """Reward functions: located by name in the trainer, loaded and called in a worker.
 
 In: the names and options of `RewardConfig`. Out: a `Source` per function (plain text and values, so it can be sent as
-JSON), and in the worker a `RewardFunction` that returns one result per completion of a prompt.
+JSON), and in the worker a `RewardFunction` that returns one result per completion of a prompt, or of several.
 
 A reward function has TRL's signature and is called with keyword arguments:
 
@@ -31,8 +31,10 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from itertools import islice
 from pathlib import Path
@@ -77,6 +79,14 @@ class NotedScore(float):
         return score
 
 
+class NotedFailure(Exception):
+    """In the list of a function's values: this completion failed, for a reason that its notes count."""
+
+    def __init__(self, message: str, *notes: str) -> None:
+        super().__init__(message)
+        self.notes = notes
+
+
 Noted = NotedScore  # the name in reward files of earlier runs, which must still resume
 
 
@@ -94,6 +104,16 @@ class Source:
     """Contents of the user's file."""
     function: str
     options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a service must know about the run (`start` in the file of its reward)."""
+
+    timeout_s: float
+    """`reward.timeout_s`: the time for one completion, including retries."""
+    cache_dir: str = ""
+    """The run's directory for scores that were paid for; empty without a run directory."""
 
 
 # ------------------------------------------------------------------------------------------- in the trainer
@@ -187,40 +207,61 @@ class RewardFunction:
     bounded_s: float = 0.0
     """Upper bound in seconds on scoring one completion (`longest_s` of a built-in), so a slow call is no sign of a
     hang. `0` if it does not limit the time itself."""
+    service: Mapping[str, Any] | None = None
+    """The fields of `traits.Service`, if it asks a model or an endpoint."""
+    start: Callable[[RunFacts], None] = lambda facts: None
+    """Connects to the endpoint or loads the model, in the service's own worker."""
+    usage: Callable[[], dict[str, float]] = dict
+    """What the service did since the last call (`service_usage.py`)."""
 
     @property
     def columns_needed(self) -> frozenset[str]:
         """The data columns that it requires."""
         return self.needs - set(RESERVED) - set(self.options)
 
-    def __call__(
-        self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
-    ) -> list[Result] | Result:
-        """One result per completion, or the failure of the call as a whole."""
-        missing = self.columns_needed - set(row)
-        if missing:
-            return {"failure": f"raised: {lacking(self.name, missing, row)}"}
+    def __call__(self, calls: Sequence[Mapping[str, Any]]) -> list[list[Result] | Result]:
+        """For each call, one result per completion, or the failure of the call as a whole.
+
+        A call has the completions of one prompt. Several calls are made as one (`traits.Service`)."""
+        missing = [self.columns_needed - set(call["columns"]) for call in calls]
+        answers = iter(self._called([c for c, lacks in zip(calls, missing, strict=True) if not lacks]))
+        return [
+            {"failure": f"raised: {lacking(self.name, lacks, call['columns'])}"} if lacks else next(answers)
+            for lacks, call in zip(missing, calls, strict=True)
+        ]
+
+    def _called(self, calls: Sequence[Mapping[str, Any]]) -> list[list[Result] | Result]:
+        if not calls:
+            return []
+        results: list[Result] | Result
         try:
-            values = self.call(**self._arguments(prompt, texts, ids, row))
+            values = self.call(**self._arguments(calls))
             values = _awaited(values) if inspect.iscoroutine(values) else values
-            return self._results(values, len(texts))
+            results = self._results(values, sum(len(call["completions"]) for call in calls))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: a function must not end the run
-            return self._failure(error)
+            results = self._failure(error)
+        if isinstance(results, dict):
+            return [results] * len(calls)
+        remaining = iter(results)
+        return [list(islice(remaining, len(call["completions"]))) for call in calls]
 
     def _failure(self, error: BaseException) -> Result:
         kind = "timeout" if isinstance(error, TimeoutError) else "raised"
-        return {"failure": f"{kind}: {self.name}: {describe(error, self.file)}", "trace": traced(error)}
+        failure = {"failure": f"{kind}: {self.name}: {describe(error, self.file)}", "trace": traced(error)}
+        return failure | {"notes": list(error.notes)} if isinstance(error, NotedFailure) else failure
 
-    def _arguments(
-        self, prompt: Any, texts: Sequence[str], ids: Sequence[Sequence[int]], row: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        chat = not isinstance(prompt, str)
-        columns = {key: value for key, value in row.items() if key not in self.settings}
-        # Copies, so a function that modifies its arguments cannot affect other completions or later calls.
-        arguments: dict[str, Any] = {key: [copy.deepcopy(value) for _ in texts] for key, value in columns.items()}
-        arguments["prompts"] = [copy.deepcopy(prompt) for _ in texts]
-        arguments["completions"] = [[{"role": "assistant", "content": t}] if chat else t for t in texts]
-        arguments["completion_ids"] = [list(i) for i in ids]
+    def _arguments(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        names = dict.fromkeys(name for call in calls for name in call["columns"] if name not in self.settings)
+        arguments: dict[str, Any] = {name: [] for name in (*names, *RESERVED)}
+        for call in calls:
+            prompt, texts = call["prompt"], call["completions"]
+            chat = not isinstance(prompt, str)
+            # Copies, so a function that modifies its arguments cannot affect other completions or later calls.
+            for name in names:
+                arguments[name] += [copy.deepcopy(call["columns"].get(name)) for _ in texts]
+            arguments["prompts"] += [copy.deepcopy(prompt) for _ in texts]
+            arguments["completions"] += [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+            arguments["completion_ids"] += [list(i) for i in call["completion_ids"]]
         arguments.update(copy.deepcopy(dict(self.options)))
         return arguments if self.takes is None else {k: v for k, v in arguments.items() if k in self.takes}
 
@@ -288,16 +329,21 @@ def load(source: Source) -> RewardFunction:
     _check_options(source, named, open_ended)
     if not source.file and hasattr(module, "check"):
         _check_values(source, module)
+    service = None if source.file else module.TRAITS.service
+    read = module.columns_read(**source.options) if not source.file and hasattr(module, "columns_read") else ()
     return RewardFunction(
         name=source.name,
         call=call,
         takes=None if open_ended else frozenset(named),
-        needs=frozenset(name for name, p in named.items() if p.default is p.empty),
+        needs=frozenset(name for name, p in named.items() if p.default is p.empty).union(read),
         settings=frozenset(n for n, p in named.items() if not source.file and p.kind is p.KEYWORD_ONLY),
         options=source.options,
         file=source.file,
         bounded_s=module.longest_s(**source.options) if not source.file and hasattr(module, "longest_s") else 0.0,
         about=str(module.about(**source.options)) if not source.file and hasattr(module, "about") else "",
+        service=asdict(service(source.options)) if service else None,
+        start=partial(_start, source, module) if service else lambda facts: None,
+        usage=module.USAGE.take if service else dict,
     )
 
 
@@ -404,8 +450,19 @@ def _check_options(source: Source, named: Mapping[str, inspect.Parameter], open_
 
 
 def _check_values(source: Source, module: ModuleType) -> None:
-    try:
+    with _option_errors(source):
         module.check(**source.options)
+
+
+def _start(source: Source, module: ModuleType, facts: RunFacts) -> None:
+    with _option_errors(source):
+        module.start(facts, **source.options)
+
+
+@contextmanager
+def _option_errors(source: Source) -> Iterator[None]:
+    try:
+        yield
     except GspoError:
         raise
     except Exception as error:

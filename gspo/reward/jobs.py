@@ -16,7 +16,8 @@ at a time, until a group call is answered again.
 `Batch.parts` assigns blame for failures. If a built-in reward hangs, dies or exceeds its memory limit on one completion
 alone, and the reference answer can be scored (another completion of the prompt was, or an empty one is), the completion
 caused the failure and scores 0. A hang that used little CPU time is first retried next to a busy-looping process
-(`second_try.py`): if the machine starved it, the completion is unscored. Every other failure is unscored as well.
+(`second_try.py`): if the machine starved it, the completion is unscored. Every other failure is unscored as well, and
+so is every failure of a service (a model or an endpoint that a reward asks).
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gspo.reward.traits import Service
 from gspo.types import Completion, Prompt
 
+ANSWER_S = 1.0
+"""Minimum time between a program's or a service's own limit and its worker's deadline, so the worker can answer."""
 PATIENCE = 2
 """Calls per worker that a function may lose before its first answer in a batch: group calls first, then single ones."""
 SPARE_S = 0.8
@@ -90,11 +94,10 @@ class Job:
         return self.group, self.function, sample
 
     def request(self) -> dict[str, Any]:
-        """The request that is sent to the worker."""
+        """The call as it is sent to the worker."""
         prompt, completions = self.batch.groups[self.group]
         chosen = [completions[i] for i in self.samples]
         return {
-            "function": self.function,
             "prompt": prompt.content,
             "completions": [""] if self.probe else [c.text for c in chosen],
             "completion_ids": [()] if self.probe else [c.token_ids for c in chosen],
@@ -116,20 +119,25 @@ class Batch:
         self,
         groups: Groups,
         *,
-        functions: int,
+        functions: Sequence[int],
         workers: int,
         timeout_s: float,
         bounded_s: Mapping[int, float] | None = None,
         built_in: Collection[int] = (),
+        services: Mapping[int, Service] | None = None,
     ) -> None:
         self.groups = groups
-        self.functions = functions
+        self.functions = tuple(functions)
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._lock = threading.RLock()
         self._timeout_s = timeout_s
         self._bounded_s = dict(bounded_s or {})
-        self._built_in = frozenset(built_in)
+        self._services = dict(services or {})
+        self._patient = frozenset(built_in)
+        """Functions all of whose calls are made, however many hang."""
+        self._blaming = self._patient - set(self._services)
+        """Functions that give a completion 0 if it makes them fail."""
         self._reference: dict[tuple[int, int], bool | None] = {}
         """Whether the empty completion of a prompt could be scored; `None` while the probe is running."""
         self._slow = False
@@ -138,7 +146,7 @@ class Batch:
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._provisional: dict[tuple[int, int, int], Part] = {}
         """Results of completions scored alone while their group's call is still running."""
-        self._remaining = functions * sum(len(completions) for _, completions in groups)
+        self._remaining = len(self.functions) * sum(len(completions) for _, completions in groups)
         self._patience = PATIENCE * workers
         self._lost: dict[tuple[int, bool], float] = defaultdict(float)
         self._running: dict[Job, float] = {}
@@ -160,7 +168,7 @@ class Batch:
         return [
             Job(batch=self, group=g, function=f, samples=tuple(range(len(completions))))
             for g, (_, completions) in enumerate(self.groups)
-            for f in range(self.functions)
+            for f in self.functions
             if completions
         ]
 
@@ -251,13 +259,13 @@ class Batch:
 
     def parts(self, group: int, sample: int) -> list[Part]:
         """Every function's result for a completion, in the order of the functions."""
-        return [self._assign_blame(group, f, self._parts[group, f, sample]) for f in range(self.functions)]
+        return [self._assign_blame(group, f, self._parts[group, f, sample]) for f in self.functions]
 
     # ---- blame
 
     def _assign_blame(self, group: int, function: int, part: Part) -> Part:
         """A failure caused by the completion scores 0. One caused by function, reference or machine is unscored."""
-        if part.cause and function in self._built_in and self._reference_scored(group, function):
+        if part.cause and function in self._blaming and self._reference_scored(group, function):
             return Part(value=0.0, notes=(part.cause,))
         return part
 
@@ -270,7 +278,7 @@ class Batch:
         """A call that tests whether a prompt's reference can be scored; empty if not needed or already made."""
         with self._lock:
             asked = job.probe or job.call in self._reference or self.done.is_set()
-            if asked or job.function not in self._built_in or self._reference_scored(*job.call):
+            if asked or job.function not in self._blaming or self._reference_scored(*job.call):
                 return []
             self._reference[job.call] = None
             self._remaining += 1  # the batch must wait for the probe: its result decides between 0 and unscored
@@ -291,7 +299,7 @@ class Batch:
         with self._lock:
             self._slow |= kept_waiting
             worked = processor_s >= IDLE * self._timeout_s or (job.last and not kept_waiting)
-            if worked or len(job.samples) > 1 or job.function not in self._built_in:
+            if worked or len(job.samples) > 1 or job.function not in self._blaming:
                 return [], "timeout"
             if self._slow:  # one slow second try is enough: each may take many times `timeout_s`
                 return [], ""
@@ -317,14 +325,17 @@ class Batch:
 
     # ---- time
 
-    def timeout_s(self, job: Job) -> float:
-        """The time limit of a call.
+    def timeout_s(self, function: int, completions: int) -> float:
+        """The time limit of a call with this many completions.
 
         A function that limits the time of each completion itself may use that limit for every one of them: a
-        deliberately slow completion must get its score and must not kill the worker.
+        deliberately slow completion must get its score and must not kill the worker. A service works on several at a
+        time, and has a moment more, to report that its own deadline has passed.
         """
-        bounded_s = self._bounded_s.get(job.function, 0.0)
-        return max(self._timeout_s, bounded_s) * len(job.samples) if bounded_s else self._timeout_s
+        if service := self._services.get(function):
+            return self._timeout_s * math.ceil(completions / service.at_once) + ANSWER_S
+        bounded_s = self._bounded_s.get(function, 0.0)
+        return max(self._timeout_s, bounded_s) * completions if bounded_s else self._timeout_s
 
     def likely_to_hang(self) -> list[Job]:
         """The calls that are taking too long. Their functions are suspects from now on."""
@@ -332,10 +343,14 @@ class Batch:
             now = time.monotonic()
             group_s = SUSPECT * self._timeout_s
             alone_s = self._usual_s()
-            running = [(job, since) for job, since in self._running.items() if job.function not in self._bounded_s]
+            running = [(job, since) for job, since in self._running.items() if not self._is_bounded(job.function)]
             found = [job for job, since in running if now - since > (alone_s if job.again else group_s)]
             self._suspects |= {job.function for job in found if not job.again}
             return found
+
+    def _is_bounded(self, function: int) -> bool:
+        """Whether it limits its time itself, so that a slow call is no sign of a hang."""
+        return function in self._bounded_s or function in self._services
 
     def _usual_s(self) -> float:
         if self._longest_alone_s is None:
@@ -346,7 +361,7 @@ class Batch:
         """Once the batch deadline has passed, mark every completion without a result as unscored, with the reason."""
         with self._lock:
             # A function with its own limits will answer; ending the batch would lose scores.
-            if any(job.function in self._bounded_s for job in self._running):
+            if any(self._is_bounded(job.function) for job in self._running):
                 return
             late = self._late_functions()
             # First make provisional results final, so that only completions without any result are marked.
@@ -361,7 +376,7 @@ class Batch:
             for alone in [alone for job in self.jobs() if job.function in late for alone in job.alone()]:
                 since = trying.get(alone.key(*alone.samples))
                 self.record(alone, [Part(failure=_late_failure(name(alone.function), since))])
-            if len(late) == self.functions:
+            if len(late) == len(self.functions):
                 self.done.set()  # even if probes are still running
 
     def _late_functions(self) -> set[int]:
@@ -375,8 +390,8 @@ class Batch:
         late_s = now - self._began - SPARE_S - self._answered_s - loading_s
         return {
             function
-            for function in range(self.functions)
-            if late_s >= self._timeout_s * (LONGEST if function in self._built_in else 1)
+            for function in self.functions
+            if late_s >= self._timeout_s * (LONGEST if function in self._patient else 1)
         }
 
 

@@ -28,11 +28,15 @@ from typing import IO, Any
 
 import gspo
 from gspo.errors import ConfigError, RewardError
-from gspo.reward.function import RewardWarning, Source, one_line
+from gspo.reward.function import RewardWarning, RunFacts, Source, one_line
 from gspo.reward.process_usage import memory_bytes, processor_seconds
+from gspo.reward.service_usage import COUNTS
+from gspo.reward.traits import Service
 
 START_LIMIT_S = 120.0
 """Time limit for importing the functions. A user's file may import torch."""
+SERVICE_LIMIT_S = 1800.0
+"""Time limit for starting a service. It may download and load a model."""
 ANSWER_LIMIT = 16 * 2**20
 """Maximum size of one answer in bytes."""
 END_LIMIT_S = 2.0
@@ -66,8 +70,22 @@ class ScoringCancelled(Exception):
 class WorkerProcess:
     """Owns a process and its three pipes. Belongs to one thread; the kernel kills the process when that thread ends."""
 
-    def __init__(self, sources: Sequence[Source], closing: Callable[[], bool], *, memory_mb: int = 0) -> None:
-        self._load = {"load": [asdict(source) for source in sources]}
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        closing: Callable[[], bool],
+        *,
+        facts: RunFacts,
+        memory_mb: int = 0,
+        service: int | None = None,
+    ) -> None:
+        """`service`: the function whose model or endpoint is started, in this process only."""
+        self._load: dict[str, Any] = {
+            "load": [asdict(source) for source in sources],
+            "start": service,
+            "facts": asdict(facts),
+        }
+        self._start_limit_s = START_LIMIT_S if service is None else SERVICE_LIMIT_S
         self._closing = closing
         self._memory_mb = memory_mb
         self._memory_limit = 0
@@ -81,6 +99,10 @@ class WorkerProcess:
         """Each function's description of itself. Known once the functions are loaded."""
         self.bounded_s: list[float] = []
         """Each function's own time limit per completion, or 0. Known once the functions are loaded."""
+        self.services: list[Service | None] = []
+        """The model or endpoint that each function asks. Known once the functions are loaded."""
+        self.usage: dict[str, float] = {}
+        """What the service did in the last call."""
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +131,7 @@ class WorkerProcess:
         except WorkerHung:
             self.kill()
             raise RewardError(
-                f"reward.functions: importing {self._names()} took more than {START_LIMIT_S:g} s; import less"
+                f"reward.functions: loading {self._names()} took more than {self._start_limit_s:g} s; import less"
             ) from None
         except WorkerDied as error:
             self.kill()
@@ -122,6 +144,7 @@ class WorkerProcess:
         for text in answer["warnings"]:
             warnings.warn(text, RewardWarning, stacklevel=2)
         self.needs, self.about, self.bounded_s = answer["needs"], answer["about"], answer["bounded_s"]
+        self.services = [Service(**fields) if fields else None for fields in answer["services"]]
         if self._memory_mb and self._process:
             # Measured after loading, so the limit covers scoring only: importing torch alone takes hundreds of MB.
             self._memory_limit = memory_bytes(self._process.pid) + self._memory_mb * 2**20
@@ -138,7 +161,7 @@ class WorkerProcess:
             return self._loaded()
 
     def _loaded(self) -> dict[str, Any]:
-        answer = self._exchange(self._load, START_LIMIT_S)
+        answer = self._exchange(self._load, self._start_limit_s)
         if not _is_loaded(answer, len(self._load["load"])):
             raise WorkerDied("its first answer was malformed")
         return answer
@@ -149,8 +172,8 @@ class WorkerProcess:
         timeout_s: float,
         unwanted: Callable[[], bool] = lambda: False,
         more_s: Callable[[float], float] = lambda used_s: 0.0,
-    ) -> dict[str, Any]:
-        """Send one call and return its answer.
+    ) -> list[dict[str, Any]]:
+        """Send one request and return the answer to each of its calls.
 
         When the deadline passes, `more_s` maps the CPU time used so far to the extra time the call gets. After
         `WorkerDied` or `ScoringCancelled` the process is gone, but `printed` still works. After `WorkerHung` the caller
@@ -160,9 +183,13 @@ class WorkerProcess:
         before_s = self._processor_s()
         try:
             answer = self._exchange(request, timeout_s, unwanted, lambda: more_s(self._processor_s() - before_s))
-            if not _is_result(answer, len(request["completions"])):
+            answers, calls = answer.get("answers"), request["calls"]
+            if not isinstance(answers, list) or len(answers) != len(calls):
+                raise WorkerDied("its answer did not hold one result per call")
+            if not all(_is_result(a, len(c["completions"])) for a, c in zip(answers, calls, strict=True)):
                 raise WorkerDied("its answer did not hold one value per completion")
-            return answer
+            self.usage = _usage(answer)
+            return answers
         except WorkerHung as hung:
             hung.processor_s = self._processor_s() - before_s if sys.platform == "linux" else math.inf
             raise
@@ -343,11 +370,21 @@ def _decoded(line: bytes) -> dict[str, Any]:
     return answer
 
 
-def _is_result(answer: Mapping[str, Any], count: int) -> bool:
+def _is_result(answer: Any, count: int) -> bool:
+    if not isinstance(answer, dict):
+        return False
     results = answer.get("results")
     if results is None:
-        return set(answer) <= {"failure", "trace"} and isinstance(answer.get("failure"), str) and _is_text(answer)
+        return (
+            set(answer) <= {"failure", "trace", "notes"} and isinstance(answer.get("failure"), str) and _is_text(answer)
+        )
     return isinstance(results, list) and len(results) == count and all(map(_is_part, results))
+
+
+def _usage(answer: Mapping[str, Any]) -> dict[str, float]:
+    found = answer.get("usage")
+    numbers = {k: v for k, v in found.items() if type(v) in (int, float)} if isinstance(found, dict) else {}
+    return {name: float(numbers[name]) for name in COUNTS if name in numbers}
 
 
 def _is_part(part: Any) -> bool:
@@ -365,7 +402,7 @@ def _is_text(answer: Mapping[str, Any]) -> bool:
 def _is_loaded(answer: Mapping[str, Any], count: int) -> bool:
     if "error" in answer:
         return isinstance(answer.get("message"), str)
-    lists = [answer.get(key) for key in ("needs", "about", "bounded_s")]
+    lists = [answer.get(key) for key in ("needs", "about", "bounded_s", "services")]
     return all(isinstance(found, list) and len(found) == count for found in lists) and "warnings" in answer
 
 

@@ -6,7 +6,8 @@ It never turns them into a 0 (except completions that make a built-in reward fai
 another completion's score, and never crashes the run. A function that abstains (returns None) is neither a failure nor
 a 0: it counts as the mean of its values for the other completions of the group. Functions run in worker processes only.
 
-Calls that hang do not block the others: the pool starts spare workers, which end with the batch.
+Calls that hang do not block the others: the pool starts spare workers, which end with the batch. A function that asks a
+model or an endpoint (`traits.Service`) has one worker of its own.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.function import Source, find_sources, lacking, one_line
-from gspo.reward.jobs import Batch, Groups, Job, Part
+from gspo.reward.function import RunFacts, Source, find_sources, lacking, one_line
+from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
+from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
+from gspo.reward.traits import Service
 from gspo.types import Score, Status
 
-ANSWER_S = 1.0
-"""Minimum time between a program's own limit and its worker's deadline, so the worker can still answer."""
 PROGRAM_S = 5.0
 """Default time limit of a program."""
 PROGRAM_MB = 512
 """Default memory limit of a program."""
 MOST_SPARES = 32
 """Maximum number of worker processes beyond `reward.workers` while calls hang."""
+MOST_MERGED = 4096
+"""Maximum number of completions in one call of a service."""
 MOST_FAULTS = 20
 """Maximum number of distinct reward function faults that are kept."""
 # How often a waiting batch looks for calls that hang.
@@ -68,10 +71,14 @@ class Fault:
 
 
 class RewardPool:
-    """Owns the worker processes. The constructor raises a one-line error if a function cannot be loaded."""
+    """Owns the worker processes. The constructor raises a one-line error if a function cannot be loaded, or if the
+    model or endpoint that it asks cannot be used. `cache_dir` keeps scores that were paid for."""
 
-    def __init__(self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None, *, cache_dir: str = ""
+    ) -> None:
         self._config = config
+        self._facts = RunFacts(timeout_s=config.timeout_s, cache_dir=cache_dir)
         self._sources: list[Source] = find_sources(config.functions, config.options, task)
         self._weights = _checked_weights(config.weights, self._sources)
         _check_limits(config, self._sources)
@@ -83,6 +90,10 @@ class RewardPool:
         self._faults: dict[str, Fault] = {}
         self._new_faults: list[Fault] = []
         self._workers = [self._worker() for _ in range(config.workers)]
+        self._services: dict[int, Service] = {}
+        """By function. Each has a worker and a thread of its own, in which its model is loaded."""
+        self._hosts: list[WorkerProcess] = []
+        self._usage: dict[str, dict[str, float]] = {}
         self._spares: dict[WorkerProcess, Batch] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, number > 0), name=f"reward-{number}", daemon=True)
@@ -91,9 +102,11 @@ class RewardPool:
         try:
             # One worker loads the functions first, so that a file that cannot be imported is reported once.
             self._threads[0].start()
-            self._load_once()
-            for thread in self._threads[1:]:
-                thread.start()
+            self._load_once(0)
+            self._start_services()
+            if len(self._services) < len(self._sources):
+                for thread in self._threads[1 : len(self._workers)]:
+                    thread.start()
         except BaseException:
             self.close()
             raise
@@ -114,25 +127,42 @@ class RewardPool:
             faults, self._new_faults = self._new_faults, []
             return faults
 
+    def take_usage(self) -> dict[str, dict[str, float]]:
+        """What each service did since the last call (`service_usage.py`), by the name of its function."""
+        with self._changed:
+            usage, self._usage = self._usage, {}
+            return usage
+
     def pids(self) -> list[int]:
         """The live worker processes."""
-        return [pid for worker in (*self._workers, *self._spares) if (pid := worker.pid) is not None]
+        workers = (*self._workers, *self._hosts, *self._spares)
+        return [pid for worker in workers if (pid := worker.pid) is not None]
+
+    @property
+    def services(self) -> dict[str, Service]:
+        """The functions that ask a model or an endpoint, by name."""
+        return {self.names[function]: service for function, service in self._services.items()}
+
+    def service_memory(self, name: str) -> int:
+        """Bytes of main memory that the worker of a service uses."""
+        pid = self._hosts[list(self._services).index(self.names.index(name))].pid
+        return memory_bytes(pid) if pid is not None else 0
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `RewardError` if the data lacks a column that a function requires."""
-        for name, needs in zip(self.names, self._workers[0].needs, strict=True):
+        for source, needs in zip(self._sources, self._workers[0].needs, strict=True):
             missing = set(needs) - set(columns)
             if missing:
-                raise RewardError(
-                    f"reward.functions: {lacking(name, missing, columns)}; rename its parameter, or give it a default"
-                )
+                fix = "rename its parameter, or give it a default" if source.file else "correct its options or the data"
+                raise RewardError(f"reward.functions: {lacking(source.name, missing, columns)}; {fix}")
 
-    def score(self, groups: Groups) -> list[list[Score]]:
-        """Score every completion of every group."""
-        batch = self._batch(groups)
+    def score(self, groups: Groups, functions: Collection[str] | None = None) -> list[list[Score]]:
+        """Score every completion of every group, with all functions or only those of these names."""
+        chosen = [i for i, name in enumerate(self.names) if functions is None or name in functions]
+        batch = self._batch(groups, chosen)
         self._run(batch, batch.jobs())
         return [
-            self._combine_group([batch.parts(g, i) for i in range(len(completions))])
+            self._combine_group(chosen, [batch.parts(g, i) for i in range(len(completions))])
             for g, (_, completions) in enumerate(groups)
         ]
 
@@ -156,22 +186,38 @@ class RewardPool:
     # --------------------------------------------------------------------------------------- the caller's thread
 
     def _worker(self) -> WorkerProcess:
-        return WorkerProcess(self._sources, lambda: self._closing, memory_mb=self._config.memory_mb)
+        return WorkerProcess(self._sources, lambda: self._closing, facts=self._facts, memory_mb=self._config.memory_mb)
 
-    def _batch(self, groups: Groups) -> Batch:
+    def _start_services(self) -> None:
+        """Start the worker of each function that asks a model or an endpoint, and wait until it is ready."""
+        for function, service in enumerate(self._workers[0].services):
+            if service is None:
+                continue
+            host = WorkerProcess(self._sources, lambda: self._closing, facts=self._facts, service=function)
+            thread = threading.Thread(
+                target=self._serve, args=(host, False, function), name=f"reward-service-{function}", daemon=True
+            )
+            self._services[function] = service
+            self._hosts.append(host)
+            self._threads.append(thread)
+            thread.start()
+            self._load_once(function)
+
+    def _batch(self, groups: Groups, functions: Sequence[int]) -> Batch:
         return Batch(
             groups,
-            functions=len(self._sources),
+            functions=functions,
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
             bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
             built_in={i for i, source in enumerate(self._sources) if not source.file},
+            services=self._services,
         )
 
-    def _load_once(self) -> None:
-        batch = self._batch(())
+    def _load_once(self, function: int) -> None:
+        batch = self._batch((), range(len(self._sources)))
         batch.done.clear()
-        self._run(batch, [Job(batch=batch)])
+        self._run(batch, [Job(batch=batch, function=function)])
 
     def _run(self, batch: Batch, jobs: Sequence[Job]) -> None:
         if self._closing:
@@ -195,7 +241,7 @@ class RewardPool:
         self._add([probe for job in hanging for probe in batch.probe(job)], first=True)
         with self._changed:
             mine = [spare for spare, its in self._spares.items() if its is batch]
-            waiting = sum(job.batch is batch for job in self._jobs)
+            waiting = sum(job.batch is batch and job.function not in self._services for job in self._jobs)
             wanted = min(self._most_spares(hanging), 2 * len(hanging)) - len(mine)
             spares = [self._worker() for _ in range(min(wanted, waiting))]
             self._spares |= dict.fromkeys(spares, batch)
@@ -222,13 +268,13 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- a worker's thread
 
-    def _serve(self, worker: WorkerProcess, warm: bool) -> None:
+    def _serve(self, worker: WorkerProcess, warm: bool, service: int | None = None) -> None:
         """Process jobs until the pool closes. The worker process never outlives this thread."""
         try:
             if warm:
                 self._warm(worker)
-            while (job := self._take()) is not None:
-                if self._do(worker, job):
+            while jobs := self._take(service):
+                if self._do(worker, jobs):
                     self._warm(worker)
         finally:
             worker.kill()
@@ -240,7 +286,7 @@ class RewardPool:
             worker.prepare()
             batch.note_spare(ready=True)
             while not batch.done.is_set() and (job := self._take_of(batch)) is not None:
-                self._do(worker, job)
+                self._do(worker, [job])
         except (GspoError, OSError, ScoringCancelled):
             pass  # the batch continues with the workers it has
         finally:
@@ -249,14 +295,33 @@ class RewardPool:
                 del self._spares[worker]
                 self._changed.notify_all()
 
-    def _take(self) -> Job | None:
+    def _take(self, service: int | None) -> list[Job]:
+        """Wait for the next call of a service, or of the functions that are no service. Empty once the pool closes.
+
+        If the service allows it, this takes all its calls that are waiting, to make them as one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._jobs)
-            return None if self._closing else self._jobs.popleft()
+            self._changed.wait_for(lambda: self._closing or self._next(service) is not None)
+            job = self._next(service)
+            if self._closing or job is None:
+                return []
+            merged = [job]
+            if service is not None and self._services[service].merge and job.samples:
+                others = [j for j in self._jobs if j is not job and j.batch is job.batch and j.function == service]
+                merged += others[: MOST_MERGED // max(1, len(job.samples))]
+            for taken in merged:
+                self._jobs.remove(taken)
+            return merged
+
+    def _next(self, service: int | None) -> Job | None:
+        """The first waiting call of a service, or of the functions that are no service."""
+        # The first worker also loads a service's functions, before it is known to be one.
+        owners = ((job, job.function if job.function in self._services else None) for job in self._jobs)
+        return next((job for job, owner in owners if owner == service), None)
 
     def _take_of(self, batch: Batch) -> Job | None:
         with self._changed:
-            job = next((job for job in self._jobs if job.batch is batch), None)
+            waiting = (job for job in self._jobs if job.batch is batch and job.function not in self._services)
+            job = next(waiting, None)
             if job is not None:
                 self._jobs.remove(job)
             return None if self._closing else job
@@ -268,48 +333,54 @@ class RewardPool:
         except (GspoError, OSError, ScoringCancelled):
             worker.kill()
 
-    def _do(self, worker: WorkerProcess, job: Job) -> bool:
-        """Process a job. False if it failed, in which case the batch has been given up."""
+    def _do(self, worker: WorkerProcess, jobs: Sequence[Job]) -> bool:
+        """Process jobs of one batch. False if that failed, in which case the batch has been given up."""
+        batch = jobs[0].batch
         try:
-            if not job.batch.done.is_set():
+            if not batch.done.is_set():
                 worker.prepare()
-                self._call(worker, job)
+                ready = [job for job in jobs if self._is_ready(job)]
+                if ready and ready[0].last:
+                    with self._alone, SecondTry(batch.timeout_s(ready[0].function, 1)) as second:
+                        self._attempt(worker, ready, second)
+                elif ready:
+                    self._attempt(worker, ready, None)
             return True
         except ScoringCancelled:
-            job.batch.give_up(RewardError("the reward pool was closed while it was scoring"))
+            batch.give_up(RewardError("the reward pool was closed while it was scoring"))
         except BaseException as error:  # the caller must get any error; otherwise it would wait forever
-            job.batch.give_up(error)
+            batch.give_up(error)
         return False
 
-    def _call(self, worker: WorkerProcess, job: Job) -> None:
+    def _is_ready(self, job: Job) -> bool:
+        """Whether a call is to be made now. If not, this has dealt with it."""
         batch = job.batch
         if not job.samples:
             batch.done.set()
         elif batch.unwanted(job):
-            return
+            pass
         elif job.probe:
-            self._settle(worker, job)
+            return True
         elif batch.suspicious(job) or (batch.hopeless(job) and not job.again):
             self._add(batch.split(job), first=True)
         elif batch.hopeless(job):
             self._fail(job, Part(failure=f"not_run: {self._name(job)}: every earlier call of this batch hung or died"))
         else:
-            self._settle(worker, job)
+            return True
+        return False
 
-    def _settle(self, worker: WorkerProcess, job: Job) -> None:
-        if not job.last:
-            return self._attempt(worker, job, None)
-        with self._alone, SecondTry(job.batch.timeout_s(job)) as second:
-            self._attempt(worker, job, second)
-
-    def _attempt(self, worker: WorkerProcess, job: Job, second: SecondTry | None) -> None:
-        request = _request(job)
-        timeout_s = job.batch.timeout_s(job)
+    def _attempt(self, worker: WorkerProcess, jobs: Sequence[Job], second: SecondTry | None) -> None:
+        """Make calls of one function as one request. Only a service is ever sent more than one call at a time."""
+        first = jobs[0]
+        batch = first.batch
+        request = {"function": first.function, "calls": [_request(job) for job in jobs]}
+        timeout_s = batch.timeout_s(first.function, sum(len(job.samples) for job in jobs))
         hung = False
         more_s = second.more_s if second else lambda used_s: 0.0
-        job.batch.begin(job)
+        for job in jobs:
+            batch.begin(job)
         try:
-            answer = worker.call(request, timeout_s, lambda: job.batch.unwanted(job), more_s)
+            answers = worker.call(request, timeout_s, lambda: all(map(batch.unwanted, jobs)), more_s)
         except ScoringCancelled:
             hung = True
             worker.start()  # a new process, so the pool is complete when the batch is done
@@ -317,28 +388,39 @@ class RewardPool:
                 raise
         except WorkerHung as error:
             hung = True
-            reason = f"timeout: {self._name(job)}: no result after {timeout_s:g} s"
+            reason = f"timeout: {self._name(first)}: no result after {timeout_s:g} s"
             kept_waiting = second is not None and second.kept_waiting
-            again, cause = job.batch.hung(job, error.processor_s, kept_waiting=kept_waiting)
-            reason += "" if cause else "; the machine was too slow: use fewer reward.workers"
+            hangs = [batch.hung(job, error.processor_s, kept_waiting=kept_waiting) for job in jobs]
             worker.kill()
             printed = worker.printed()
             worker.start()
-            self._lost(job, reason, printed, cause, again, guilty=len(job.samples) == 1)
+            for job, (again, cause) in zip(jobs, hangs, strict=True):
+                slow = "" if cause else "; the machine was too slow: use fewer reward.workers"
+                self._lost(job, reason + slow, printed, cause, again, guilty=len(job.samples) == 1)
         except WorkerDied as error:
             # Something else, such as the OOM killer, may have killed it: even a single completion gets a second try.
             kind = "memory" if isinstance(error, WorkerOverMemory) else "died"
             printed = worker.printed()
             self._warm(worker)  # counts as part of this call, so a batch with many deaths gets more time
             worker.start()
-            reason = f"{kind}: {self._name(job)}: {one_line(error)}"
-            self._lost(job, reason, printed, kind, [], guilty=job.again)
+            reason = f"{kind}: {self._name(first)}: {one_line(error)}"
+            for job in jobs:
+                self._lost(job, reason, printed, kind, [], guilty=job.again)
         else:
-            self._take_answer(job, answer, worker)
+            self._count(first, worker.usage)
+            for job, answer in zip(jobs, answers, strict=True):
+                self._take_answer(job, answer, worker)
         finally:
-            job.batch.end(job, hung=hung)
+            for job in jobs:
+                batch.end(job, hung=hung)
             with self._changed:
                 self._changed.notify_all()
+
+    def _count(self, job: Job, usage: Mapping[str, float]) -> None:
+        with self._changed:
+            sums = self._usage.setdefault(self._name(job), {}) if usage else {}
+            for name, count in usage.items():
+                sums[name] = sums.get(name, 0.0) + count
 
     def _take_answer(self, job: Job, answer: Mapping[str, Any], worker: WorkerProcess) -> None:
         if job.probe:
@@ -377,7 +459,8 @@ class RewardPool:
 
         A completion that makes a built-in reward fail is not a fault of that reward.
         """
-        if not part.failure or (part.cause and not self._sources[job.function].file):
+        own = not self._sources[job.function].file and job.function not in self._services
+        if not part.failure or (part.cause and own):
             return
         place = _PLACE.search(part.failure)
         # Kind, function and place: the message may differ for each completion, and one report is enough.
@@ -401,28 +484,20 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- parts to a score
 
-    def _combine_group(self, parts_G: Sequence[Sequence[Part]]) -> list[Score]:
-        neutral = self._neutral_values(parts_G)
-        return [self._combine(parts, neutral) for parts in parts_G]
+    def _combine_group(self, functions: Sequence[int], parts_G: Sequence[Sequence[Part]]) -> list[Score]:
+        neutral = _neutral_values(parts_G)
+        return [self._combine(functions, parts, neutral) for parts in parts_G]
 
-    def _neutral_values(self, parts_G: Sequence[Sequence[Part]]) -> list[float]:
-        """What an abstention counts as, by function: the mean of the function's other values in the group.
-
-        It changes nothing in a comparison within the group, whereas a 0 would be a verdict. If a function abstains on
-        the whole group, any constant will do."""
-        scored = [parts for parts in parts_G if not any(part.failure for part in parts)]
-        given = [[v for parts in scored if (v := parts[k].value) is not None] for k in range(len(self._sources))]
-        return [statistics.fmean(values) if values else 0.0 for values in given]
-
-    def _combine(self, parts: Sequence[Part], neutral: Sequence[float]) -> Score:
-        named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
-        notes = {name: tuple(part.notes) for name, part in zip(self.names, parts, strict=True) if part.notes}
+    def _combine(self, functions: Sequence[int], parts: Sequence[Part], neutral: Sequence[float]) -> Score:
+        names = [self.names[i] for i in functions]
+        weights = [self._weights[i] for i in functions]
+        named = {name: part.value for name, part in zip(names, parts, strict=True)}
+        notes = {name: tuple(part.notes) for name, part in zip(names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
         terms = [
-            w * (usual if p.value is None else p.value)
-            for w, p, usual in zip(self._weights, parts, neutral, strict=True)
+            w * (usual if p.value is None else p.value) for w, p, usual in zip(weights, parts, neutral, strict=True)
         ]
-        if failure is None and not any(w and p.value is not None for w, p in zip(self._weights, parts, strict=True)):
+        if failure is None and not any(w and p.value is not None for w, p in zip(weights, parts, strict=True)):
             weighted = "" if all(p.value is None for p in parts) else " with a weight"
             failure = f"abstained: every reward{weighted} returned None"
         if failure is None and not math.isfinite(sum(terms)):
@@ -431,9 +506,20 @@ class RewardPool:
         if failure is not None:
             return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)
         # The first function decides about correctness; the others may measure anything, for example the format.
-        first = parts[0].value
+        first = named.get(self.names[0])
         correct = None if first is None else first > self._config.correct_above
         return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
+
+
+def _neutral_values(parts_G: Sequence[Sequence[Part]]) -> list[float]:
+    """What an abstention counts as, by function: the mean of the function's other values in the group.
+
+    It changes nothing in a comparison within the group, whereas a 0 would be a verdict. If a function abstains on the
+    whole group, any constant will do."""
+    scored = [parts for parts in parts_G if not any(part.failure for part in parts)]
+    functions = len(parts_G[0]) if parts_G else 0
+    given = [[v for parts in scored if (v := parts[k].value) is not None] for k in range(functions)]
+    return [statistics.fmean(values) if values else 0.0 for values in given]
 
 
 def _request(job: Job) -> dict[str, Any]:

@@ -33,6 +33,18 @@ class ForeignCode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Service:
+    """A model or an endpoint that a reward asks. It gets one worker process of its own, so that weights are loaded
+    once, and is not limited by `reward.memory_mb`. Its failures are never the completion's fault."""
+
+    at_once: int
+    """Completions that it works on at a time. They share one `reward.timeout_s`."""
+    merge: bool
+    """Whether one call may cover several prompts. False if a score depends on the batch, as rounding does: how calls
+    are merged depends on time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardTraits:
     """The traits of one reward."""
 
@@ -43,6 +55,10 @@ class RewardTraits:
     sandbox: Callable[[Options], Level] | None = None
     """The sandbox for programs that the model writes; `None` if it runs none."""
     foreign_code: Callable[[Options], list[ForeignCode]] = lambda options: []
+    may_change: tuple[str, ...] = ()
+    """Options that may change on resume: how a model is reached, not what it is asked."""
+    service: Callable[[Options], Service] | None = None
+    """The model or endpoint that it asks; `None` if it computes the score itself."""
 
     @property
     def has_known_form(self) -> bool:

@@ -1,6 +1,6 @@
 """The worker process in which reward functions run (`python -m gspo.reward.worker`).
 
-In: JSON lines on stdin: first the functions to load, then one call at a time, each with a token. Out: one line per
+In: JSON lines on stdin: first the functions to load, then one request at a time, each with a token. Out: one line per
 request, the token followed by JSON, on the pipe that was stdout when the process started. Invariant: functions run on
 the main thread (math-verify's alarms need it), one at a time. They can neither read requests nor print into the
 answers: their stdin is /dev/null, and their output goes to stderr, of which the trainer keeps a short tail. The process
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from gspo.errors import ConfigError, GspoError
-from gspo.reward.function import RewardFunction, RewardWarning, Source, load
+from gspo.reward.function import RewardFunction, RewardWarning, RunFacts, Source, load
 from gspo.reward.overseer import leave_overseer
 
 
@@ -40,18 +40,19 @@ def main() -> None:
 
 def _answer(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
     if "load" in request:
-        return _load(request["load"], functions)
-    results = functions[request["function"]](
-        request["prompt"], request["completions"], request["completion_ids"], request["columns"]
-    )
-    return {"results": results} if isinstance(results, list) else results
+        return _load(request, functions)
+    function = functions[request["function"]]
+    answers = function(request["calls"])
+    return {"answers": [{"results": a} if isinstance(a, list) else a for a in answers], "usage": function.usage()}
 
 
-def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dict[str, Any]:
+def _load(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RewardWarning)
-            functions[:] = [load(Source(**source)) for source in sources]
+            functions[:] = [load(Source(**source)) for source in request["load"]]
+            if request["start"] is not None:
+                functions[request["start"]].start(RunFacts(**request["facts"]))
     except GspoError as error:
         return {"error": "config" if isinstance(error, ConfigError) else "reward", "message": str(error)}
     needs = [sorted(f.columns_needed) for f in functions]
@@ -59,6 +60,7 @@ def _load(sources: list[dict[str, Any]], functions: list[RewardFunction]) -> dic
         "needs": needs,
         "about": [f.about for f in functions],
         "bounded_s": [f.bounded_s for f in functions],
+        "services": [f.service for f in functions],
         "warnings": [str(w.message) for w in caught if w.category is RewardWarning],
     }
 

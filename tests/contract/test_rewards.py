@@ -1,7 +1,7 @@
 """The contract of a reward, tested for every file in `gspo/reward/rewards`. A new file is tested automatically.
 
 A reward file has `score(prompts, completions, <columns>, *, <options>, **columns)`, a docstring, an `EXAMPLE` whose
-completion it scores as correct, and `TRAITS`.
+completion it scores as correct, and `TRAITS`. The endpoints that examples name are played by a server in this process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import importlib
 import inspect
 import json
 import random
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
+from endpoints import Action, Endpoint, Request, chat
 
 from gspo.config import RewardConfig
 from gspo.reward.function import built_in_names
@@ -51,6 +53,27 @@ HOSTILE = [
     "__import__('os').system('true')",
     "<think></think><think>",
 ]
+
+
+def play(request: Request) -> Action:
+    """A judge, and a reward model, that likes the example of its file and nothing else."""
+    if request.path == "/v1/chat/completions":
+        return chat("Score: 10" if request.completion == module("llm_judge").EXAMPLE["completion"] else "Score: 2")
+    assert request.path == "/classify"
+    likes = request.body["messages"][-1]["content"] == module("reward_model").EXAMPLE["completion"]
+    return Action({"data": [{"probs": [1.0 if likes else 0.25]}]})
+
+
+@pytest.fixture(autouse=True)
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint | None]:
+    """Examples that name an endpoint use this one."""
+    with Endpoint(play) as server:
+        for name in NAMES:
+            options = module(name).EXAMPLE["options"]
+            if "url" in options:
+                address = server.url if options["url"].endswith("/v1") else server.root
+                monkeypatch.setitem(options, "url", address)
+        yield server
 
 
 def module(name: str) -> ModuleType:

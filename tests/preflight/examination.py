@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding
@@ -16,11 +18,14 @@ class FixedRewards:
     """Rewards given by `value(group, sample)`, without processes."""
 
     names = ("fixed",)
+    services: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, value: Callable[[int, int], float]) -> None:
         self.value = value
 
-    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[Score]]:
+    def score(
+        self, groups: Sequence[tuple[Prompt, Sequence[Completion]]], functions: Collection[str] | None = None
+    ) -> list[list[Score]]:
         return [
             [
                 Score(status=Status.SCORED, reward=(v := self.value(g, i)), correct=v > 0.5, parts={"fixed": v})

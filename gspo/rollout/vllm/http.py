@@ -1,26 +1,21 @@
 """HTTP calls to a server, each with a deadline.
 
-In: a path and JSON. Out: the JSON of the response. Invariant: a call ends by its deadline whatever the server does (no
-response, half a response, a byte a minute). Every failure is one of two kinds: a `Fault`, worth a retry here or
-elsewhere, or an `EngineError`, which a retry would only repeat.
+In: a path and JSON. Out: the JSON of the response. Invariant: a call ends by its deadline whatever the server does
+(`gspo/http_calls.py`). Every failure is one of two kinds: a `Fault`, worth a retry here or elsewhere, or an
+`EngineError`, which a retry would only repeat.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 from gspo.errors import EngineError
+from gspo.http_calls import HttpCalls
 
 # A response is one completion with its experts. The limit bounds what a faulty server can send.
 MOST_BYTES = 1 << 28
-CONNECT_S = 10.0
 
 
 class Fault(Exception):
@@ -33,8 +28,7 @@ class Client:
     def __init__(self, address: str, token: str) -> None:
         self.address = address.removeprefix("http://").rstrip("/")
         self.token = token
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self._calls = HttpCalls(self.address, most_bytes=MOST_BYTES)
 
     def get(self, path: str, *, timeout_s: float) -> Any:
         return self._call("GET", path, None, timeout_s)
@@ -53,57 +47,16 @@ class Client:
 
     def hang_up(self) -> None:
         """End every running call with a `Fault`."""
-        with self._lock:
-            for connection in self._open:
-                _shut_down(connection)
+        self._calls.hang_up()
 
     def _call(self, method: str, path: str, body: Any, timeout_s: float, plain: bool = False) -> Any:
-        until = time.monotonic() + timeout_s
-        connection = http.client.HTTPConnection(self.address, timeout=min(CONNECT_S, timeout_s))
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         try:
-            payload = None if body is None else json.dumps(body)
-            headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-            # Connecting has a short limit of its own: a host that is gone answers nothing at all.
-            connection.connect()
-            connection.sock.settimeout(timeout_s)
-            with self._deadline(connection.sock, until):
-                connection.request(method, path, body=payload, headers=headers)
-                response = connection.getresponse()
-                text = self._read(response)
-            # A connection that was shut down at the deadline may look like a complete response.
-            if time.monotonic() >= until:
-                raise TimeoutError
+            response = self._calls.send(method, path, headers=headers, payload=payload, timeout_s=timeout_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            late = time.monotonic() >= until
-            reason = "TimeoutError: the response took too long" if late else f"{type(error).__name__}: {error}"
-            raise Fault(f"{self.address}{path}: {reason}") from error
-        finally:
-            connection.close()
-        return self._parse(path, response.status, b"" if plain and response.status == 200 else text)
-
-    @contextmanager
-    def _deadline(self, connection: socket.socket, until: float) -> Iterator[None]:
-        """Inside, `hang_up` and the deadline end the call. A socket timeout is not enough: it applies to each read,
-        and a server that sends a byte a minute never exceeds it."""
-        timer = threading.Timer(until - time.monotonic(), _shut_down, [connection])
-        timer.daemon = True
-        timer.start()
-        with self._lock:
-            self._open.add(connection)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            with self._lock:
-                self._open.discard(connection)
-
-    def _read(self, response: Any) -> bytes:
-        text: bytes = response.read(MOST_BYTES + 1)
-        if response.length and len(text) <= MOST_BYTES:
-            raise ValueError(f"the response was truncated, {response.length} bytes before its end")
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"the response has more than {MOST_BYTES} bytes")
-        return text
+            raise Fault(f"{self.address}{path}: {type(error).__name__}: {error}") from error
+        return self._parse(path, response.status, b"" if plain and response.status == 200 else response.body)
 
     def _parse(self, path: str, status: int, text: bytes) -> Any:
         excerpt = text[:300].decode(errors="replace").strip()
@@ -120,8 +73,3 @@ class Client:
             return json.loads(text) if text else None
         except ValueError as error:
             raise Fault(f"{self.address}{path}: the response is not JSON: {excerpt}") from error
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
