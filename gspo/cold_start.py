@@ -11,7 +11,7 @@ from itertools import count
 
 from gspo.context import RunContext
 from gspo.data.chat import render
-from gspo.data.problems import demonstrations, with_instructions
+from gspo.data.problems import all_demonstrations, identities, with_instructions
 from gspo.errors import RewardError
 from gspo.evaluation import evaluate
 from gspo.learner.sft import FineTuneResult, fine_tune
@@ -62,12 +62,19 @@ def run_cold_start(context: RunContext, display: Display) -> FineTuneResult:
 
 
 def _fresh_problems(context: RunContext) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
-    """Endless (prompt, demonstration ids). None asks the same as a held-out problem."""
-    tokenizer, data = context.policy.tokenizer, context.config.data
-    held_out = {p.key for p in context.problems.held_out}
-    for number, problem in zip(count(), demonstrations(data, context.config.seed, exclude=held_out), strict=False):
+    """Endless (prompt, demonstration ids). None asks the same as a problem that is evaluated."""
+    tokenizer, config = context.policy.tokenizer, context.config
+    evaluated = set().union(*map(identities, context.problems.evaluated))
+    demonstrated = all_demonstrations(config.data, config.seed, exclude=evaluated)
+    for number, (source, data, problem) in zip(count(), demonstrated, strict=False):
         text, ids = render(with_instructions(problem.prompt, data), tokenizer, chat=data.chat)
-        columns = {"answer": problem.answer, **problem.columns}
-        prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
+        prompt = Prompt(
+            id=f"cold/{number}",
+            content=problem.prompt,
+            text=text,
+            token_ids=ids,
+            source=source,
+            columns={"answer": problem.answer, **problem.columns},
+        )
         completion = tokenizer(problem.demonstration, add_special_tokens=False)["input_ids"]
         yield prompt, (*completion, context.policy.end_id)

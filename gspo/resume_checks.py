@@ -15,12 +15,14 @@ from typing import Any
 
 from gspo.config import Config, differing, flat
 from gspo.context import RunContext
+from gspo.data.difficulty import Difficulty
 from gspo.data.problems import Problems
 from gspo.errors import ConfigError
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
+from gspo.rollout.gather import RolloutState
 
 MAY_CHANGE = (
     "name",
@@ -53,16 +55,24 @@ def initial_state(context: RunContext) -> TrainerState:
     # Their fingerprint proves that they are still the same. Other runs need only their own checkpoints.
     needs_base_weights = adapted(context.policy.model) or (context.objective.kl and not config.cold_start.steps)
     return TrainerState(
+        rollout=RolloutState(difficulty=_unknown_difficulty(context)),
         problems=fingerprint(context.problems),
         model=weights_fingerprint(config.model) if needs_base_weights else "",
         settings=flat(config),
     )
 
 
+def _unknown_difficulty(context: RunContext) -> Difficulty | None:
+    data = context.config.data
+    if data.sampling == "uniform":
+        return None
+    return Difficulty.unknown(problems=len(context.problems.train), sources=len(data.sources))
+
+
 def fingerprint(problems: Problems) -> str:
     """A digest of every problem: its prompt, position and columns."""
     digest = hashlib.blake2b(digest_size=16)
-    for prompt in (*problems.train, *problems.held_out):
+    for prompt in problems.everything:
         digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())
     return digest.hexdigest()
 
@@ -74,6 +84,12 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
             "data: the problems are not those the run began with (rows, order, template, tokenizer or the version "
             "of gspo changed); restore them, or start a new run"
         )
+    before, after = saved.rollout.difficulty, now.rollout.difficulty
+    if before and after and (len(before.judged), len(before.skipped)) != (len(after.judged), len(after.skipped)):
+        raise ConfigError(
+            "data.sampling: the checkpoint has measured another number of problems or sources than the run has; "
+            "restore its difficulty.tensors, or start a new run"
+        )
     if saved.model != now.model and saved.model:
         raise ConfigError(
             f"model.path: the weights in {config.model.path} are not those the run began with; "
@@ -83,7 +99,8 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:
     """The settings that differ, as [old, new]. Where a run is and when it ends are not compared."""
-    before, after = saved.settings, now.settings
+    # A setting that the version which saved the checkpoint did not have yet had the effect of its default.
+    before, after = {**flat(Config()), **saved.settings}, now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
 

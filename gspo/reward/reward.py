@@ -16,18 +16,19 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.function import Source, find_sources, lacking, one_line
+from gspo.reward.function import Source, lacking, one_line
 from gspo.reward.jobs import Batch, Groups, Job, Part
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
 from gspo.reward.second_try import SecondTry
-from gspo.types import Score, Status
+from gspo.reward.source_rewards import ScoringRule, SourceRewards, locate
+from gspo.types import Prompt, Score, Status
 
 ANSWER_S = 1.0
 """Minimum time between a program's own limit and its worker's deadline, so the worker can still answer."""
@@ -68,10 +69,21 @@ class Fault:
 class RewardPool:
     """Owns the worker processes. The constructor raises a one-line error if a function cannot be loaded."""
 
-    def __init__(self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        task: tuple[str, Mapping[str, Any]] | None = None,
+        *,
+        sources: Mapping[str, SourceRewards] | None = None,
+    ) -> None:
+        """`sources` has the functions of each data source, if there are several; otherwise those of `config` score
+        every problem."""
         self._config = config
-        self._sources: list[Source] = find_sources(config.functions, config.options, task)
-        self._weights = _checked_weights(config.weights, self._sources)
+        only = SourceRewards(functions=config.functions, weights=config.weights, task=task)
+        rewards = {"": only} if sources is None else sources
+        self._sources, self._rules = locate(rewards, config.options)
+        for name, reward in rewards.items():
+            _check_weights(reward.weights_key, reward.weights, len(self._rules[name].functions))
         _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -116,22 +128,30 @@ class RewardPool:
         """The live worker processes."""
         return [pid for worker in (*self._workers, *self._spares) if (pid := worker.pid) is not None]
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise `RewardError` if the data lacks a column that a function requires."""
-        for name, needs in zip(self.names, self._workers[0].needs, strict=True):
-            missing = set(needs) - set(columns)
-            if missing:
-                raise RewardError(
-                    f"reward.functions: {lacking(name, missing, columns)}; rename its parameter, or give it a default"
-                )
+    def functions_of(self, source: str) -> list[Source]:
+        """The functions that score the problems of a data source."""
+        return [self._sources[f] for f in self._rules[source].functions]
+
+    def check_columns(self, prompts: Iterable[Prompt]) -> None:
+        """Raise `RewardError` if the problems of a source lack a column that one of its functions requires."""
+        found: dict[str, set[str]] = {}
+        for prompt in prompts:
+            found.setdefault(prompt.source, set()).update(prompt.columns)
+        for source, columns in found.items():
+            for f in self._rules[source].functions:
+                missing = set(self._workers[0].needs[f]) - columns
+                if missing:
+                    where = f"reward.functions: {f'problems of {source}: ' if source else ''}"
+                    what = lacking(self._sources[f].name, missing, columns)
+                    raise RewardError(f"{where}{what}; rename its parameter, or give it a default")
 
     def score(self, groups: Groups) -> list[list[Score]]:
         """Score every completion of every group."""
         batch = self._batch(groups)
         self._run(batch, batch.jobs())
         return [
-            [self._combine(batch.parts(g, i)) for i in range(len(completions))]
-            for g, (_, completions) in enumerate(groups)
+            [self._combine(self._rules[prompt.source], batch.parts(g, i)) for i in range(len(completions))]
+            for g, (prompt, completions) in enumerate(groups)
         ]
 
     def close(self) -> None:
@@ -159,7 +179,7 @@ class RewardPool:
     def _batch(self, groups: Groups) -> Batch:
         return Batch(
             groups,
-            functions=len(self._sources),
+            functions=[self._rules[prompt.source].functions for prompt, _ in groups],
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
             bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
@@ -399,11 +419,12 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- parts to a score
 
-    def _combine(self, parts: Sequence[Part]) -> Score:
-        named = {name: part.value for name, part in zip(self.names, parts, strict=True)}
-        notes = {name: tuple(part.notes) for name, part in zip(self.names, parts, strict=True) if part.notes}
+    def _combine(self, rule: ScoringRule, parts: Sequence[Part]) -> Score:
+        names = [self._sources[f].name for f in rule.functions]
+        named = {name: part.value for name, part in zip(names, parts, strict=True)}
+        notes = {name: tuple(part.notes) for name, part in zip(names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
-        terms = [w * p.value for w, p in zip(self._weights, parts, strict=True) if p.value is not None]
+        terms = [w * p.value for w, p in zip(rule.weights, parts, strict=True) if p.value is not None]
         if failure is None and not terms:
             failure = "abstained: every reward returned None"
         if failure is None and not math.isfinite(sum(terms)):
@@ -450,11 +471,8 @@ def _check_limits(config: RewardConfig, sources: Sequence[Source]) -> None:
             )
 
 
-def _checked_weights(weights: Sequence[float], sources: Sequence[Source]) -> tuple[float, ...]:
-    if not weights:
-        return (1.0,) * len(sources)
-    if len(weights) != len(sources):
-        raise ConfigError(f"reward.weights: {len(weights)} weights for {len(sources)} functions; give one for each")
+def _check_weights(key: str, weights: Sequence[float], functions: int) -> None:
+    if weights and len(weights) != functions:
+        raise ConfigError(f"{key}: {len(weights)} weights for {functions} functions; give one for each")
     if not all(map(math.isfinite, weights)):
-        raise ConfigError(f"reward.weights: {list(weights)}: must be finite numbers")
-    return tuple(weights)
+        raise ConfigError(f"{key}: {list(weights)}: must be finite numbers")
