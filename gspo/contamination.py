@@ -16,8 +16,9 @@ from typing import Any
 from gspo.cold_start import CHECKED
 from gspo.config import Config, from_flat
 from gspo.data.problems import all_demonstrations, identities, load_problems
+from gspo.errors import DataError
 
-_DATA_SETTINGS = ("seed", "data.", "cold_start.", "model.path")
+_DATA_SETTINGS = ("seed", "data.", "eval.sets.", "cold_start.", "model.path")
 """Prefixes of the settings that determine the training data."""
 
 
@@ -49,15 +50,18 @@ def _settings(model: str) -> Mapping[str, Any]:
 
 
 def _keys(config: Config, tokenizer: Any) -> set[str]:
-    problems = load_problems(config.data, tokenizer, config.seed)
-    # Without the sets of `eval.sets`, whose duplicates were not trained on: the result may be too large.
+    try:
+        problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    except DataError:
+        # The file of an evaluation set may be gone. Without the sets, their duplicates count as trained on.
+        problems = load_problems(config.data, tokenizer, config.seed)
     keys = set().union(*map(identities, problems.train))
     start = config.cold_start
     if start.steps:
         # An upper bound: the cold start stops early once its accuracy checks pass.
         checks = start.steps // start.check_every + 1
         limit = start.steps * start.batch + checks * CHECKED
-        held_out = set().union(*map(identities, problems.held_out))
-        candidates = all_demonstrations(config.data, config.seed, exclude=held_out)
+        evaluated = set().union(*map(identities, problems.evaluated))
+        candidates = all_demonstrations(config.data, config.seed, exclude=evaluated)
         keys = keys.union(*(identities(problem) for _, _, problem in islice(candidates, limit)))
     return keys

@@ -276,14 +276,16 @@ def test_a_run_saved_before_these_settings_existed_resumes(mixed: Callable[..., 
 
 
 def test_eval_of_one_set(mixed: Callable[..., Config], display: Any, tmp_path: Path) -> None:
-    config = mixed("steps=0")
+    config = mixed("steps=0", "eval.sets.pairs.samples=2", "eval.sets.pairs.greedy=false")
     train(config, display)
-    out = tmp_path / "few.json"
-    assert main(["eval", config.run_dir, "--set", "few", "--samples", "2", "--json", str(out), "--trust-run"]) == 0
+    out = tmp_path / "pairs.json"
+    # Nothing is excluded, although the task generates the same problems for training.
+    assert main(["eval", config.run_dir, "--set", "pairs", "--samples", "2", "--json", str(out), "--trust-run"]) == 0
     numbers = json.loads(out.read_text())
-    assert numbers["problems"] == 3
+    assert numbers["problems"] == 5
+    # The same problems, random streams and weights as the evaluation before the first step.
     row = read_metrics(run_of(config))[0]
-    assert numbers["avg@1"]["value"] == pytest.approx(row["eval/few/accuracy"], abs=1.0)
+    assert numbers["pass@1"]["value"] == row["eval/pairs/accuracy"]
     assert main(["eval", config.run_dir, "--set", "none", "--trust-run"]) != 0
 
 

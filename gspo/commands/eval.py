@@ -140,8 +140,10 @@ def evaluate_model(
     with ExitStack() as stack:
         prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
+        # The random streams of the evaluations during a run.
+        stream = f"eval/{set_name}" if set_name else "eval"
         evaluation = evaluate(
-            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream="eval"
+            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream=stream
         )
         numbers = {f"avg@{k}": evaluation.avg_at(k) for k in ks} | {f"pass@{k}": evaluation.pass_at(k) for k in ks}
         if evaluation.greedy is not None:
