@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gspo.config import Config, ModelConfig, RolloutConfig
 from gspo.context import RunContext
-from gspo.data.problems import Problems, PromptOrder, load_problems
+from gspo.data.order import SamplingOrder
+from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
 from gspo.learner.optimizer import Optimizer
@@ -26,6 +28,7 @@ from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
 from gspo.reward.reward import RewardPool
+from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_traits
 
 REWARD_CACHE = "reward_cache"
@@ -56,7 +59,8 @@ def run_objective(config: Config) -> Objective:
     _check_rollback_clip(config, objective)
     _check_quantized(config)
     _check_lora_reference(config, objective)
-    if config.eval.every and not (config.data.held_out or config.data.held_out_path):
+    held_out = any(source.held_out for source in config.data.sources.values())
+    if config.eval.every and not (held_out or config.eval.sets):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
     return with_reward_weights(objective, config)
 
@@ -69,6 +73,11 @@ def with_reward_weights(objective: Objective, config: Config) -> Objective:
 
 
 def _check_separate(config: Config, objective: Objective) -> None:
+    if objective.normalize == "separate" and any(source.reward for source in config.data.mix.values()):
+        raise ConfigError(
+            'objective.normalize: "separate" needs the same reward functions for all problems, and a source of data.mix '
+            'has its own; leave out data.mix.NAME.reward, or set "sum"'
+        )
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     if objective.normalize == "separate" and sum(map(bool, weights)) < 2:
         raise ConfigError(
@@ -148,16 +157,17 @@ def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, An
 
 def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
     """The worker processes that score completions. Scores that were paid for are kept in the directory of the run."""
-    data = config.data
     cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
-    return RewardPool(config.reward, (data.task, data.task_options) if data.task else None, cache_dir=cache_dir)
+    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir)
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
     """The tokenizer of the config's model, or of `model` in its place (`saved_model`)."""
-    # A built model has one token per character that its task uses.
-    task = build_task(config.data.task, config.data.task_options) if config.data.task else None
-    return load_tokenizer(model or config.model, alphabet=task.alphabet if task else "")
+    # A built model has one token per character that its tasks use, or per ASCII character if any may occur.
+    sections = config.problem_sections.values()
+    alphabets = [build_task(s.task, s.task_options).alphabet if s.task else "" for s in sections]
+    alphabet = "".join(sorted(set("".join(alphabets)))) if all(alphabets) else ""
+    return load_tokenizer(model or config.model, alphabet=alphabet)
 
 
 def policy_for(config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True) -> Policy:
@@ -189,8 +199,8 @@ def build_run(
     stack.callback(rewards.close)
     model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
     tokenizer = tokenizer_for(config, model)
-    problems = load_problems(config.data, tokenizer, config.seed)
-    rewards.check_columns(set().union(*(p.columns for p in problems.train)))
+    problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
     policy = policy_for(config, tokenizer, model)
     _check_positions(policy, problems, config.rollout.max_tokens)
     engine = engine_for(config, policy)
@@ -201,7 +211,7 @@ def build_run(
         config=config,
         objective=objective,
         problems=problems,
-        order=PromptOrder(len(problems.train), config.seed),
+        order=SamplingOrder.of(problems.train, config.data, config.seed),
         policy=policy,
         reference=_reference(run, config.model, objective, policy) if checkpoint else None,
         engine=engine,
@@ -255,7 +265,7 @@ def saved_model(config: ModelConfig, path: Path, device: str | None = None) -> M
 def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> None:
     """A completion that exceeds the model's positions would fail in the middle of a run."""
     limit = policy.position_limit
-    longest = max((*problems.train, *problems.held_out), key=lambda p: len(p.token_ids))
+    longest = max(problems.everything, key=lambda p: len(p.token_ids))
     if limit is not None and len(longest.token_ids) + max_tokens > limit:
         raise ConfigError(
             f"rollout.max_tokens: prompt {longest.id} has {len(longest.token_ids)} tokens, and with {max_tokens} more "

@@ -15,7 +15,7 @@ from itertools import count
 
 from gspo.context import RunContext
 from gspo.data.chat import follows_template, render
-from gspo.data.problems import demonstrations, with_instructions
+from gspo.data.problems import all_demonstrations, identities, with_instructions
 from gspo.errors import DataError, RewardError
 from gspo.evaluation import evaluate
 from gspo.learner.sft import fine_tune
@@ -62,7 +62,8 @@ class _Lessons:
 def run_cold_start(context: RunContext, display: Display) -> ColdStartResult:
     """Fine-tune on demonstrations until sampled accuracy on other problems is high enough."""
     config, rollout = context.config.cold_start, context.config.rollout
-    lessons = _from_task(context) if context.config.data.task else _from_data(context, display)
+    tasks = any(source.task for source in context.config.data.sources.values())
+    lessons = _from_task(context) if tasks else _from_data(context, display)
 
     def accuracy(step: int) -> float:
         sampling = replace(rollout.sampling, top_p=1.0, top_k=0)
@@ -108,13 +109,16 @@ def _from_task(context: RunContext) -> _Lessons:
 
 
 def _fresh_problems(context: RunContext) -> Iterator[tuple[Prompt, tuple[int, ...]]]:
-    """Endless (prompt, demonstration ids). None asks the same as a held-out problem."""
-    tokenizer, data = context.policy.tokenizer, context.config.data
-    held_out = {p.key for p in context.problems.held_out}
-    for number, problem in zip(count(), demonstrations(data, context.config.seed, exclude=held_out), strict=False):
+    """Endless (prompt, demonstration ids). None asks the same as a problem that is evaluated."""
+    tokenizer, config = context.policy.tokenizer, context.config
+    evaluated = set().union(*map(identities, context.problems.evaluated))
+    demonstrated = all_demonstrations(config.data, config.seed, exclude=evaluated)
+    for number, (source, data, problem) in zip(count(), demonstrated, strict=False):
         text, ids = render(with_instructions(problem.prompt, data), tokenizer, chat=data.chat)
         columns = {"answer": problem.answer, **problem.columns}
-        prompt = Prompt(id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, columns=columns)
+        prompt = Prompt(
+            id=f"cold/{number}", content=problem.prompt, text=text, token_ids=ids, source=source, columns=columns
+        )
         yield prompt, (*_token_ids(context, problem.demonstration), context.policy.end_id)
 
 
@@ -148,7 +152,7 @@ def _from_data(context: RunContext, display: Display) -> _Lessons:
     if not usable:
         found = "; ".join(f"{n} {FAULTS[name]}" for name, n in counts.items() if name in FAULTS)
         raise DataError(
-            f"data.solution_field: no demonstration in field {config.data.solution_field!r} can be used "
+            f"data.solution_field: no demonstration of the data can be used "
             f"({found or f'none of the {len(problems) - len(fresh)} rows for training has one'}); "
             "fix the field or the reward, or set cold_start.steps = 0"
         )
@@ -201,8 +205,9 @@ def _report(
 
 def _check_template(context: RunContext, prompts: Sequence[Prompt], display: Display) -> None:
     """Warn if the chat template would write the demonstrations in another way. One shows it."""
-    data, tokenizer = context.config.data, context.policy.tokenizer
+    tokenizer = context.policy.tokenizer
     for prompt in prompts[:1]:
+        data = context.config.data.sources[prompt.source]
         chat = with_instructions(prompt.content, data)
         if not follows_template(prompt.text, chat, prompt.demonstration, tokenizer, chat=data.chat):
             display.message(

@@ -1,8 +1,8 @@
 """The problems a model was trained on, as recorded in its checkpoint.
 
-In: the path of a model. Out: the keys of the problems that the run which saved it may have trained on, including its
-cold start and the runs whose checkpoints it started from; empty for a model that no run saved. Invariant: the set may
-be too large but never too small, so an evaluation that excludes these keys is not contaminated.
+In: the path of a model. Out: the `identities` of the problems that the run which saved it may have trained on,
+including its cold start and the runs whose checkpoints it started from; empty for a model that no run saved. Invariant:
+the set may be too large but never too small, so an evaluation that excludes these problems is not contaminated.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 from gspo.cold_start import CHECKED
 from gspo.config import Config, from_flat
-from gspo.data.problems import demonstrations, load_problems
+from gspo.data.problems import all_demonstrations, identities, load_problems
+from gspo.errors import DataError
 
-_DATA_SETTINGS = ("seed", "data.", "cold_start.", "model.path")
+_DATA_SETTINGS = ("seed", "data.", "eval.sets.", "cold_start.", "model.path")
 """Prefixes of the settings that determine the training data."""
 
 
 def trained_on(model: str, tokenizer: Any) -> frozenset[str]:
-    """The keys of the training problems. Propagates errors from loading them, for example a missing data file."""
+    """The `identities` of the training problems. Propagates errors from loading them, such as a missing data file."""
     keys: set[str] = set()
     visited: set[Path] = set()
     # `visited` ends a cycle: a checkpoint may name itself as its start.
@@ -49,14 +50,19 @@ def _settings(model: str) -> Mapping[str, Any]:
 
 
 def _keys(config: Config, tokenizer: Any) -> set[str]:
-    problems = load_problems(config.data, tokenizer, config.seed)
-    keys = {p.key for p in problems.train}
+    try:
+        problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    except DataError:
+        # The file of an evaluation set may be gone. Without the sets, their duplicates count as trained on.
+        problems = load_problems(config.data, tokenizer, config.seed)
+    keys = set().union(*map(identities, problems.train))
     start = config.cold_start
     # The demonstrations of a file belong to its training problems.
     if start.steps and config.data.task:
         # An upper bound: the cold start stops early once its accuracy checks pass.
         checks = start.steps // start.check_every + 1
         limit = start.steps * start.batch + checks * CHECKED
-        candidates = demonstrations(config.data, config.seed, exclude={p.key for p in problems.held_out})
-        keys |= {problem.key for problem in islice(candidates, limit)}
+        evaluated = set().union(*map(identities, problems.evaluated))
+        candidates = all_demonstrations(config.data, config.seed, exclude=evaluated)
+        keys = keys.union(*(identities(problem) for _, _, problem in islice(candidates, limit)))
     return keys

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.config import Config
-from gspo.data.problems import Problems, PromptOrder
+from gspo.data.order import SamplingOrder
+from gspo.data.problems import Problems
 from gspo.learner.optimizer import Optimizer
 from gspo.model.load import Policy
 from gspo.objectives.adaptive_clip import AdaptiveClip
@@ -33,7 +34,7 @@ class RunContext(LearnContext):
     """The components that a whole step needs: sampling, scoring and learning."""
 
     problems: Problems
-    order: PromptOrder
+    order: SamplingOrder
     engine: Engine
     rewards: RewardPool
     adaptive_clip: AdaptiveClip | None = None

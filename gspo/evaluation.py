@@ -35,8 +35,26 @@ class Evaluation:
     """Scored completions of a set of problems."""
 
     groups: Sequence[Group]
-    greedy: Estimate | None = None
-    """Accuracy of one greedy completion per problem; None if it was not measured."""
+    greedy_groups: Sequence[Group] | None = None
+    """The same problems with one greedy completion each; None if greedy decoding was not measured."""
+
+    @property
+    def greedy(self) -> Estimate | None:
+        """Accuracy of one greedy completion per problem; None if it was not measured."""
+        return None if self.greedy_groups is None else Evaluation(groups=self.greedy_groups).accuracy
+
+    def by_source(self) -> dict[str, Evaluation]:
+        """The evaluation of each named source of the problems; empty if they have no names."""
+        greedy = self.greedy_groups
+
+        def of(name: str, groups: Sequence[Group]) -> list[Group]:
+            return [group for group in groups if group.prompt.source == name]
+
+        names = dict.fromkeys(group.prompt.source for group in self.groups if group.prompt.source)
+        return {
+            name: Evaluation(groups=of(name, self.groups), greedy_groups=None if greedy is None else of(name, greedy))
+            for name in names
+        }
 
     @property
     def verdicts(self) -> list[list[bool]]:
@@ -101,8 +119,10 @@ def evaluate(
     )
     if not greedy:
         return Evaluation(groups=groups)
-    greedy_only = Evaluation(groups=[_part(group, slice(samples, None)) for group in groups])
-    return Evaluation(groups=[_part(group, slice(samples)) for group in groups], greedy=greedy_only.accuracy)
+    return Evaluation(
+        groups=[_part(group, slice(samples)) for group in groups],
+        greedy_groups=[_part(group, slice(samples, None)) for group in groups],
+    )
 
 
 def _part(group: Group, which: slice) -> Group:

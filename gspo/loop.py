@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any
 from gspo.build import saved_model
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
+from gspo.config import EvalConfig, EvalSetConfig
 from gspo.context import RunContext
 from gspo.errors import CheckpointError, DiskError, EngineError, MismatchError
-from gspo.evaluation import evaluate
+from gspo.evaluation import Evaluation, evaluate
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.result import LearnResult
@@ -31,7 +32,7 @@ from gspo.model.adapter import adapted
 from gspo.model.load import reload_weights
 from gspo.objectives.adaptive_clip import at_limit, with_scaled_range
 from gspo.objectives.describe import resolved
-from gspo.record.eval_metrics import eval_metrics, step_timings
+from gspo.record.eval_metrics import eval_metrics, source_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
 from gspo.record.incidents import Incidents
 from gspo.record.metrics import rollout_records, step_metrics
@@ -49,6 +50,7 @@ from gspo.rollout.gather import CollectResult
 from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
 from gspo.step import collect, learn
+from gspo.types import Prompt
 
 
 class Loop:
@@ -220,25 +222,39 @@ class Loop:
         self.display.step(state.step, self.planned_steps(state), metrics, timings)
 
     def _evaluate(self, state: TrainerState) -> dict[str, Any]:
-        """The metrics of an evaluation on the held-out problems; empty if none is due."""
-        context, settings = self.context, self.config.eval
-        if not settings.every or (state.step % settings.every and not self.is_finished(state)):
-            return {}
+        """The metrics of the evaluations that are due: on the held-out problems and on the sets of `eval.sets`."""
+        problems, settings = self.context.problems, self.config.eval
+        metrics: dict[str, Any] = {}
+        if problems.held_out and self._due(settings, state):
+            done = self._evaluation(problems.held_out, settings, "eval", state.step)
+            if state.step == 0:
+                self.incidents.check_first_evaluation(done)
+            metrics |= eval_metrics(done) | source_eval_metrics(done)
+        for name, one in settings.sets.items():
+            if self._due(one, state):
+                done = self._evaluation(problems.sets[name], one, f"eval/{name}", state.step)
+                metrics |= eval_metrics(done, name)
+        return metrics
+
+    def _due(self, settings: EvalConfig | EvalSetConfig, state: TrainerState) -> bool:
+        return bool(settings.every) and (state.step % settings.every == 0 or self.is_finished(state))
+
+    def _evaluation(
+        self, prompts: Sequence[Prompt], settings: EvalConfig | EvalSetConfig, stream: str, step: int
+    ) -> Evaluation:
         done = evaluate(
-            context.engine,
-            context.rewards,
-            context.problems.held_out,
+            self.context.engine,
+            self.context.rewards,
+            prompts,
             samples=settings.samples,
             greedy=settings.greedy,
             sampling=self.config.rollout.sampling,
             seed=self.config.seed,
-            stream="eval",
-            version=context.optimizer.updates,
+            stream=stream,
+            version=self.context.optimizer.updates,
         )
-        self.incidents.report_faults(state.step, context.rewards)
-        if state.step == 0:
-            self.incidents.check_first_evaluation(done)
-        return eval_metrics(done)
+        self.incidents.report_faults(step, self.context.rewards)
+        return done
 
     def _check_scores(self, step: int, collected: CollectResult, state: TrainerState) -> None:
         """Stop if too many completions are unscored, or if sampling cannot find anything to train on."""

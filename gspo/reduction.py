@@ -8,16 +8,19 @@ process is one rank.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from operator import add
-from string import ascii_uppercase
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+_PLACE = re.compile("[A-Z]+(/[A-Z]+)*")
+"""The part of a key that stands for the name of a member."""
 
 
 class Reduced:
@@ -117,7 +120,7 @@ class Family(Reduced):
 
 
 Metrics = Mapping[str, Reduced]
-"""By key of `record/metric_definitions.py`. A `Family` has the key with the upper-case parts, `reward/part/NAME`."""
+"""By key of `record/metric_definitions.py`. A `Family` has the key with the upper-case part, `reward/part/NAME`."""
 
 
 def combined(ranks: Sequence[Metrics]) -> dict[str, Any]:
@@ -126,8 +129,7 @@ def combined(ranks: Sequence[Metrics]) -> dict[str, Any]:
     for key in dict.fromkeys(chain.from_iterable(ranks)):
         value = _combine([rank.get(key) for rank in ranks])
         if isinstance(value, dict):
-            prefix = key.rstrip(ascii_uppercase + "/")
-            numbers |= {f"{prefix}/{name}": member for name, member in value.items()}
+            numbers |= {_PLACE.sub(name, key): member for name, member in value.items()}
         else:
             numbers[key] = value
     return numbers

@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo.config import Config, differing, flat
 from gspo.context import RunContext
+from gspo.data.difficulty import Difficulty
 from gspo.data.problems import Problems
 from gspo.errors import ConfigError
 from gspo.learner.checkpoint import TrainerState
@@ -23,6 +24,7 @@ from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.custom import fingerprint as objective_fingerprint
 from gspo.reward.traits import reward_traits
+from gspo.rollout.gather import RolloutState
 
 MAY_CHANGE = (
     "name",
@@ -61,6 +63,7 @@ def initial_state(context: RunContext) -> TrainerState:
     # Their fingerprint proves that they are still the same. Other runs need only their own checkpoints.
     needs_base_weights = adapted(context.policy.model) or (context.objective.kl and not config.cold_start.steps)
     return TrainerState(
+        rollout=RolloutState(difficulty=_unknown_difficulty(context)),
         problems=fingerprint(context.problems),
         model=weights_fingerprint(config.model) if needs_base_weights else "",
         objective=objective_fingerprint(config.objective.name),
@@ -68,10 +71,17 @@ def initial_state(context: RunContext) -> TrainerState:
     )
 
 
+def _unknown_difficulty(context: RunContext) -> Difficulty | None:
+    data = context.config.data
+    if data.sampling == "uniform":
+        return None
+    return Difficulty.unknown(problems=len(context.problems.train), sources=len(data.sources))
+
+
 def fingerprint(problems: Problems) -> str:
     """A digest of every problem: its prompt, position and columns."""
     digest = hashlib.blake2b(digest_size=16)
-    for prompt in (*problems.train, *problems.held_out):
+    for prompt in problems.everything:
         digest.update(json.dumps([prompt.id, prompt.token_ids, dict(prompt.columns)]).encode())
     return digest.hexdigest()
 
@@ -87,6 +97,12 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
         raise ConfigError(
             "data: the problems are not those the run began with (rows, order, template, tokenizer or the version "
             "of gspo changed); restore them, or start a new run"
+        )
+    before, after = saved.rollout.difficulty, now.rollout.difficulty
+    if before and after and (len(before.judged), len(before.skipped)) != (len(after.judged), len(after.skipped)):
+        raise ConfigError(
+            "data.sampling: the checkpoint has measured another number of problems or sources than the run has; "
+            "restore its difficulty.tensors, or start a new run"
         )
     if saved.model != now.model and saved.model:
         changed = (

@@ -1,6 +1,6 @@
 r"""One training step: `collect()` samples and scores groups, `learn()` trains on them. Read this file first.
 
-    prompts      data/problems.py             rows of the data set, in seeded order
+    prompts      data/order.py                problems in seeded order, sources by weight
        |
     completions  rollout/engine.py            G completions per prompt           \
        |                                                                          |
@@ -51,10 +51,11 @@ def collect(context: RunContext, start: RolloutState, *, clock: Clock) -> Collec
         max_unscored=context.config.reward.max_unscored_fraction,
     )
     for request in gatherer:
+        taken = context.order.take(request.cursor, request.count, request.difficulty)
         groups = sample_groups(
             engine,
             context.rewards,
-            with_unique_ids([context.problems.train[i] for i in context.order.take(request.cursor, request.count)]),
+            with_unique_ids([context.problems.train[i] for i in taken.indices]),
             samples=rollout.group_size,
             sampling=rollout.sampling,
             seed=context.config.seed,
@@ -63,7 +64,7 @@ def collect(context: RunContext, start: RolloutState, *, clock: Clock) -> Collec
             clock=clock,
             routes=True,  # the experts of an MoE model, for routing replay; a dense model has none
         )
-        gatherer.add(groups)
+        gatherer.add(groups, taken)
     return gatherer.result(version, decoded_before, engine.decoded)
 
 

@@ -87,7 +87,7 @@ def train(config: Config, display: Display) -> Outcome:
     check(config)
     config = anchored(config)
     objective = run_objective(config)
-    for path in filter(None, (config.data.path, config.data.held_out_path)):
+    for path in config.data_files:
         check_file(path)
     run = RunDir.create(config)
     try:

@@ -62,7 +62,7 @@ def reward_code(config: Config) -> list[Code]:
     """Reward files, and options that let a built-in reward start programs outside a sandbox."""
     # One at a time, so that one missing file does not hide the others.
     sources: list[Source] = []
-    for spec in config.reward.functions:
+    for spec in config.reward_functions:
         with suppress(ConfigError, RewardError):  # a missing file cannot run; building the reward reports it later
             options = {spec: config.reward.options[spec]} if spec in config.reward.options else {}
             sources += find_sources((spec,), options, None)

@@ -63,6 +63,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     key: str = ""
     """Equal for duplicate problems. No key is in both the training set and the held-out set."""
+    source: str = ""
+    """Name of the source in `data.mix` or of the evaluation set; empty for a problem of `[data]` itself."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
     demonstration: str = ""

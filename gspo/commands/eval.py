@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default for a run: its own)",
     )
     add_checkpoint(parser)
+    add("--set", metavar="NAME", help="evaluate on this set of the run's or recipe's eval.sets")
     add_trust_run(parser)
     add("--k", default="1", help="values of k for pass@k and avg@k, separated by commas, for example 1,8 (default: 1)")
     add("--samples", type=int, help="completions per problem (default: the largest k)")
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         checkpoint=options.checkpoint,
         data=options.data,
         recipe=options.recipe,
+        set_name=options.set,
         ks=ks,
         samples=options.samples or max(ks),
         limit=options.limit,
@@ -106,6 +108,7 @@ def evaluate_model(
     checkpoint: str = "newest",
     data: str | None,
     recipe: str | None,
+    set_name: str | None = None,
     ks: Sequence[int],
     samples: int,
     limit: int | None,
@@ -130,13 +133,20 @@ def evaluate_model(
     for option, path in (("--json", json_path), ("--completions", completions_path)):
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
+    if data and set_name:
+        raise ConfigError("--set: names problems, and so does --data; leave one of them out")
     config = _eval_config(model, checkpoint, data, recipe, seed, overrides)
+    if set_name is not None and set_name not in config.eval.sets:
+        known = ", ".join(config.eval.sets) or "none"
+        raise ConfigError(f"--set: the settings have no eval.sets.{set_name}; there are: {known}")
     _check_trust(model, config, recipe, trust_run)
     with ExitStack() as stack:
-        prompts, engine, rewards = _eval_components(config, stack, held_out=data is None, limit=limit)
+        prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
+        # The random streams of the evaluations during a run.
+        stream = f"eval/{set_name}" if set_name else "eval"
         evaluation = evaluate(
-            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream="eval"
+            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream=stream
         )
         numbers = {f"avg@{k}": evaluation.avg_at(k) for k in ks} | {f"pass@{k}": evaluation.pass_at(k) for k in ks}
         if evaluation.greedy is not None:
@@ -179,6 +189,8 @@ def _eval_config(
     tree["cold_start"] = {}
     if data:
         _replace_data(tree, data)
+        # Problems that are not evaluated need not be read.
+        tree["eval"] = {k: v for k, v in tree.get("eval", {}).items() if k != "sets"}
     # The recipe's seed decides which problems are held out.
     tree["seed"] = seed if data else tree.get("seed", seed)
     # Old names are not reported for the settings of a run, which nobody is going to edit.
@@ -220,26 +232,34 @@ def _replace_data(tree: dict[str, Any], data: str) -> None:
             tree["reward"] = {}  # a task has its own verifier
 
 
-def _eval_components(
-    config: Config, stack: ExitStack, *, held_out: bool, limit: int | None
-) -> tuple[Sequence[Prompt], Engine, RewardPool]:
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """The problems to evaluate on."""
+
+    held_out: bool
+    """Whether they are the held-out problems, unless `set_name` says otherwise."""
+    set_name: str | None
+    limit: int | None
+
+
+def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[Sequence[Prompt], Engine, RewardPool]:
     from gspo.build import engine_for, policy_for, reward_pool, tokenizer_for
 
     # Before the model, so that a reward that cannot be loaded is found early.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     tokenizer = tokenizer_for(config)
-    prompts = _unseen_problems(config, tokenizer, held_out=held_out, limit=limit)
+    prompts = _unseen_problems(config, tokenizer, wanted)
     policy = policy_for(config, tokenizer, routers=False)
     engine = engine_for(config, policy)
     stack.callback(engine.close)
     return prompts, engine, rewards
 
 
-def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: int | None) -> Sequence[Prompt]:
+def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> Sequence[Prompt]:
     """The problems to evaluate on, without those that the model was trained on and their duplicates."""
     from gspo.contamination import trained_on
-    from gspo.data.problems import fresh_problems, load_problems
+    from gspo.data.problems import fresh_problems, identities, load_problems, load_set
 
     try:
         seen = trained_on(config.model.path, tokenizer)
@@ -247,13 +267,17 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
         effect = "the problems it was trained on cannot be read, so they are not excluded from this evaluation"
         warnings.warn(f"{config.model.path}: {effect}: {error}", stacklevel=2)
         seen = frozenset()
-    if config.data.task and not held_out:
-        return fresh_problems(config.data, tokenizer, config.seed, count=limit or FRESH, exclude=seen)
-    problems = load_problems(config.data, tokenizer, config.seed)
-    found = problems.held_out if held_out else problems.train
+    if config.data.task and not wanted.held_out:
+        return fresh_problems(config.data, tokenizer, config.seed, count=wanted.limit or FRESH, exclude=seen)
+    found: Sequence[Prompt]
+    if wanted.set_name is not None:
+        found, _ = load_set(wanted.set_name, config.eval.sets[wanted.set_name], tokenizer, config.seed)
+    else:
+        problems = load_problems(config.data, tokenizer, config.seed)
+        found = problems.held_out if wanted.held_out else problems.train
     if not found:
         raise ConfigError("eval: the recipe has no held-out problems (data.held_out = 0); give problems with --data")
-    unseen = [p for p in found if p.key not in seen]
+    unseen = [p for p in found if seen.isdisjoint(identities(p))]
     if not unseen:
         raise ConfigError(
             f"eval: {config.model.path} was trained on every one of these {len(found)} problems, or on others that ask "
@@ -265,7 +289,7 @@ def _unseen_problems(config: Config, tokenizer: Any, *, held_out: bool, limit: i
             f"excluded {excluded} of {len(found)} problems, because the model was trained on them or on "
             "duplicates of them"
         )
-    return unseen[:limit]
+    return unseen[: wanted.limit]
 
 
 def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:

@@ -4,7 +4,7 @@
 `toml.py` writes a config back as TOML.
 """
 
-from gspo.config.checks import check, check_single_process
+from gspo.config.checks import check, check_single_process, problem_sections
 from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir
 from gspo.config.schema import (
     TINY_MODELS,
@@ -14,14 +14,18 @@ from gspo.config.schema import (
     Config,
     DataConfig,
     EvalConfig,
+    EvalSetConfig,
     LearnerConfig,
     LogConfig,
     LoraConfig,
+    MixConfig,
     ModelConfig,
     ObjectiveConfig,
+    ProblemsConfig,
     RewardConfig,
     RolloutConfig,
     RoutingConfig,
+    SourceConfig,
     field_docs,
     help_texts,
 )
@@ -35,14 +39,18 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "EvalSetConfig",
     "LearnerConfig",
     "LogConfig",
     "LoraConfig",
+    "MixConfig",
     "ModelConfig",
     "ObjectiveConfig",
+    "ProblemsConfig",
     "RewardConfig",
     "RolloutConfig",
     "RoutingConfig",
+    "SourceConfig",
     "anchored",
     "check",
     "check_single_process",
@@ -57,6 +65,7 @@ __all__ = [
     "help_texts",
     "load",
     "override",
+    "problem_sections",
     "read_toml",
     "recipe_dir",
     "to_toml",

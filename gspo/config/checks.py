@@ -5,11 +5,14 @@ In: a `Config`. Out: nothing, or a `ConfigError` that names the key and the fix.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from gspo.config.schema import TINY_MODELS, Config, NotWith, OnlyWith, Range, help_texts, markers
+from gspo.config.schema import TINY_MODELS, Config, NotWith, OnlyWith, ProblemsConfig, Range, markers, sections
 from gspo.config.toml import flat, get
 from gspo.errors import ConfigError
 from gspo.redact import holds_secret
@@ -30,11 +33,30 @@ def check(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    sources = [name for name in ("path", "hub", "task") if getattr(config.data, name)]
-    if len(sources) != 1:
+    data = config.data
+    for key, section in problem_sections(config):
+        named = [name for name in ("path", "hub", "task") if getattr(section, name)]
+        if len(named) != 1:
+            raise ConfigError(
+                f"{key}: set exactly one of {key}.path, {key}.hub, {key}.task (now set: {', '.join(named) or 'none'})"
+            )
+    alone = [name for name in ("path", "hub", "task", "held_out_path") if data.mix and getattr(data, name)]
+    if alone:
+        raise ConfigError(f"data.{alone[0]}: has no effect with data.mix; move it into a table [data.mix.NAME]")
+    both = sorted(data.mix.keys() & config.eval.sets.keys())
+    if both:
         raise ConfigError(
-            f"data: set exactly one of data.path, data.hub, data.task (now set: {', '.join(sources) or 'none'})"
+            f"eval.sets.{both[0]}: a source in data.mix has this name, and the metrics of both would be "
+            f"eval/{both[0]}/accuracy; rename one of them"
         )
+
+
+def problem_sections(config: Config) -> Iterator[tuple[str, ProblemsConfig]]:
+    """The sources of training problems and the evaluation sets, by their dotted keys."""
+    if not config.data.mix:
+        yield "data", config.data
+    yield from ((f"data.mix.{name}", source) for name, source in config.data.mix.items())
+    yield from ((f"eval.sets.{name}", one) for name, one in config.eval.sets.items())
 
 
 def _check_sampling(config: Config) -> None:
@@ -107,27 +129,45 @@ def _check_model(config: Config) -> None:
             "model.lora.rank: a model built from scratch has random base weights, which adapters would leave "
             "untrained; set model.path, or set the rank to 0"
         )
-    if config.cold_start.steps and not (config.data.task or config.data.solution_field):
+    if config.cold_start.steps:
+        _check_demonstrations(config)
+
+
+def _check_demonstrations(config: Config) -> None:
+    sources = config.data.sources
+    having = [name for name, source in sources.items() if source.solution_field]
+    if not having and not any(source.task for source in sources.values()):
         raise ConfigError(
             "cold_start.steps: there are no demonstrations; set data.solution_field to the field of the data that "
             "holds them, or data.task, or steps = 0"
         )
+    if having and any(source.task for source in sources.values()):
+        raise ConfigError(
+            f"data.mix.{having[0]}.solution_field: the cold start trains on the demonstrations of generated tasks or "
+            "on those of the data, not on both; remove it, or set cold_start.steps = 0"
+        )
 
 
 def _check_rewards(config: Config) -> None:
-    weights = config.reward.weights
     functions = config.reward.functions
-    if not functions and not config.data.task:
-        raise ConfigError('reward.functions: name at least one, for example ["math_answer"] or ["my.py:score"]')
-    if weights and len(weights) != len(functions):
-        raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions; give one for each")
-    if weights and not any(weights):
-        raise ConfigError(
-            "reward.weights: all are 0, so every completion would score 0; set at least one to another value"
-        )
+    for key, section in problem_sections(config):
+        own = "reward.functions" if section is config.data else f"{key}.reward"
+        if not (functions or section.task or getattr(section, "reward", ())):
+            raise ConfigError(f'{own}: name at least one, for example ["math_answer"] or ["my.py:score"]')
+    _check_weights("reward.weights", config.reward.weights, functions)
+    for name, source in config.data.mix.items():
+        _check_weights(f"data.mix.{name}.reward_weights", source.reward_weights, source.reward)
+    named = config.reward_functions
     for key in config.reward.options:
-        if key not in functions:
-            raise ConfigError(f"reward.options.{key}: not among reward.functions {list(functions)}")
+        if key not in named:
+            raise ConfigError(f"reward.options.{key}: not among reward.functions {list(named)}")
+
+
+def _check_weights(key: str, weights: Sequence[float], functions: Sequence[str]) -> None:
+    if weights and len(weights) != len(functions):
+        raise ConfigError(f"{key}: {len(weights)} weights for {len(functions)} functions; give one for each")
+    if weights and not any(weights):
+        raise ConfigError(f"{key}: all are 0, so every completion would score 0; set at least one to another value")
 
 
 def _check_controls(config: Config) -> None:
@@ -172,35 +212,45 @@ def _check_secrets(config: Config) -> None:
 
 def _check_effects(config: Config) -> None:
     """Reject settings that were changed but have no effect, given the other settings."""
-    for key, marker in markers():
-        if isinstance(marker, OnlyWith) and not get(config, marker.key):
-            condition = f"without {marker.key}"
-        elif isinstance(marker, NotWith) and _applies(config, marker):
-            condition = f"with {marker.key}" + (f' = "{marker.value}"' if marker.value else "")
-        else:
-            continue
-        # A default that has no effect is not the user's mistake.
-        if get(config, key) != get(Config(), key):
-            raise ConfigError(f"{key}: has no effect {condition}; leave it out")
+    for prefix, section in sections(config):
+        for name, marker in markers(section):
+            if isinstance(marker, Range):
+                continue
+            key, value = _condition(config, prefix, section, marker.key)
+            if isinstance(marker, OnlyWith) and not value:
+                condition = f"without {key}"
+            elif isinstance(marker, NotWith) and (value if marker.value is None else value == marker.value):
+                condition = f"with {key}" + (f' = "{marker.value}"' if marker.value else "")
+            else:
+                continue
+            # A default that has no effect is not the user's mistake.
+            if getattr(section, name) != getattr(type(section)(), name):
+                raise ConfigError(f"{prefix}{name}: has no effect {condition}; leave it out")
 
 
-def _applies(config: Config, marker: NotWith) -> bool:
-    value = get(config, marker.key)
-    return bool(value) if marker.value is None else value == marker.value
+def _condition(config: Config, prefix: str, section: Any, key: str) -> tuple[str, Any]:
+    """The setting that a marker names. In a source or an evaluation set, a key of `[data]` is its own key."""
+    if isinstance(section, ProblemsConfig):
+        name = key.removeprefix("data.")
+        return prefix + name, getattr(section, name)
+    return key, get(config, key)
 
 
 def _check_ranges(config: Config) -> None:
-    for key, kind, _, _ in help_texts():
-        # Before the ranges: comparisons with NaN are all false.
-        if kind == "float" and not math.isfinite(get(config, key)):
-            raise ConfigError(f"{key}: must be a finite number, not {get(config, key)}")
+    for prefix, section in sections(config):
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            # Before the ranges: comparisons with NaN are all false.
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{prefix}{f.name}: must be a finite number, not {value}")
     # The name becomes part of a path.
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.name):
         raise ConfigError(f"name: use 1 to 64 letters, digits, '.', '_' and '-', not {config.name!r}")
-    for key, marker in markers():
-        # A setting that accepts a number or a word (`rollout.refill_budget`) has a range for the number.
-        if isinstance(marker, Range) and not isinstance(get(config, key), str):
-            _check_range(key, get(config, key), marker)
+    for prefix, section in sections(config):
+        for name, marker in markers(section):
+            # A setting that accepts a number or a word (`rollout.refill_budget`) has a range for the number.
+            if isinstance(marker, Range) and not isinstance(getattr(section, name), str):
+                _check_range(prefix + name, getattr(section, name), marker)
 
 
 def _check_range(key: str, value: float, allowed: Range) -> None:

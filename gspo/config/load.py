@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from gspo import aliases
 from gspo.config.checks import check
-from gspo.config.schema import TINY_MODELS, Config, ObjectiveConfig, help_texts
+from gspo.config.schema import TINY_MODELS, Config, ObjectiveConfig, help_texts, named_section
 from gspo.errors import ConfigError
 
 
@@ -103,7 +104,38 @@ def recipe_dir() -> Path:
 
 def from_tree(tree: Mapping[str, Any], *, where: str) -> Config:
     """Build a `Config` from nested tables, naming `where` and the key in every error."""
-    return _build(Config, aliases.tables(tree, where=where)[0], where=where, prefix="")
+    return _build(Config, _with_defaults(aliases.tables(tree, where=where)[0]), where=where, prefix="")
+
+
+_PRESENTATION = ("instruction", "system", "chat", "max_prompt_tokens", "on_bad_row")
+_FIELDS = ("prompt_field", "prompt_template", "answer_field", "answer_after")
+"""Keys of `[data]` that say how rows are read. A generated task has no rows."""
+
+
+def _with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with the defaults that sources and evaluation sets take from `[data]` and `[eval]` filled in."""
+    data, evaluation = (tree.get(name) for name in ("data", "eval"))
+    data = data if isinstance(data, Mapping) else {}
+    evaluation = evaluation if isinstance(evaluation, Mapping) else {}
+    schedule = {k: evaluation[k] for k in ("every", "samples", "greedy") if k in evaluation}
+    full = dict(tree)
+    if isinstance(data.get("mix"), Mapping):
+        held_out = {"held_out": data["held_out"]} if "held_out" in data else {}
+        fields = (*_FIELDS, "solution_field")
+        full["data"] = {**data, "mix": {k: _source(v, data, held_out, fields) for k, v in data["mix"].items()}}
+    if isinstance(evaluation.get("sets"), Mapping):
+        full["eval"] = {**evaluation, "sets": {k: _source(v, data, schedule) for k, v in evaluation["sets"].items()}}
+    return full
+
+
+def _source(table: Any, data: Mapping[str, Any], defaults: Mapping[str, Any], fields: Sequence[str] = _FIELDS) -> Any:
+    if not isinstance(table, Mapping):
+        return table  # `_build` reports it
+    keys = [*_PRESENTATION, *(() if table.get("task") else fields)]
+    # Each of the two replaces the other.
+    other = {"prompt_field": "prompt_template", "prompt_template": "prompt_field"}
+    shared = {k: data[k] for k in keys if k in data and not table.get(other.get(k, ""))}
+    return {**defaults, **shared, **table}
 
 
 def anchored(config: Config) -> Config:
@@ -114,7 +146,18 @@ def anchored(config: Config) -> Config:
     model = config.model
     data = config.data
     reward = config.reward
-    specs = {spec: _anchored_function(spec) for spec in reward.functions}
+    specs = {spec: _anchored_function(spec) for spec in config.reward_functions}
+
+    def anchored_section(section: Any) -> Any:
+        changes: dict[str, Any] = {"path": _absolute(section.path)}
+        if hasattr(section, "held_out_path"):
+            changes["held_out_path"] = _absolute(section.held_out_path)
+        if hasattr(section, "reward"):
+            changes["reward"] = tuple(specs[spec] for spec in section.reward)
+        return dataclasses.replace(section, **changes)
+
+    mix = {name: anchored_section(source) for name, source in data.mix.items()}
+    sets = {name: anchored_section(one) for name, one in config.eval.sets.items()}
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
@@ -123,11 +166,12 @@ def anchored(config: Config) -> Config:
             build=model.build if model.build in TINY_MODELS else _absolute(model.build),
         ),
         objective=dataclasses.replace(config.objective, name=_anchored_function(config.objective.name)),
-        data=dataclasses.replace(data, path=_absolute(data.path), held_out_path=_absolute(data.held_out_path)),
+        data=dataclasses.replace(anchored_section(data), mix=mix),
+        eval=dataclasses.replace(config.eval, sets=sets),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
         reward=dataclasses.replace(
             reward,
-            functions=tuple(specs.values()),
+            functions=tuple(specs[spec] for spec in reward.functions),
             options={
                 specs.get(spec, spec): _anchored_options(options) if isinstance(options, Mapping) else options
                 for spec, options in reward.options.items()
@@ -177,6 +221,8 @@ def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> An
             settings.update(value if key == "settings" and isinstance(value, Mapping) else {key: value})
         elif key not in names:
             raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
+        elif item := named_section(hints[key]):
+            values[key] = _build_named(item, value, where=where, key=prefix + key)
         elif dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 example = _example(hints[key], prefix + key)
@@ -187,6 +233,17 @@ def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> An
     if settings:
         values["settings"] = settings
     return cls(**values)
+
+
+def _build_named(cls: type, tables: Any, *, where: str, key: str) -> dict[str, Any]:
+    """Sections that a recipe names itself, such as `[data.mix.NAME]`."""
+    if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
+        raise ConfigError(f"{where}: {key} holds named tables; write each as [{key}.NAME]")
+    for name in tables:
+        # The name becomes part of metric keys, of prompt ids and of overrides, where a dash is an underscore.
+        if not re.fullmatch("[A-Za-z0-9_]{1,40}", name):
+            raise ConfigError(f"{where}: {key}: a name has 1 to 40 letters, digits and '_', not {name!r}")
+    return {name: _build(cls, table, where=where, prefix=f"{key}.{name}.") for name, table in tables.items()}
 
 
 def _example(cls: type, key: str) -> str:
@@ -262,6 +319,9 @@ def _parse(raw: str, key: str) -> Any:
 def _hint_of(key: str) -> Any:
     cls: Any = Config
     for part in key.split("."):
+        if item := named_section(cls):
+            cls = item
+            continue
         if not dataclasses.is_dataclass(cls):
             return None
         cls = typing.get_type_hints(cls).get(part)

@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -146,22 +146,23 @@ class ColdStartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class ProblemsConfig:
+    """Where problems come from and how they are read: what `[data]`, a source of a mixture and an evaluation set
+    share."""
+
     path: str = ""
-    """Training problems: a .jsonl, .json, .csv or .parquet file. The first three may be gzipped (.gz)."""
+    """File with the problems: .jsonl, .json, .csv or .parquet. The first three may be gzipped (.gz)."""
     hub: str = ""
-    """Training problems from a Hugging Face dataset, by its hub name."""
+    """Problems from a Hugging Face dataset, by its hub name."""
     hub_config: Annotated[str, OnlyWith("data.hub")] = ""
     """Configuration of the hub dataset, for example `main`."""
     split: Annotated[str, OnlyWith("data.hub")] = "train"
     """Split of the hub dataset."""
     task: str = ""
-    """Training problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems` or
+    """Problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems` or
     `reasoning_gym:NAME`."""
     task_options: Annotated[Mapping[str, Any], OnlyWith("data.task")] = field(default_factory=dict)
     """Options of the generated task, for example `digits = 3`."""
-    task_size: Annotated[Count, OnlyWith("data.task")] = 20000
-    """Number of training problems to generate."""
     prompt_field: Annotated[str, NotWith("data.task")] = "prompt"
     """Field that contains the problem, as text or as chat messages."""
     prompt_template: Annotated[str, NotWith("data.task")] = ""
@@ -172,24 +173,62 @@ class DataConfig:
     no answers."""
     answer_after: str = ""
     """Keep only the text after the last occurrence of this marker in the answer field (`####` for GSM8K)."""
-    solution_field: Annotated[str, NotWith("data.task")] = ""
-    """Field that contains a demonstration, for the cold start (`cold_start.steps`): a correct completion, as text or as
-    a list with one assistant message. It may be `answer_field`, with `answer_after`. Rows without one are allowed."""
     instruction: str = ""
     """Text appended to each problem, for example instructions for stating the answer."""
     system: str = ""
     """System message that precedes each problem. Requires a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Wrap text prompts as a user message in the tokenizer's chat template. `auto` does so if the tokenizer has one."""
+    max_prompt_tokens: Count = 1024
+    """Maximum prompt length in tokens. A problem with a longer prompt is a bad row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a bad row. `error` stops the run before training. `skip` drops the row and counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig(ProblemsConfig):
+    """A source of training problems."""
+
+    task_size: Annotated[Count, OnlyWith("data.task")] = 20000
+    """Number of training problems to generate."""
+    solution_field: Annotated[str, NotWith("data.task")] = ""
+    """Field that contains a demonstration, for the cold start (`cold_start.steps`): a correct completion, as text or as
+    a list with one assistant message. It may be `answer_field`, with `answer_after`. Rows without one are allowed."""
     held_out: NonNegative = 256
     """Number of held-out problems for evaluation. They are split off the training data by seed, unless `held_out_path`
     is set."""
     held_out_path: str = ""
     """File with the held-out problems, with the same fields as the training data."""
-    max_prompt_tokens: Count = 1024
-    """Maximum prompt length in tokens. A problem with a longer prompt is a bad row."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a bad row. `error` stops the run before training. `skip` drops the row and counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixConfig(SourceConfig):
+    """One source of a mixture."""
+
+    weight: Positive = 1.0
+    """Share of the prompts that come from this source, relative to the weights of the other sources."""
+    reward: tuple[str, ...] = ()
+    """Reward functions for the problems of this source. An empty list uses `reward.functions`, or a generated task's
+    own verifier if that is empty too."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight per function in `reward`. An empty list gives every function weight 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceConfig):
+    mix: Mapping[str, MixConfig] = field(default_factory=dict)
+    """Several sources instead of one: a table `[data.mix.NAME]` for each. A table takes the keys of `[data]`, and
+    `[data]` gives defaults for the keys that say how problems are read."""
+    sampling: Literal["uniform", "difficulty"] = "uniform"
+    """How often a problem is sampled. `uniform` visits every problem once per epoch. `difficulty` skips a visited
+    problem with a probability that grows as its measured pass rate approaches 0 or 1."""
+    difficulty_floor: Annotated[float, Range(low=0, high=1, exclusive=True), NotWith("data.sampling", "uniform")] = 0.1
+    """Lowest probability that a visited problem is sampled."""
+
+    @property
+    def sources(self) -> Mapping[str, SourceConfig]:
+        """The sources of training problems by name; the name is empty if `[data]` itself is the only source."""
+        return self.mix or {"": self}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +375,24 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalSetConfig(ProblemsConfig):
+    """A named evaluation set."""
+
+    size: NonNegative = 0
+    """Number of problems. `0` uses all of them, or 256 of a generated task."""
+    every: NonNegative = 10
+    """Steps between evaluations on this set, which is also evaluated before the first and after the last step. `0`
+    evaluates it only with `gspo eval --set`."""
+    samples: Count = 1
+    """Sampled completions per problem."""
+    greedy: bool = True
+    """Also measure accuracy with greedy decoding."""
+    reward: tuple[str, ...] = ()
+    """Reward functions for this set; the first one decides what counts as correct. An empty list uses
+    `reward.functions`, or a generated task's own verifier if that is empty too."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: NonNegative = 10
     """Steps between evaluations on the held-out set, which is also evaluated before the first and after the last step.
@@ -351,6 +408,10 @@ class EvalConfig:
     """End the run after this many evaluations in a row without a gain of `eval.metric`. `0` disables early stopping."""
     min_gain: Annotated[Fraction, OnlyWith("eval.patience")] = 0.0
     """A gain counts for early stopping if it is more than this, for example `0.01` for one percentage point."""
+    sets: Mapping[str, EvalSetConfig] = field(default_factory=dict)
+    """More evaluation sets besides the held-out problems: a table `[eval.sets.NAME]` for each. A table takes the keys
+    of `[data]` that say where problems come from and how they are read; `[data]` gives the defaults of the latter, and
+    `[eval]` those of `every`, `samples` and `greedy`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,35 +480,76 @@ class Config:
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    @property
+    def problem_sections(self) -> dict[str, ProblemsConfig]:
+        """The sources of training problems and the evaluation sets by name, which no two of them share."""
+        return {**self.data.sources, **self.eval.sets}
 
-def markers() -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, marker) pair. A marker is a `Range`, `OnlyWith` or `NotWith`."""
-    yield from _markers(Config, "")
+    @property
+    def data_files(self) -> list[str]:
+        """Every data file that the settings name."""
+        files = [section.path for section in self.problem_sections.values()]
+        return list(filter(None, (*files, *(source.held_out_path for source in self.data.sources.values()))))
+
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """Every reward function that the settings name."""
+        own = [source.reward for source in self.data.mix.values()] + [one.reward for one in self.eval.sets.values()]
+        return tuple(dict.fromkeys((*self.reward.functions, *(spec for specs in own for spec in specs))))
+
+
+def named_section(hint: Any) -> type | None:
+    """The class of the sections in a table of named sections, such as `[data.mix.NAME]`; None for any other type."""
+    item = typing.get_args(hint)[1:]
+    return typing.cast(type, item[0]) if item and dataclasses.is_dataclass(item[0]) else None
+
+
+def sections(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every section of a config with its dotted prefix, from `("", config)` to `("data.mix.NAME.", source)`."""
+    yield from _sections(config, "")
+
+
+def _sections(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    yield prefix, section
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _sections(value, f"{prefix}{f.name}.")
+        elif named_section(typing.get_type_hints(type(section))[f.name]):
+            for name, item in value.items():
+                yield from _sections(item, f"{prefix}{f.name}.{name}.")
+
+
+def markers(section: Any) -> Iterator[tuple[str, Any]]:
+    """Every (field name, marker) pair of a section. A marker is a `Range`, `OnlyWith` or `NotWith`."""
+    for name, hint in typing.get_type_hints(type(section), include_extras=True).items():
+        yield from ((name, marker) for marker in getattr(hint, "__metadata__", ()))
 
 
 def help_texts() -> Iterator[tuple[str, str, Any, str]]:
-    """Every setting as (dotted key, type, default, help), in the order of this file."""
+    """Every setting as (dotted key, type, default, help), in the order of this file.
+
+    Of a named section, only the keys that `[data]` does not have."""
     yield from _help(Config, "")
 
 
-def _help(cls: type, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+def _help(cls: type, prefix: str, known: Collection[str] = ()) -> Iterator[tuple[str, str, Any, str]]:
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
+    tables: list[tuple[type, str]] = []
     for f in dataclasses.fields(cls):
+        if f.name in known:
+            continue
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _help(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
-        else:
-            default = getattr(cls(), f.name)
-            yield prefix + f.name, _type_name(hints[f.name]), default, docs.get(f.name, "")
-
-
-def _markers(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    plain = typing.get_type_hints(cls)
-    annotated = typing.get_type_hints(cls, include_extras=True)
-    for name, hint in annotated.items():
-        if dataclasses.is_dataclass(plain[name]):
-            yield from _markers(typing.cast(type, plain[name]), f"{prefix}{name}.")
-        yield from ((prefix + name, marker) for marker in getattr(hint, "__metadata__", ()))
+            continue
+        yield prefix + f.name, _type_name(hints[f.name]), getattr(cls(), f.name), docs.get(f.name, "")
+        if item := named_section(hints[f.name]):
+            tables.append((item, f"{prefix}{f.name}.NAME."))
+    # After the section itself, whose keys would otherwise be listed in two parts.
+    shared = {f.name for f in dataclasses.fields(SourceConfig)}
+    for item, where in tables:
+        yield from _help(item, where, shared)
 
 
 def _type_name(hint: Any) -> str:
@@ -465,9 +567,12 @@ def _type_name(hint: Any) -> str:
 def field_docs(cls: type) -> dict[str, str]:
     """Field name -> the string under it as one line, for a dataclass whose source is available."""
     # Python keeps no docstrings of fields at run time, so they are read from the source.
+    docs: dict[str, str] = {}
+    for base in cls.__mro__[1:]:
+        if dataclasses.is_dataclass(base):
+            docs = field_docs(base) | docs
     definition = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(definition, ast.ClassDef)
-    docs: dict[str, str] = {}
     for node, doc in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(doc, ast.Expr):
             docs[node.target.id] = " ".join(ast.literal_eval(doc.value).split())

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo.config.schema import Config, ObjectiveConfig
+from gspo.config.schema import Config, ObjectiveConfig, named_section
 from gspo.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def get(config: Config, key: str) -> Any:
     """The value at a dotted key."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     return value
 
 
@@ -56,12 +57,15 @@ def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     if isinstance(value, ObjectiveConfig):
         # As a user writes them: next to the name, not in a table of their own.
         items = {"name": value.name, **value.settings}
-    sections = {k: v for k, v in items.items() if dataclasses.is_dataclass(v)}
+    sections: dict[tuple[str, ...], Any] = {(k,): v for k, v in items.items() if dataclasses.is_dataclass(v)}
+    named = [k for k, hint in typing.get_type_hints(type(value)).items() if named_section(hint)]
+    sections |= {(k, _toml_key(name)): section for k in named for name, section in items[k].items()}
     if path:
         lines += ["", f"[{'.'.join(path)}]"]
-    lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in items.items() if k not in sections]
-    for key, section in sections.items():
-        _write_table(section, (*path, key), lines)
+    plain = {k: v for k, v in items.items() if k not in named and (k,) not in sections}
+    lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in plain.items()]
+    for keys, section in sections.items():
+        _write_table(section, (*path, *keys), lines)
 
 
 def _toml_key(key: str) -> str:

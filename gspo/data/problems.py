@@ -1,21 +1,23 @@
-"""The training set and the held-out set, from files, the hub or a generated task, ready to sample from.
+"""The training, held-out and evaluation sets, from files, the hub or generated tasks, ready to sample from.
 
-In: the data settings, a tokenizer and the run's seed. Out: `Problems`, and `PromptOrder`, the order in which to visit
-them. Invariants: the same settings, data and seed give the same problems. No training problem has the key of a
-held-out problem. An error names a bad row by file and line before anything expensive starts. The position in the
-order is one integer.
+In: the data settings, a tokenizer and the run's seed. Out: `Problems`. Invariants: the same settings, data and seed
+give the same problems. No training problem duplicates a problem that is evaluated, whichever source either is from. An
+error names the source, and a bad row by file and line, before anything expensive starts.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gspo.config import DataConfig
+from gspo.config import DataConfig, EvalSetConfig, MixConfig, ProblemsConfig, SourceConfig
 from gspo.data.chat import check_template, render_all, uses_template
+from gspo.data.order import Mixture
 from gspo.data.sources import Row, read_file, read_hub
 from gspo.data.task import Problem, Task, build_task, same_text
 from gspo.errors import ConfigError, DataError
@@ -25,16 +27,32 @@ _BAD_ROWS_SHOWN = 5
 _LONGEST_TOKEN = 1000
 """Characters. A prompt that could only fit with longer tokens than this is refused without tokenizing it."""
 _FIELD = re.compile(r"\{([^{}]+)\}")
+_KEY = re.compile(rf"\bdata\.({'|'.join(f.name for f in (*fields(MixConfig), *fields(EvalSetConfig)))})\b")
+_SET_SIZE = 256
+"""Problems of an evaluation set that a task generates, unless the set has a size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
     train: Sequence[Prompt]
+    """The training problems, grouped by source."""
     held_out: Sequence[Prompt]
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """The problems of `eval.sets`, by name."""
     skipped: int = 0
     """Number of bad rows that were skipped."""
     overlapping: int = 0
-    """Number of training problems that were dropped because they duplicate a held-out one."""
+    """Number of training problems that were dropped because they duplicate one that is evaluated."""
+
+    @property
+    def evaluated(self) -> tuple[Prompt, ...]:
+        """The problems that are never trained on: held out, or in an evaluation set."""
+        return (*self.held_out, *(prompt for prompts in self.sets.values() for prompt in prompts))
+
+    @property
+    def everything(self) -> tuple[Prompt, ...]:
+        """All problems of the run."""
+        return (*self.train, *self.evaluated)
 
     @property
     def crowded(self) -> str:
@@ -49,48 +67,108 @@ class Problems:
         )
 
 
-class PromptOrder:
-    """Endless seeded order over `count` prompts. Every epoch has its own permutation, so one integer is the whole
-    state."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        assert count > 0
-        self.count = count
-        self.seed = seed
-        self._epoch = -1
-        self._permutation = [0]
-
-    def take(self, cursor: int, n: int) -> list[int]:
-        """Indices of the `n` prompts from position `cursor`; the next cursor is `cursor + n`."""
-        assert cursor >= 0
-        assert n >= 0
-        taken: list[int] = []
-        while len(taken) < n:
-            epoch, start = divmod(cursor + len(taken), self.count)
-            taken += self._order(epoch)[start : start + n - len(taken)]
-        return taken
-
-    def _order(self, epoch: int) -> list[int]:
-        if epoch != self._epoch:  # a cache of one epoch; the result does not depend on it
-            self._permutation = list(range(self.count))
-            # Seeded by text: Python hashes it with SHA-512, so that neighboring seeds and epochs are unrelated.
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._permutation)
-            self._epoch = epoch
-        return self._permutation
+def load_problems(
+    config: DataConfig, tokenizer: Any, seed: int, sets: Mapping[str, EvalSetConfig] | None = None
+) -> Problems:
+    """All problems of a run: those of `[data]`, or of every source in `data.mix`, and those of `eval.sets`."""
+    loaded = []
+    for name, source in config.sources.items():
+        with _errors_of(f"data.mix.{name}" if name else "data"):
+            loaded.append(_load_source(source, tokenizer, name, f"{seed}/{name}" if name else seed))
+    evaluated: dict[str, list[Prompt]] = {}
+    skipped = sum(one.skipped for one in loaded)
+    for name, one in (sets or {}).items():
+        evaluated[name], bad = load_set(name, one, tokenizer, seed)
+        skipped += bad
+    problems = Problems(
+        train=[p for one in loaded for p in one.train],
+        held_out=[p for one in loaded for p in one.held_out],
+        sets=evaluated,
+        skipped=skipped,
+        overlapping=sum(one.overlapping for one in loaded),
+    )
+    # A single source has already removed the duplicates of its own held-out problems.
+    return _without_duplicates(problems, list(config.sources)) if len(loaded) > 1 or evaluated else problems
 
 
-def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
-    """All problems of a run."""
-    _check_settings(config, tokenizer)
-    if config.task:
-        return _generated(config, tokenizer, seed)
+def load_set(name: str, config: EvalSetConfig, tokenizer: Any, seed: int) -> tuple[list[Prompt], int]:
+    """The problems of an evaluation set, and the number of bad rows."""
+    with _errors_of(f"eval.sets.{name}"):
+        _check_settings(config, tokenizer)
+        if config.task:
+            count = config.size or _SET_SIZE
+            task = build_task(config.task, config.task_options)
+            found = _distinct(task, random.Random(f"{seed}/task/eval/{name}"), count, frozenset())
+            if found.too_few:
+                raise DataError(
+                    f"{_name(config)} has hardly more than {len(found.problems)} different problems, but the set has "
+                    f"{count}; lower data.size"
+                )
+            return _from_task(found.problems, config, tokenizer, prefix=name, source=name)
+        prompts, bad = _read(config, tokenizer, prefix=name, source=name)
+        # Shuffled, because a file may be sorted by topic or difficulty.
+        return _shuffled(prompts, f"{seed}/{name}")[: config.size] if config.size else prompts, bad
+
+
+def identities(problem: Prompt | Problem) -> set[str]:
+    """Two problems ask the same if they share one of these. Keys of different sources may never agree, so problems are
+    compared by their texts, too."""
+    content = problem.content if isinstance(problem, Prompt) else problem.prompt
+    return {problem.key, f"text: {_text_key(content)}"}
+
+
+def _without_duplicates(problems: Problems, names: Sequence[str]) -> Problems:
+    """The problems of these sources, without training problems that another source or a set evaluates."""
+    evaluated = set().union(*map(identities, problems.evaluated))
+    kept = [p for p in problems.train if evaluated.isdisjoint(identities(p))]
+    for name in names:
+        if not any(p.source == name for p in kept):
+            key = f"data.mix.{name}" if name else "data"
+            raise DataError(
+                f"{key}: every training problem is held out, or is in an evaluation set or the held-out problems of "
+                "another source; lower data.held_out, or use other files"
+            )
+    return replace(problems, train=kept, overlapping=problems.overlapping + len(problems.train) - len(kept))
+
+
+@contextmanager
+def _errors_of(section: str) -> Iterator[None]:
+    """Make errors name the keys of this section instead of those of `[data]`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        if section == "data":
+            raise
+        text = _KEY.sub(rf"{section}.\1", str(error))
+        raise type(error)(text if section in text else f"{section}: {text}") from None
+
+
+def _read(config: ProblemsConfig, tokenizer: Any, *, prefix: str, source: str) -> tuple[list[Prompt], int]:
+    """The prompts of a file or hub dataset, and the number of bad rows."""
     rows = read_file(config.path) if config.path else read_hub(config.hub, config=config.hub_config, split=config.split)
     name = config.path or f"data.hub={config.hub}"
-    train, skipped = _prompts(_parse_all(rows, config), config, tokenizer, name=name, prefix="train")
+    return _prompts(_parse_all(rows, config), config, tokenizer, name=name, prefix=prefix, source=source)
+
+
+def _load_source(config: SourceConfig, tokenizer: Any, source: str, seed: int | str) -> Problems:
+    """The problems of one source."""
+    _check_settings(config, tokenizer)
+    _check_held_out(config)
+    if config.task:
+        return _generated(config, tokenizer, source, seed)
+    inside = f"{source}/" if source else ""
+    name = config.path or f"data.hub={config.hub}"
+    train, skipped = _read(config, tokenizer, prefix=f"{inside}train", source=source)
     if config.held_out_path:
         rows = read_file(config.held_out_path)
-        candidates = _parse_all(rows, config)
-        held_out, more = _prompts(candidates, config, tokenizer, name=config.held_out_path, prefix="held_out")
+        held_out, more = _prompts(
+            _parse_all(rows, config),
+            config,
+            tokenizer,
+            name=config.held_out_path,
+            prefix=f"{inside}held_out",
+            source=source,
+        )
         # Shuffled, because a file may be sorted by topic or difficulty.
         held_out = _shuffled(held_out, seed)[: config.held_out]
         return _split(train, held_out, skipped + more, name=name)
@@ -103,9 +181,10 @@ def load_problems(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
 
 
 def fresh_problems(
-    config: DataConfig, tokenizer: Any, seed: int, *, count: int, exclude: Collection[str] = ()
+    config: ProblemsConfig, tokenizer: Any, seed: int, *, count: int, exclude: Collection[str] = ()
 ) -> list[Prompt]:
-    """Problems of a generated task from a random stream that training does not use, none with a key in `exclude`."""
+    """Problems of a generated task from a random stream that training does not use. None has one of the `identities` in
+    `exclude`."""
     task = build_task(config.task, config.task_options)
     generated = _distinct(task, random.Random(f"{seed}/task/fresh"), count, frozenset(exclude))
     if generated.too_few:
@@ -114,19 +193,42 @@ def fresh_problems(
             f"{_name(config)} has hardly more than {len(generated.problems)} different problems{others}, fewer than "
             f"{count}; ask for fewer (--limit), or evaluate on other problems (--data)"
         )
-    return _from_task(generated.problems, config, tokenizer, "fresh")[0]
+    return _from_task(generated.problems, config, tokenizer, prefix="fresh", source="")[0]
 
 
-def demonstrations(config: DataConfig, seed: int, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
-    """Endless seeded stream of the task's problems, for a supervised cold start. `exclude` holds the keys of the
-    held-out prompts. Render a problem as in training: `render(with_instructions(problem.prompt, config), ...)`."""
+def all_demonstrations(
+    config: DataConfig, seed: int, *, exclude: Collection[str] = ()
+) -> Iterator[tuple[str, SourceConfig, Problem]]:
+    """Endless seeded stream of (source, its settings, problem) for a supervised cold start. Sources with demonstrations
+    take turns by their weights. `exclude` holds the `identities` of the problems that are evaluated."""
+    if not config.mix:
+        yield from (("", config, problem) for problem in demonstrations(config, seed, exclude=exclude))
+        return
+    able = {
+        name: source
+        for name, source in config.mix.items()
+        if source.task and build_task(source.task, source.task_options).has_demonstrations
+    }
+    if not able:
+        raise ConfigError("cold_start.steps: no source in data.mix has demonstrations; set cold_start.steps=0")
+    streams = [demonstrations(source, f"{seed}/{name}", exclude=exclude) for name, source in able.items()]
+    mixture = Mixture([source.weight for source in able.values()])
+    sources = list(able.items())
+    for number in itertools.count():
+        (turn,) = mixture.take(number, 1)
+        yield (*sources[turn], next(streams[turn]))
+
+
+def demonstrations(config: ProblemsConfig, seed: int | str, *, exclude: Collection[str] = ()) -> Iterator[Problem]:
+    """Endless seeded stream of a task's problems. `exclude` holds the `identities` of the problems that are evaluated.
+    Render a problem as in training: `render(with_instructions(problem.prompt, config), ...)`."""
     task = build_task(config.task, config.task_options)
     if not task.has_demonstrations:
         raise ConfigError(f"cold_start.steps: data.task={config.task} has no demonstrations; set cold_start.steps=0")
     return _demonstrations(task, config.task, seed, frozenset(exclude))
 
 
-def with_instructions(content: str | Messages, config: DataConfig) -> str | Messages:
+def with_instructions(content: str | Messages, config: ProblemsConfig) -> str | Messages:
     """A problem as the model sees it: with the system message before it and the instruction after it."""
     if config.instruction:
         content = _instructed(content, config.instruction)
@@ -148,18 +250,22 @@ def _instructed(content: str | Messages, instruction: str) -> str | Messages:
     return [*content[:last], message, *content[last + 1 :]]
 
 
-def _check_settings(config: DataConfig, tokenizer: Any) -> None:
+def _check_held_out(config: SourceConfig) -> None:
     if config.task and config.held_out_path:
         raise ConfigError("data.held_out_path: has no effect with data.task, which makes its own held-out problems")
+    if config.held_out_path and not config.held_out:
+        raise ConfigError("data.held_out_path: has no effect with data.held_out=0; raise data.held_out")
+
+
+def _check_settings(config: ProblemsConfig, tokenizer: Any) -> None:
     if config.answer_after and (config.task or not config.answer_field):
         cause = "data.task" if config.task else "an empty data.answer_field"
         raise ConfigError(f"data.answer_after: has no effect with {cause}; leave it empty")
-    if config.held_out_path and not config.held_out:
-        raise ConfigError("data.held_out_path: has no effect with data.held_out=0; raise data.held_out")
     if config.prompt_template:
         _check_template(config)
-    if config.solution_field == config.prompt_field and not config.prompt_template:
-        raise ConfigError(f"data.solution_field: {config.solution_field!r} is data.prompt_field too; set one of them")
+    solution = _solution_field(config)
+    if solution == config.prompt_field and not config.prompt_template:
+        raise ConfigError(f"data.solution_field: {solution!r} is data.prompt_field too; set one of them")
     if config.prompt_field == config.answer_field:
         raise ConfigError(f"data.answer_field: {config.answer_field!r} is data.prompt_field too; set one of them")
     if config.system and not uses_template(tokenizer, chat=config.chat):
@@ -168,8 +274,8 @@ def _check_settings(config: DataConfig, tokenizer: Any) -> None:
     check_template(tokenizer, chat=config.chat)
 
 
-def _check_template(config: DataConfig) -> None:
-    if config.prompt_field != DataConfig().prompt_field:
+def _check_template(config: ProblemsConfig) -> None:
+    if config.prompt_field != ProblemsConfig().prompt_field:
         raise ConfigError("data.prompt_field: has no effect with data.prompt_template; set one of them")
     names = _FIELD.findall(config.prompt_template)
     if not names:
@@ -178,11 +284,15 @@ def _check_template(config: DataConfig) -> None:
         raise ConfigError(
             f"data.prompt_template: shows the model {{{config.answer_field}}}, which is data.answer_field; remove it"
         )
-    if config.solution_field in names:
+    if (solution := _solution_field(config)) in names:
         raise ConfigError(
-            f"data.prompt_template: shows the model {{{config.solution_field}}}, which is data.solution_field; "
-            "remove it"
+            f"data.prompt_template: shows the model {{{solution}}}, which is data.solution_field; remove it"
         )
+
+
+def _solution_field(config: ProblemsConfig) -> str:
+    """The field with demonstrations; empty for an evaluation set, which nothing is trained on."""
+    return config.solution_field if isinstance(config, SourceConfig) else ""
 
 
 # ------------------------------------------------------------------------------------------------- rows to prompts
@@ -207,11 +317,11 @@ class _BadRow(Exception):
     """Carries `field 'x': what; remedy`."""
 
 
-def _parse_all(rows: Sequence[Row], config: DataConfig) -> list[_Candidate]:
+def _parse_all(rows: Sequence[Row], config: ProblemsConfig) -> list[_Candidate]:
     return [_parse(row, config) for row in rows]
 
 
-def _parse(row: Row, config: DataConfig) -> _Candidate:
+def _parse(row: Row, config: ProblemsConfig) -> _Candidate:
     try:
         if row.fault:
             raise _BadRow(row.fault)
@@ -222,13 +332,13 @@ def _parse(row: Row, config: DataConfig) -> _Candidate:
         if config.answer_field:
             columns["answer"] = _answer(row.fields, config)
         candidate = _candidate(row.index, row.where, content, columns, config, key=_text_key(content))
-        return replace(candidate, demonstration=_demonstration(row.fields, config.solution_field))
+        return replace(candidate, demonstration=_demonstration(row.fields, _solution_field(config)))
     except _BadRow as error:
         return _Candidate(index=row.index, where=row.where, columns={}, fault=str(error))
 
 
 def _candidate(
-    index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: DataConfig, *, key: str
+    index: int, where: str, content: str | Messages, columns: Mapping[str, Any], config: ProblemsConfig, *, key: str
 ) -> _Candidate:
     try:
         seen = with_instructions(content, config)
@@ -269,7 +379,7 @@ def _check_unicode(text: str, name: str) -> None:
         ) from None
 
 
-def _filled(fields: Mapping[str, Any], config: DataConfig) -> str:
+def _filled(fields: Mapping[str, Any], config: ProblemsConfig) -> str:
     """The template filled with the row's fields. Numbers become text; a row with any other type is bad."""
 
     def value(match: re.Match[str]) -> str:
@@ -298,7 +408,7 @@ def _message_texts(content: Any, name: str) -> list[str]:
     return [message["content"] for message in content]
 
 
-def _answer(fields: Mapping[str, Any], config: DataConfig) -> Any:
+def _answer(fields: Mapping[str, Any], config: ProblemsConfig) -> Any:
     name = config.answer_field
     mark = config.answer_after
     answer = fields.get(name)
@@ -340,7 +450,7 @@ def _names(fields: Mapping[str, Any]) -> str:
 
 
 def _prompts(
-    candidates: Sequence[_Candidate], config: DataConfig, tokenizer: Any, *, name: str, prefix: str
+    candidates: Sequence[_Candidate], config: ProblemsConfig, tokenizer: Any, *, name: str, prefix: str, source: str
 ) -> tuple[list[Prompt], int]:
     """Prompts of the good rows, and the number of bad rows. Bad rows are an error unless `on_bad_row` is `skip`."""
     usable = [c for c in candidates if not c.fault]
@@ -348,7 +458,7 @@ def _prompts(
     prompts: list[Prompt] = []
     faults: list[str] = []
     for c in candidates:
-        outcome = c.fault or _prompt(c, next(rendered), config, prefix)
+        outcome = c.fault or _prompt(c, next(rendered), config, prefix, source)
         if isinstance(outcome, Prompt):
             prompts.append(outcome)
         else:
@@ -361,7 +471,7 @@ def _prompts(
 
 
 def _prompt(
-    c: _Candidate, rendered: tuple[str, tuple[int, ...]] | DataError, config: DataConfig, prefix: str
+    c: _Candidate, rendered: tuple[str, tuple[int, ...]] | DataError, config: ProblemsConfig, prefix: str, source: str
 ) -> Prompt | str:
     field = f"field {config.prompt_field!r}"
     if isinstance(rendered, DataError):
@@ -382,6 +492,7 @@ def _prompt(
         text=text,
         token_ids=token_ids,
         key=c.key,
+        source=source,
         columns=c.columns,
         demonstration=c.demonstration,
     )
@@ -398,7 +509,7 @@ def _bad_rows(faults: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------- held out
 
 
-def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+def _shuffled(prompts: Sequence[Prompt], seed: int | str) -> list[Prompt]:
     """A seeded shuffle. A larger held-out set contains every smaller one."""
     order = list(prompts)
     random.Random(f"{seed}/held_out").shuffle(order)
@@ -430,7 +541,7 @@ class _GeneratedProblems:
     """Whether the task has hardly any other problems."""
 
 
-def _generated(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
+def _generated(config: SourceConfig, tokenizer: Any, source: str, seed: int | str) -> Problems:
     task = build_task(config.task, config.task_options)
     if task.unique_problems is not None and config.task_size + config.held_out > task.unique_problems:
         raise DataError(_too_few(config, f"at most {task.unique_problems} different problems"))
@@ -443,8 +554,11 @@ def _generated(config: DataConfig, tokenizer: Any, seed: int) -> Problems:
     if train.too_few:
         others = " other than duplicates of held-out ones" if keys else ""
         raise DataError(_too_few(config, f"hardly more than {len(train.problems)} different problems{others}"))
-    evaluated, bad = _from_task(held_out.problems, config, tokenizer, "held_out") if keys else ([], 0)
-    trained, more = _from_task(train.problems, config, tokenizer, "train")
+    inside = f"{source}/" if source else ""
+    evaluated, bad = (
+        _from_task(held_out.problems, config, tokenizer, prefix=f"{inside}held_out", source=source) if keys else ([], 0)
+    )
+    trained, more = _from_task(train.problems, config, tokenizer, prefix=f"{inside}train", source=source)
     return Problems(train=trained, held_out=evaluated, skipped=bad + more, overlapping=train.excluded)
 
 
@@ -458,7 +572,7 @@ def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]
         # Problems with different prompts may share a key, and may all be trained on.
         new = problem.prompt not in seen
         seen.add(problem.prompt)
-        if new and problem.key not in exclude:
+        if new and exclude.isdisjoint(identities(problem)):
             problems.append(problem)
             misses = 0
             continue
@@ -470,12 +584,12 @@ def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]
     return _GeneratedProblems(problems=problems, excluded=excluded, too_few=False)
 
 
-def _name(config: DataConfig) -> str:
+def _name(config: ProblemsConfig) -> str:
     options = ", ".join(f"{k}={v}" for k, v in config.task_options.items())
     return f"data.task={config.task}{f' with {options}' if options else ''}"
 
 
-def _too_few(config: DataConfig, limit: str) -> str:
+def _too_few(config: SourceConfig, limit: str) -> str:
     return (
         f"{_name(config)} has {limit}, but data.task_size={config.task_size} and data.held_out={config.held_out} "
         "ask for more; lower them, or change data.task_options"
@@ -483,22 +597,22 @@ def _too_few(config: DataConfig, limit: str) -> str:
 
 
 def _from_task(
-    problems: Sequence[Problem], config: DataConfig, tokenizer: Any, prefix: str
+    problems: Sequence[Problem], config: ProblemsConfig, tokenizer: Any, *, prefix: str, source: str
 ) -> tuple[list[Prompt], int]:
     candidates = [
         _candidate(i, f"{config.task}: row {i + 1}", p.prompt, {**p.columns, "answer": p.answer}, config, key=p.key)
         for i, p in enumerate(problems)
     ]
-    return _prompts(candidates, config, tokenizer, name=f"data.task={config.task}", prefix=prefix)
+    return _prompts(candidates, config, tokenizer, name=f"data.task={config.task}", prefix=prefix, source=source)
 
 
-def _demonstrations(task: Task, name: str, seed: int, exclude: frozenset[str]) -> Iterator[Problem]:
+def _demonstrations(task: Task, name: str, seed: int | str, exclude: frozenset[str]) -> Iterator[Problem]:
     rng = random.Random(f"{seed}/task/demonstrations")
     seen: set[str] = set()
     misses = 0
     while misses <= 1000 + 20 * len(seen):
         problem = task.generate(rng)
-        if problem.key in exclude:
+        if not exclude.isdisjoint(identities(problem)):
             seen.add(problem.prompt)
             misses += 1
             continue

@@ -7,6 +7,7 @@
                                                         safetensors format, but without that suffix, because vLLM
                                                         would load it as weights
       trainer.json                                      `TrainerState`: step, rollout state, counters, file offsets
+      difficulty.tensors                                measured pass rates, with data.sampling = "difficulty"
       manifest.json                                     size and SHA-256 of every other file
 
 Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory
@@ -132,7 +133,8 @@ def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerSt
     save_model(policy, partial)
     with _disk_errors():
         save_file(optimizer.state(), partial / TRAINER)
-    _write_json(partial / "trainer.json", dataclasses.asdict(state))
+        state_validation.save_difficulty(state.rollout.difficulty, partial)
+    _write_json(partial / "trainer.json", _json_fields(state))
     with _disk_errors():
         _read_back(partial, policy)
     files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
@@ -141,6 +143,12 @@ def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerSt
     for path in partial.iterdir():
         _flush(path)
     _flush(partial)
+
+
+def _json_fields(state: TrainerState) -> dict[str, Any]:
+    """The fields of `trainer.json`. Pass rates have a file of their own, because there is one per problem."""
+    rollout = {"batch": state.rollout.batch, "cursor": state.rollout.cursor}
+    return {**dataclasses.asdict(dataclasses.replace(state, rollout=RolloutState())), "rollout": rollout}
 
 
 def _delete_leftover(partial: Path) -> None:
@@ -172,7 +180,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 def _read_back(partial: Path, policy: Policy) -> None:
     """Detect a write that was lost or truncated without an error, before the file is hashed as if correct. A tensor
     file must have the length that its header says. Tokenizer files can have any format, so they are written twice."""
-    for path in (*partial.glob("*.safetensors"), partial / TRAINER):
+    for path in (*partial.glob("*.safetensors"), *partial.glob("*.tensors")):
         with safe_open(path, framework="pt"):
             pass
     again = partial / "again"
@@ -312,7 +320,7 @@ def read_state(path: Path) -> TrainerState:
     fields = state_validation.saved_fields(path)
     pending = fields["pending"]
     current = {
-        "rollout": RolloutState(**fields["rollout"]),
+        "rollout": RolloutState(**fields["rollout"], difficulty=state_validation.saved_difficulty(path)),
         "settings": aliases.settings(fields["settings"]),
         "pending": None if pending is None else aliases.metrics(pending),
     }

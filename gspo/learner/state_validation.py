@@ -1,5 +1,5 @@
-"""Validation of a saved `TrainerState`, the file `trainer.json`: a manifest shows that it is intact, not that a run
-wrote it.
+"""Validation of a saved `TrainerState`, the files `trainer.json` and `difficulty.tensors`: a manifest shows that they
+are intact, not that a run wrote them.
 
 In: a checkpoint. Out: the fields of its `trainer.json`, or what is wrong with them. Invariant: every field has the type
 and the range that a run writes, and the step is the one the checkpoint is named after.
@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from gspo.data.difficulty import Difficulty
 from gspo.objectives.adaptive_clip import LIMITS
 
+DIFFICULTY = "difficulty.tensors"
+"""In safetensors format, but without that suffix, because vLLM would load it as weights."""
 LARGEST = 16 << 20
 """Bytes that are read at most. A real file has a few thousand."""
 MOST = 2**62
@@ -81,7 +88,45 @@ def fault_in(path: Path) -> str | None:
     for name, (right, what) in FIELDS.items():
         if not right(values[name]):
             return f"{file}: {name} is not {what}"
-    return _contradiction(file, values)
+    return _contradiction(file, values) or _difficulty_fault(path, values)
+
+
+def _difficulty_fault(path: Path, values: Mapping[str, Any]) -> str | None:
+    file = path / DIFFICULTY
+    if file.is_file() != (values["settings"].get("data.sampling") == "difficulty"):
+        state = "must not exist" if file.is_file() else "missing"
+        return f"{file}: {state} with data.sampling = {values['settings'].get('data.sampling')!r}"
+    try:
+        saved_difficulty(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"{file}: cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+def save_difficulty(difficulty: Difficulty | None, path: Path) -> None:
+    """Write the measured pass rates into a checkpoint; nothing if sampling is uniform."""
+    if difficulty is not None:
+        skipped = np.array(difficulty.skipped, dtype=np.int64)
+        save_file({"correct": difficulty.correct, "judged": difficulty.judged, "skipped": skipped}, path / DIFFICULTY)
+
+
+def saved_difficulty(path: Path) -> Difficulty | None:
+    """The measured pass rates of a checkpoint; None if it has none. Raises `ValueError` for what no run writes."""
+    if not (path / DIFFICULTY).is_file():
+        return None
+    tensors = load_file(path / DIFFICULTY)
+    if {name: str(t.dtype) for name, t in tensors.items()} != {
+        "correct": "float64",
+        "judged": "float64",
+        "skipped": "int64",
+    }:
+        raise ValueError("must contain exactly correct, judged and skipped")
+    correct, judged, skipped = tensors["correct"], tensors["judged"], tensors["skipped"]
+    # Comparisons alone refuse NaN, too.
+    plausible = correct.shape == judged.shape and bool(np.all((correct >= 0) & (correct <= judged) & (judged <= MOST)))
+    if not plausible or correct.ndim != 1 or skipped.ndim != 1 or not np.all((skipped >= 0) & (skipped <= MOST)):
+        raise ValueError("is not a list of counts")
+    return Difficulty(correct=correct, judged=judged, skipped=tuple(skipped.tolist()))
 
 
 def saved_fields(path: Path) -> Any:

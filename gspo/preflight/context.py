@@ -79,8 +79,8 @@ class PreflightContext:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; the limit if the prompts are unknown."""
         if self.problems is None or self.tokenizer is None:
-            return self.config.data.max_prompt_tokens
-        return max(len(p.token_ids) for p in (*self.problems.train, *self.problems.held_out))
+            return max(section.max_prompt_tokens for section in self.config.problem_sections.values())
+        return max(len(p.token_ids) for p in self.problems.everything)
 
     @property
     def completion_length(self) -> float:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gspo.config import ProblemsConfig
 from gspo.data.problems import Problems, load_problems
 from gspo.errors import DataError
 from gspo.model.load import position_limit
@@ -41,28 +42,45 @@ class RowTokenizer:
 
 
 def check_data(context: PreflightContext) -> Iterator[Finding]:
-    config = context.config.data
+    config = context.config
     tokenizer = context.tokenizer or RowTokenizer()
-    context.problems = problems = load_problems(config, tokenizer, context.config.seed)
-    source = config.path or (f"hub data set {config.hub}" if config.hub else f"task {config.task}")
-    answers = sum("answer" in p.columns for p in problems.train)
-    fields = sorted(set().union(*(p.columns for p in problems.train)))
-    yield ok(
-        f"{source}: {pluralize(len(problems.train), 'training problem')}, {len(problems.held_out)} held out; rewards "
-        f"receive the fields {', '.join(fields) or 'none'}.",
-        train=len(problems.train),
-        held_out=len(problems.held_out),
-        answers=answers,
-        skipped=problems.skipped,
-        overlapping=problems.overlapping,
-    )
+    context.problems = problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    for name, section in config.data.sources.items():
+        train = [p for p in problems.train if p.source == name]
+        held_out = sum(p.source == name for p in problems.held_out)
+        yield ok(
+            f"{f'{name}: ' if name else ''}{_place(section)}: {pluralize(len(train), 'training problem')}, {held_out} "
+            f"held out; rewards receive the fields {_fields(train)}.",
+            **({"source": name} if name else {}),
+            train=len(train),
+            held_out=held_out,
+            answers=sum("answer" in p.columns for p in train),
+            skipped=problems.skipped,
+            overlapping=problems.overlapping,
+        )
+    for name, prompts in problems.sets.items():
+        yield ok(
+            f"Evaluation set {name}: {_place(config.eval.sets[name])}: {pluralize(len(prompts), 'problem')}; rewards "
+            f"receive the fields {_fields(prompts)}.",
+            set=name,
+            problems=len(prompts),
+        )
     yield from _dropped(context, problems, tokenizer)
-    yield from _repeated(context, problems)
+    for name in config.data.sources:
+        yield from _repeated(context, problems, name)
     yield from _held_out(context, problems)
 
 
+def _place(section: ProblemsConfig) -> str:
+    return section.path or (f"hub data set {section.hub}" if section.hub else f"task {section.task}")
+
+
+def _fields(prompts: Sequence[Prompt]) -> str:
+    return ", ".join(sorted(set().union(*(p.columns for p in prompts)))) or "none"
+
+
 def _dropped(context: PreflightContext, problems: Problems, tokenizer: Any) -> Iterator[Finding]:
-    rows = len(problems.train) + len(problems.held_out) + problems.skipped
+    rows = len(problems.everything) + problems.skipped
     if problems.skipped:
         level = warning if problems.skipped > MANY * rows else note
         yield level(
@@ -76,60 +94,71 @@ def _dropped(context: PreflightContext, problems: Problems, tokenizer: Any) -> I
         yield warning(f"{what}.", f"{do.capitalize()}.", overlapping=problems.overlapping)
     elif problems.overlapping:
         yield note(
-            f"{problems.overlapping} training problems duplicate a held-out problem and will be dropped.",
+            f"{problems.overlapping} training problems duplicate a held-out problem"
+            f"{' or one of an evaluation set' if problems.sets else ''} and will be dropped.",
             overlapping=problems.overlapping,
         )
 
 
 def _first_errors(context: PreflightContext, tokenizer: Any) -> list[str]:
     # Loading again, strictly, is the simplest way to get the messages.
-    strict = dataclasses.replace(context.config.data, on_bad_row="error")
+    data = context.config.data
+    mix = {name: dataclasses.replace(source, on_bad_row="error") for name, source in data.mix.items()}
+    sets = {name: dataclasses.replace(one, on_bad_row="error") for name, one in context.config.eval.sets.items()}
     try:
-        load_problems(strict, tokenizer, context.config.seed)
+        load_problems(dataclasses.replace(data, on_bad_row="error", mix=mix), tokenizer, context.config.seed, sets)
     except DataError as error:
         return str(error).splitlines()[1:4]
     return []
 
 
-def _repeated(context: PreflightContext, problems: Problems) -> Iterator[Finding]:
+def _repeated(context: PreflightContext, problems: Problems, source: str) -> Iterator[Finding]:
     config = context.config
-    count = len(problems.train)
+    texts = [p.text for p in problems.train if p.source == source]
+    count = len(texts)
+    where = f"{source}: " if source else ""
     # By text: rows may differ in their answers and still be the same question.
-    text, times = Counter(p.text for p in problems.train).most_common(1)[0]
+    text, times = Counter(texts).most_common(1)[0]
     if times > 1:
-        copies = count - len({p.text for p in problems.train})
+        copies = count - len(set(texts))
         yield note(
-            f"{copies} training rows repeat the prompt of another row; the most common one occurs {times} times.",
+            f"{where}{copies} training rows repeat the prompt of another row; the most common one occurs {times} "
+            "times.",
             detail=[excerpt(text)],
             repeated=copies,
         )
-    if config.rollout.prompts > count:
+    mix = config.data.mix
+    share = mix[source].weight / sum(s.weight for s in mix.values()) if source else 1.0
+    prompts = config.rollout.prompts * share
+    if prompts > count:
         yield warning(
-            f"A step samples {config.rollout.prompts} prompts, but there are only {count}: a step contains the same "
+            f"{where}A step samples {prompts:g} prompts, but there are only {count}: a step contains the same "
             "prompt several times.",
-            f"Set rollout.prompts to at most {count}, or add problems.",
+            f"Set rollout.prompts to at most {int(count / share)}, or add problems.",
         )
     elif config.steps:
-        visits = config.steps * config.rollout.prompts / count
-        yield ok(f"{config.steps} steps of {config.rollout.prompts} prompts visit each problem {visits:.2g} times.")
+        visits = config.steps * prompts / count
+        yield ok(f"{where}{config.steps} steps of {prompts:.4g} prompts visit each problem {visits:.2g} times.")
 
 
 def _held_out(context: PreflightContext, problems: Problems) -> Iterator[Finding]:
-    count = len(problems.held_out)
-    if context.config.eval.every and 0 < count < 100:
-        # Half-width of the 95 % interval of a proportion, which is widest at 50 %.
-        points = 100 * 1.96 * math.sqrt(0.25 / count)
-        yield note(
-            f"With {count} held-out problems, an accuracy of 50 % is known only to ±{points:.0f} points.",
-            "Raise data.held_out to detect smaller gains.",
-        )
+    held_out = [("held-out problems", "data.held_out", len(problems.held_out))] if context.config.eval.every else []
+    sets = [(f"problems of {name}", f"eval.sets.{name}.size", len(found)) for name, found in problems.sets.items()]
+    for what, key, count in (*held_out, *sets):
+        if 0 < count < 100:
+            # Half-width of the 95 % interval of a proportion, which is widest at 50 %.
+            points = 100 * 1.96 * math.sqrt(0.25 / count)
+            yield note(
+                f"With {count} {what}, an accuracy of 50 % is known only to ±{points:.0f} points.",
+                f"Raise {key} to detect smaller gains.",
+            )
 
 
 def check_lengths(context: PreflightContext) -> Iterator[Finding]:
     assert context.problems is not None
-    prompts = [*context.problems.train, *context.problems.held_out]
+    prompts = context.problems.everything
     lengths = sorted(len(p.token_ids) for p in prompts)
-    limit = context.config.data.max_prompt_tokens
+    limit = max(section.max_prompt_tokens for section in context.config.problem_sections.values())
     completion = context.config.rollout.max_tokens
     longest = max(prompts, key=lambda p: len(p.token_ids))
     yield ok(

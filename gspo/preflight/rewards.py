@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from gspo.build import reward_pool
-from gspo.data.problems import PromptOrder, demonstrations
+from gspo.data.order import PromptOrder
+from gspo.data.problems import demonstrations
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
 from gspo.preflight.context import PreflightContext
@@ -24,7 +25,6 @@ from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import human
 from gspo.preflight.step_time import duration, rollout_seconds
-from gspo.reward.function import chosen_functions
 from gspo.reward.traits import RewardTraits, Service, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
@@ -38,7 +38,7 @@ def check_functions(context: PreflightContext) -> Iterator[Finding]:
     assert context.problems is not None
     context.rewards = pool = reward_pool(context.config)
     context.stack.callback(pool.close)
-    pool.check_columns(set().union(*(p.columns for p in context.problems.train)))
+    pool.check_columns([*context.problems.train, *chain.from_iterable(context.problems.sets.values())])
     yield ok(f"{', '.join(pool.names)} can be loaded and called with the data's fields.", functions=list(pool.names))
 
 
@@ -101,31 +101,42 @@ class KnownAnswer:
 
 def check_known(context: PreflightContext) -> Iterator[Finding]:
     assert context.rewards is not None
-    specs = chosen_functions(context.config.reward.functions, bool(context.config.data.task))
     if asked := sorted(context.rewards.services):
         yield note(f"Not tried with {', '.join(asked)}: each completion would cost a request.")
-    for place, (name, spec) in enumerate(zip(context.rewards.names, specs, strict=True)):
-        if name in asked:
-            continue
-        traits = reward_traits(spec)
-        known = _known(context, spec, traits) if traits.has_known_form or place == 0 else []
-        if known:
-            yield from _known_answers(context, name, traits, known)
-        if known and not traits.sandbox:  # a program has no final answer that could be wrong after correct working
-            yield from _wrong_answers(context, name, known)
-    if any(reward_traits(spec).sandbox for spec in specs):
-        yield from _tests(context)
-    if context.cold and context.config.data.solution_field:
+    for source in context.config.problem_sections:
+        functions = [function for function in context.rewards.functions_of(source) if function.name not in asked]
+        decisive = context.rewards.functions_of(source)[0]
+        for function in functions:
+            traits = reward_traits(function.spec)
+            known = (
+                _known(context, source, function.spec, traits) if traits.has_known_form or function is decisive else []
+            )
+            if known:
+                yield from _known_answers(context, function.name, traits, known)
+            if known and not traits.sandbox:  # a program has no final answer that could be wrong after correct working
+                yield from _wrong_answers(context, function.name, known)
+        if any(reward_traits(function.spec).sandbox for function in functions):
+            yield from _tests(context, source)
+        if functions:
+            yield from _empty(context, source)
+    if context.cold and any(source.solution_field for source in context.config.data.sources.values()):
         yield _demonstrations_of_data(context)
-    if len(asked) < len(specs):
-        yield from _empty(context)
+
+
+def _of(source: str) -> str:
+    """Which problems a finding is about, if there are several sources."""
+    return f" of {source}" if source else ""
 
 
 def _demonstrations_of_data(context: PreflightContext) -> Finding:
     """Whether the reward scores the data's own demonstrations as correct. The cold start leaves out the others."""
     assert context.rewards is not None
     assert context.problems is not None
-    field = f"data.solution_field = {context.config.data.solution_field!r}"
+    field = " and ".join(
+        f"{'data' if not name else f'data.mix.{name}'}.solution_field = {source.solution_field!r}"
+        for name, source in context.config.data.sources.items()
+        if source.solution_field
+    )
     having = [p for p in context.problems.train if p.demonstration]
     if not having:
         return fail(
@@ -163,18 +174,19 @@ def _known_answers(
     failed = [s.failure for group in scores for s in group if s.failure and not s.failure.startswith("abstained")]
     right = sum(v is not None and v > context.config.reward.correct_above for v in best)
     numbers: dict[str, Any] = {"function": name, "tried": len(known), "right": right, "seconds": each}
+    of = _of(known[0].prompt.source)
     if failed:
         share = len(failed) / sum(len(k.texts) for k in known)
         level = fail if share > context.config.reward.max_unscored_fraction else warning
         yield level(
-            f"{name} could not score {share:.0%} of the completions that state the data's own answers; the first "
+            f"{name} could not score {share:.0%} of the completions that state the data's own answers{of}; the first "
             f"reason: {failed[0]}",
             "Fix the reward function, or the data that it fails on.",
             **numbers,
         )
     elif right == len(known):
         yield ok(
-            f"{name} scores the data's own answers as correct ({right} of {len(known)}), {duration(each)} per "
+            f"{name} scores the data's own answers{of} as correct ({right} of {len(known)}), {duration(each)} per "
             "completion.",
             **numbers,
         )
@@ -195,19 +207,21 @@ def _missed(
     # Not `v <= threshold`: with a threshold of NaN, which the settings check reports, no comparison holds.
     at = next(i for i, v in enumerate(best) if v is None or not v > context.config.reward.correct_above)
     prompt = known[at].prompt
+    of = _of(prompt.source)
     tried = excerpt(known[at].texts[0], 120)
     example = [f"{prompt.id}: expected {prompt.columns.get('answer')!r:.80}, tried {tried!r}, value {best[at]}"]
     if not traits.has_known_form:
         return note(
-            f"{name} scores {right} of {len(known)} completions as correct that only state the data's own answer; "
+            f"{name} scores {right} of {len(known)} completions{of} as correct that only state the data's own answer; "
             "that is fine if it requires more.",
             "Look at the example: would a correct completion look like this?",
             detail=example,
             **numbers,
         )
-    if abstained == len(known) and len(context.config.reward.functions) < 2:
+    assert context.rewards is not None
+    if abstained == len(known) and len(context.rewards.functions_of(prompt.source)) < 2:
         return fail(
-            f"{name} abstains on every one of the data's own answers, so no completion could ever be scored.",
+            f"{name} abstains on every one of the data's own answers{of}, so no completion could ever be scored.",
             "The expected answers are not of the kind that this reward reads; use another (exact_answer for words), "
             "or set data.answer_field and data.answer_after.",
             detail=example,
@@ -215,7 +229,7 @@ def _missed(
         )
     cause = f", and abstains on {abstained}" if abstained else ""
     return warning(
-        f"{name} scores only {right} of {len(known)} of the data's own answers as correct{cause}: on the other "
+        f"{name} scores only {right} of {len(known)} of the data's own answers{of} as correct{cause}: on the other "
         "problems no completion can be correct.",
         "Check data.answer_field, data.answer_after and the reward's options against the example, or remove these "
         "rows.",
@@ -241,8 +255,8 @@ def _wrong_answers(context: PreflightContext, name: str, known: Sequence[KnownAn
         answer = first.prompt.columns.get("answer")
         example = [f"{first.prompt.id}: expected {answer!r:.80}, tried {excerpt(text, 240)!r}"]
         yield warning(
-            f"{name} scores {len(fooled)} of {count} completions as correct whose final answer is wrong after correct "
-            "working.",
+            f"{name} scores {len(fooled)} of {count} completions{_of(first.prompt.source)} as correct whose final "
+            "answer is wrong after correct working.",
             "Make it read the final answer only: what follows the thinking, in the form that the prompt asks for.",
             detail=example,
             function=name,
@@ -279,31 +293,32 @@ def _off_by_one(answer: str) -> str | None:
     return str(number + 1) if number.is_finite() and abs(number) < 10**15 else None
 
 
-def _empty(context: PreflightContext) -> Iterator[Finding]:
+def _empty(context: PreflightContext, source: str) -> Iterator[Finding]:
     """A model will find out that an empty completion scores as correct."""
     assert context.rewards is not None
-    prompts = _some(context)
+    prompts = _some(context, source)
     scores = _score(context, [(p, [""]) for p in prompts])
     right = sum(group[0].correct is True for group in scores)
     if right:
         yield warning(
-            f"An empty completion counts as correct on {right} of {len(prompts)} problems.",
+            f"An empty completion counts as correct on {right} of {len(prompts)} problems{_of(source)}.",
             "Make the first reward function require an answer; the model will exploit this.",
             empty_correct=right,
         )
 
 
-def _tests(context: PreflightContext) -> Iterator[Finding]:
+def _tests(context: PreflightContext, source: str) -> Iterator[Finding]:
     """Tests that do not work in the sandbox fail with any program, so a program that does nothing shows it."""
     assert context.rewards is not None
-    prompts = _some(context)
+    prompts = _some(context, source)
     # A program that does nothing: whatever fails then is the fault of the tests.
     scores = _score(context, [(p, ["pass"]) for p in prompts])
     reasons = [(p.id, s.failure) for p, (s,) in zip(prompts, scores, strict=True) if s.failure]
     if reasons:
         level = fail if len(reasons) / len(prompts) > context.config.reward.max_unscored_fraction else warning
         yield level(
-            f"The tests of {len(reasons)} of {len(prompts)} problems do not work: their completions stay unscored.",
+            f"The tests of {len(reasons)} of {len(prompts)} problems{_of(source)} do not work: their completions stay "
+            "unscored.",
             "Fix or remove these rows; docs/sandbox.md says what tests can do.",
             detail=[f"{where}: {excerpt(reason, 400)}" for where, reason in reasons[:3]],
             unusable=len(reasons),
@@ -317,12 +332,12 @@ def _score(context: PreflightContext, texts: Sequence[tuple[Prompt, Sequence[str
     return context.rewards.score([(p, _completions(context, p, t)) for p, t in texts], functions=free)
 
 
-def _known(context: PreflightContext, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
+def _known(context: PreflightContext, source: str, spec: str, traits: RewardTraits) -> list[KnownAnswer]:
     if traits.reads_demonstrations:
-        return _demonstrated(context)
+        return _demonstrated(context, source)
     options = context.config.reward.options.get(spec, {})
     texts = traits.known_answers or _any_form
-    answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(context)]
+    answers = [KnownAnswer(prompt=p, texts=tuple(texts(p.columns, options))) for p in _some(context, source)]
     return [known for known in answers if known.texts]
 
 
@@ -330,15 +345,16 @@ def _any_form(columns: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     return [text for form in FORMS for text in form(columns, {})]
 
 
-def _some(context: PreflightContext) -> list[Prompt]:
+def _some(context: PreflightContext, source: str) -> list[Prompt]:
+    """Some problems of a source of training problems or of an evaluation set."""
     assert context.problems is not None
-    train = context.problems.train
-    return [train[i] for i in PromptOrder(len(train), context.config.seed).take(0, min(TRIED, len(train)))]
+    found = context.problems.sets.get(source) or [p for p in context.problems.train if p.source == source]
+    return [found[i] for i in PromptOrder(len(found), context.config.seed).take(0, min(TRIED, len(found)))]
 
 
-def _demonstrated(context: PreflightContext) -> list[KnownAnswer]:
-    data = context.config.data
-    if not build_task(data.task, data.task_options).has_demonstrations:
+def _demonstrated(context: PreflightContext, source: str) -> list[KnownAnswer]:
+    data = context.config.problem_sections[source]
+    if not data.task or not build_task(data.task, data.task_options).has_demonstrations:
         return []
     problems = list(islice(demonstrations(data, context.config.seed), TRIED))
     known = []
@@ -348,6 +364,7 @@ def _demonstrated(context: PreflightContext) -> list[KnownAnswer]:
             content=problem.prompt,
             text=problem.prompt,
             token_ids=(0,),
+            source=source,
             columns={"answer": problem.answer, **problem.columns},
         )
         known.append(KnownAnswer(prompt=prompt, texts=(problem.demonstration,)))
@@ -452,7 +469,8 @@ def check_sandbox(context: PreflightContext) -> Iterator[Finding]:
     from gspo.reward.sandbox.probe import sandbox_level
 
     config = context.config.reward
-    used = next(((spec, sandbox) for spec in config.functions if (sandbox := reward_traits(spec).sandbox)), None)
+    specs = context.config.reward_functions
+    used = next(((spec, sandbox) for spec in specs if (sandbox := reward_traits(spec).sandbox)), None)
     try:
         level = used[1](config.options.get(used[0], {})) if used else sandbox_level()
     except ConfigError as error:

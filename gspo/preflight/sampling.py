@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from gspo.clock import Clock
-from gspo.data.problems import PromptOrder
+from gspo.data.order import SamplingOrder
 from gspo.evaluation import interval
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
@@ -63,7 +63,8 @@ def _first_prompts(context: PreflightContext, count: int) -> list[Prompt]:
     assert context.problems is not None
     train = context.problems.train
     # The order of the run, so that the doctor sees the first step's own prompts.
-    return with_unique_ids([train[i] for i in PromptOrder(len(train), context.config.seed).take(0, count)])
+    taken = SamplingOrder.of(train, context.config.data, context.config.seed).take(0, count)
+    return with_unique_ids([train[i] for i in taken.indices])
 
 
 def _sample(context: PreflightContext, prompts: Sequence[Prompt]) -> list[Group]:

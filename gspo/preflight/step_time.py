@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from gspo.config import EvalConfig, EvalSetConfig
 from gspo.objectives.samples import keeps_group
 from gspo.preflight.context import PreflightContext, Timings
 from gspo.preflight.findings import Finding, note, ok
@@ -28,8 +30,15 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
     # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
     train *= 1.25 if context.objective and context.objective.kl else 1.0
     rest = reward * batches_per_step(context) + train
-    runs = 1 + config.steps // config.eval.every + bool(config.steps % config.eval.every) if config.eval.every else 0
-    evaluation = _evaluation(context, timings)
+    problems = context.problems
+    parts = [
+        _Evaluations.of(context, timings, "an evaluation", config.eval, len(problems.held_out) if problems else 0),
+        *(
+            _Evaluations.of(context, timings, f"of {name}", one, len(problems.sets[name]) if problems else 0)
+            for name, one in config.eval.sets.items()
+        ),
+    ]
+    evaluations = sum(part.runs * part.seconds for part in parts)
     steps = config.steps
     each_ms = digits(1000 * timings.reward_s / timings.completions, 3)
     detail = [
@@ -37,10 +46,10 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
         f"{'rewards':<24} {duration(reward * batches_per_step(context))}   {each_ms} ms per completion with "
         f"{config.reward.workers} workers",
         f"{'training':<24} {duration(train)}   old and new forward, backward; without the optimizer step",
-        f"{'an evaluation':<24} {duration(evaluation)}   {runs} times",
+        *(f"{part.what:<24} {duration(part.seconds)}   {part.runs} times" for part in parts),
     ]
     start = " The cold start comes first, and changes how long completions are." if context.cold else ""
-    whole = _range(steps * (low + rest) + runs * evaluation, steps * (high + rest) + runs * evaluation)
+    whole = _range(steps * (low + rest) + evaluations, steps * (high + rest) + evaluations)
     yield ok(
         f"A step takes about {_range(low + rest, high + rest)}, so the run of {steps} steps takes about "
         f"{whole}.{start}",
@@ -48,7 +57,7 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
         step_s=[low + rest, high + rest],
         reward_s=reward,
         learn_s=train,
-        evaluation_s=evaluation,
+        evaluation_s=parts[0].seconds,
     )
 
 
@@ -79,10 +88,28 @@ def most_batches(context: PreflightContext) -> float:
     return max(1.0, len(context.problems.train) / rollout.prompts) if context.problems else 1.0
 
 
-def _evaluation(context: PreflightContext, timings: Timings) -> float:
-    held_out = len(context.problems.held_out) if context.problems else 0
-    completions = held_out * (context.config.eval.samples + context.config.eval.greedy)
-    return (timings.rollout_s + timings.reward_s) * completions / timings.completions
+@dataclass(frozen=True, kw_only=True)
+class _Evaluations:
+    """The evaluations of a run on one set of problems."""
+
+    what: str
+    runs: int
+    seconds: float
+    """Of each."""
+
+    @classmethod
+    def of(
+        cls,
+        context: PreflightContext,
+        timings: Timings,
+        what: str,
+        settings: EvalConfig | EvalSetConfig,
+        problems: int,
+    ) -> _Evaluations:
+        steps, every = context.config.steps, settings.every
+        completions = problems * (settings.samples + settings.greedy)
+        seconds = (timings.rollout_s + timings.reward_s) * completions / timings.completions
+        return cls(what=what, runs=1 + steps // every + bool(steps % every) if every else 0, seconds=seconds)
 
 
 def _range(low: float, high: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gspo.build import tokenizer_for
+from gspo.config import ProblemsConfig
 from gspo.data.chat import render, uses_template
 from gspo.data.problems import with_instructions
 from gspo.model.load import Policy
@@ -44,23 +45,34 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Finding]:
 
 
 def check_template(context: PreflightContext) -> Iterator[Finding]:
-    data = context.config.data
+    templated = False
+    for name, data in context.config.data.sources.items():
+        templated |= uses_template(context.tokenizer, chat=data.chat)
+        yield _presentation(context, name, data)
+    if templated:
+        yield _generation_prompt(context.tokenizer)
+
+
+def _presentation(context: PreflightContext, source: str, data: ProblemsConfig) -> Finding:
+    """How the model sees the problems of a source."""
     tokenizer = context.tokenizer
-    prompt = context.problems.train[0] if context.problems else None
+    train = context.problems.train if context.problems else ()
+    prompt = next((p for p in train if p.source == source), None)
+    where = f"{source}: " if source else ""
     example = prompt.text if prompt else render(with_instructions("What is 1 + 1?", data), tokenizer, chat=data.chat)[0]
     if not uses_template(tokenizer, chat=data.chat):
         reason = "data.chat = no" if data.chat == "no" else "the tokenizer has no chat template"
-        yield note(
-            f"Prompts are given to the model as plain text ({reason}).",
+        return note(
+            f"{where}Prompts are given to the model as plain text ({reason}).",
             "A chat model needs its template; a base model needs a prompt that is to be continued.",
             detail=[f"example: {excerpt(example)}"],
             prompt=example,
         )
-        return
-    yield ok(
-        "Prompts are wrapped in the tokenizer's chat template.", detail=[f"example: {excerpt(example)}"], prompt=example
+    return ok(
+        f"{where}Prompts are wrapped in the tokenizer's chat template.",
+        detail=[f"example: {excerpt(example)}"],
+        prompt=example,
     )
-    yield _generation_prompt(tokenizer)
 
 
 def _generation_prompt(tokenizer: Any) -> Finding:
@@ -127,7 +139,7 @@ def check_ends(context: PreflightContext) -> Iterator[Finding]:
     yield ok(f"A completion ends at {named}.", stop_ids=list(stops))
     if texts := context.config.rollout.stop:
         yield ok(f"It also ends with the stop string {' or '.join(map(repr, texts))}.", stop=list(texts))
-    if uses_template(tokenizer, chat=context.config.data.chat):
+    if any(uses_template(tokenizer, chat=source.chat) for source in context.config.data.sources.values()):
         yield _end_of_turn(tokenizer, stops)
     yield from _vocabulary(context)
 
@@ -162,7 +174,7 @@ def _vocabulary(context: PreflightContext) -> Iterator[Finding]:
     """An id without an embedding would stop the run in the middle of a forward pass."""
     rows = context.skeleton.get_input_embeddings().num_embeddings
     problems = context.problems
-    used = max((max(p.token_ids) for p in (*problems.train, *problems.held_out)), default=0) if problems else 0
+    used = max((max(p.token_ids) for p in problems.everything), default=0) if problems else 0
     if used >= rows:
         yield fail(
             f"The data contains token id {used}, but the model's embedding has only {rows} rows.",

@@ -14,18 +14,27 @@ from gspo.clock import Clock
 from gspo.evaluation import Evaluation
 
 
-def eval_metrics(evaluation: Evaluation) -> dict[str, Any]:
-    """The metrics of an evaluation on the held-out problems."""
+def eval_metrics(evaluation: Evaluation, name: str = "") -> dict[str, Any]:
+    """The metrics of an evaluation on the held-out problems, or on the evaluation set of this name."""
+    family = f"eval/{name}" if name else "eval"
     accuracy = evaluation.accuracy
     metrics = {
-        "eval/unscored": evaluation.unscored,
-        "eval/accuracy": accuracy.value,
-        "eval/accuracy_low": accuracy.low,
-        "eval/accuracy_high": accuracy.high,
-        "eval/length_mean": evaluation.mean_length,
+        f"{family}/unscored": evaluation.unscored,
+        f"{family}/accuracy": accuracy.value,
+        f"{family}/accuracy_low": accuracy.low,
+        f"{family}/accuracy_high": accuracy.high,
+        f"{family}/length_mean": evaluation.mean_length,
     }
     if evaluation.greedy is not None:
-        metrics["eval/accuracy_greedy"] = evaluation.greedy.value
+        metrics[f"{family}/accuracy_greedy"] = evaluation.greedy.value
+    return metrics
+
+
+def source_eval_metrics(evaluation: Evaluation) -> dict[str, Any]:
+    """The metrics of the held-out problems of each source in a mixture; empty without one."""
+    metrics: dict[str, Any] = {}
+    for name, part in evaluation.by_source().items():
+        metrics |= eval_metrics(part, name)
     return metrics
 
 

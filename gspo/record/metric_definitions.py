@@ -8,8 +8,9 @@ nothing of the package, so that a viewer starts without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -87,6 +88,20 @@ PANELS = (
         ),
     ),
     Panel(
+        id="sets",
+        title="Evaluation sets",
+        form="share",
+        what=(
+            "Accuracy on each set of eval.sets, and on the held-out problems of each source in data.mix, with its 95 % "
+            "interval."
+        ),
+    ),
+    Panel(
+        id="sources",
+        title="Reward by source",
+        what="Mean reward of the sampled completions of each source in data.mix.",
+    ),
+    Panel(
         id="clipping",
         in_image=True,
         title="Clip fraction",
@@ -115,6 +130,15 @@ PANELS = (
         what=(
             "In a uniform group all completions have the same reward, so it gives no gradient, except from a length or "
             "KL penalty."
+        ),
+    ),
+    Panel(
+        id="difficulty",
+        title="Measured difficulty",
+        form="share",
+        what=(
+            "Estimated pass rate of the sampled problems before they were sampled, and the share of visited problems "
+            'that were skipped because theirs is near 0 or 1 (data.sampling = "difficulty").'
         ),
     ),
     Panel(
@@ -357,6 +381,65 @@ METRICS = (
         present="if there are any",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
+    ),
+    # Where the prompts come from.
+    Metric(
+        "source/NAME/reward_mean",
+        "Mean reward of the scored sampled completions of one source.",
+        present="with `data.mix`, step ≥ 1",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("sources",),
+        label="NAME",
+    ),
+    Metric(
+        "source/NAME/correct_fraction",
+        "Share of correct completions among the sampled completions of one source that have a verdict.",
+        present="with `data.mix`, step ≥ 1",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "source/NAME/prompt_fraction",
+        "Share of the sampled groups whose prompts come from one source. Its mean over steps is the source's weight "
+        "relative to all weights.",
+        present="with `data.mix`, step ≥ 1",
+        unit="share",
+        reduction=Reduction.GROUP_MEAN,
+    ),
+    Metric(
+        "source/NAME/kept_fraction",
+        'Share of the sampled groups of one source that were not discarded; 1 with `keep = "all"`.',
+        present="with `data.mix`, step ≥ 1",
+        unit="share",
+        reduction=Reduction.GROUP_MEAN,
+    ),
+    Metric(
+        "difficulty/pass_rate",
+        "Mean estimated pass rate of the sampled problems, as it was before this step.",
+        present='with `data.sampling = "difficulty"`, step ≥ 1',
+        unit="share",
+        reduction=Reduction.GROUP_MEAN,
+        panels=("difficulty",),
+        label="pass rate of sampled problems",
+    ),
+    Metric(
+        "difficulty/skipped_fraction",
+        "Share of the visited problems that were skipped because of their estimated pass rates.",
+        present='with `data.sampling = "difficulty"`, step ≥ 1',
+        unit="share",
+        reduction=Reduction.MEAN,
+        panels=("difficulty",),
+        label="skipped problems",
+    ),
+    Metric(
+        "difficulty/measured_fraction",
+        "Share of the training problems that have been measured at least once.",
+        present='with `data.sampling = "difficulty"`, step ≥ 1',
+        unit="share",
+        reduction=Reduction.SAME,
+        panels=("difficulty",),
+        label="measured problems",
     ),
     # Lengths. Percentiles, because a few very long completions decide how long sampling takes.
     Metric(
@@ -1024,6 +1107,51 @@ METRICS = (
         panels=("learning",),
         label="held-out, greedy",
     ),
+    Metric(
+        "eval/NAME/accuracy",
+        "The accuracy on one set of `eval.sets`, or on the held-out problems of one source in `data.mix`.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="share",
+        reduction=Reduction.SAME,
+        panels=("sets",),
+        label="NAME",
+        band=("eval/NAME/accuracy_low", "eval/NAME/accuracy_high"),
+    ),
+    Metric(
+        "eval/NAME/accuracy_low",
+        "Lower end of its 95 % interval (Wilson, over problems).",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/accuracy_high",
+        "Upper end of its 95 % interval.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/accuracy_greedy",
+        "The same accuracy with one greedy completion per problem.",
+        present="evaluation, with `eval.sets` or `data.mix`, and `greedy`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/length_mean",
+        "Mean tokens of the sampled completions of that set or source.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="count",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/unscored",
+        "Sampled completions of that set or source without a verdict; accuracy excludes them.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="count",
+        reduction=Reduction.SAME,
+    ),
 )
 """`metrics.jsonl`, in the order of the documentation."""
 
@@ -1125,6 +1253,22 @@ TIMINGS = (
 def metrics_of(panel: Panel) -> Iterator[Metric]:
     """The metrics that a panel shows."""
     return (metric for metric in (*METRICS, *TIMINGS) if panel.id in metric.panels)
+
+
+def named(metric: Metric, keys: Iterable[str]) -> Iterator[Metric]:
+    """The metric itself or, if its key contains NAME, one for each name among `keys`."""
+    if "NAME" not in metric.key:
+        yield metric
+        return
+    pattern = re.compile("([^/]+)".join(map(re.escape, metric.key.split("NAME"))))
+    for name in (found[1] for key in keys if (found := pattern.fullmatch(key))):
+        low, high = (end.replace("NAME", name) for end in metric.band or ("", ""))
+        yield replace(
+            metric,
+            key=metric.key.replace("NAME", name),
+            label=metric.label.replace("NAME", name),
+            band=(low, high) if metric.band else None,
+        )
 
 
 def defined_keys() -> set[str]:

@@ -100,6 +100,39 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "length/repetitive_fraction": Mean.of([_repetitive(c) for c, _ in pairs]),
         "tokens/generated": Sum(collected.tokens),
         **_decoding(collected),
+        **_sources(collected),
+        **_difficulty(collected),
+    }
+
+
+def _sources(collected: CollectResult) -> dict[str, Reduced]:
+    """Rewards and shares of each source of a mixture."""
+    kept, groups = collected.rollouts.groups, collected.rollouts.sampled
+    names = sorted({g.prompt.source for g in groups if g.prompt.source})
+    scores = {name: [s for g in groups if g.prompt.source == name for s in g.scores] for name in names}
+    prompts = Counter(g.prompt.source for g in groups)
+    trained = Counter(g.prompt.source for g in kept)
+    rewards = {name: [s.reward for s in scores[name] if s.reward is not None] for name in names}
+    correct = {name: [s.correct for s in scores[name] if s.correct is not None] for name in names}
+    shares = {name: Mean(prompts[name], len(groups)) for name in names}
+    return {
+        "source/NAME/reward_mean": Family({name: Mean.of(rewards[name]) for name in names}),
+        "source/NAME/correct_fraction": Family({name: Mean.of(correct[name]) for name in names}),
+        # A rank without a group of the source has groups all the same, and they belong into the denominator.
+        "source/NAME/prompt_fraction": Family(shares, absent=Mean(0, len(groups))),
+        "source/NAME/kept_fraction": Family({name: Mean(trained[name], prompts[name]) for name in names}),
+    }
+
+
+def _difficulty(collected: CollectResult) -> dict[str, Reduced]:
+    """Which problems were selected by their measured pass rates."""
+    if collected.after.difficulty is None:
+        return {}
+    rates = collected.pass_rates
+    return {
+        "difficulty/pass_rate": Mean.of(rates),
+        "difficulty/skipped_fraction": Mean(collected.skipped, collected.skipped + len(rates)),
+        "difficulty/measured_fraction": Same(collected.after.difficulty.measured_fraction),
     }
 
 
@@ -322,6 +355,7 @@ def rollout_records(
 def _completion_record(group: Group, completion: Completion, score: Score) -> dict[str, Any]:
     return {
         "prompt_id": completion.prompt_id,
+        **({"source": group.prompt.source} if group.prompt.source else {}),
         "sample": completion.sample,
         "prompt": group.prompt.text,
         "text": completion.text,

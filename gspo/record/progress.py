@@ -85,6 +85,12 @@ class _Recent:
             return 0.0
         return (time.monotonic() - self._started) / (step - self._first_step) * max(0, steps - step)
 
+    def _sets(self) -> list[tuple[str, str]]:
+        """The accuracy on each evaluation set, and on each source of a mixture."""
+        names = [k.split("/")[1] for k in self.values if k.startswith("eval/") and k.count("/") == 2]
+        found = {name: self.values.get(f"eval/{name}/accuracy") for name in names}
+        return [(name, _share(value)) for name, value in found.items() if value is not None]
+
     def cells(self) -> list[tuple[str, str]]:
         """Title and text of each value."""
         v = self.values
@@ -100,6 +106,7 @@ class _Recent:
         return [
             (heading("reward/mean"), _number(v.get("reward/mean"), ".3f")),
             (heading("eval/accuracy"), held_out),
+            *self._sets(),
             clipped,
             (heading("length/mean"), _number(v.get("length/mean"), ".1f")),
             ("tokens/s", _number(v.get("tokens/s"), ",.0f")),

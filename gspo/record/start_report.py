@@ -7,6 +7,7 @@ trained, and a run that will not fit on the disk is warned about, not refused.
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 
 from gspo.context import RunContext
 from gspo.learner import checkpoint
@@ -28,7 +29,7 @@ def report_setup(context: RunContext, run_dir: RunDir, display: Display, inciden
     share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
     display.message(
         f"{type(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
-        f"{len(problems.train)} training and {len(problems.held_out)} held-out problems; "
+        f"{len(problems.train)} training and {len(problems.held_out)} held-out problems{_by_source(context)}; "
         f"objective {context.objective.name}; run directory {run_dir.path}"
     )
     if problems.crowded:
@@ -42,6 +43,16 @@ def report_setup(context: RunContext, run_dir: RunDir, display: Display, inciden
             "with rollout.top_p or rollout.top_k the engine samples from a truncated distribution, and the learner's "
             "log-probs are of the full one: mismatch/k3 will show it; top_p = 1 and top_k = 0 are safe"
         )
+
+
+def _by_source(context: RunContext) -> str:
+    """The problems of each source and evaluation set; empty if there is only one source."""
+    problems, data = context.problems, context.config.data
+    counts = Counter(p.source for p in problems.train)
+    total = sum(source.weight for source in data.mix.values())
+    parts = [f"{name}: {counts[name]}, {source.weight / total:.0%} of the prompts" for name, source in data.mix.items()]
+    parts += [f"evaluation set {name}: {len(prompts)}" for name, prompts in problems.sets.items()]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _human(count: int) -> str:

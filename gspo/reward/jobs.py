@@ -119,7 +119,7 @@ class Batch:
         self,
         groups: Groups,
         *,
-        functions: Sequence[int],
+        functions: Sequence[Sequence[int]],
         workers: int,
         timeout_s: float,
         bounded_s: Mapping[int, float] | None = None,
@@ -127,7 +127,9 @@ class Batch:
         services: Mapping[int, Service] | None = None,
     ) -> None:
         self.groups = groups
-        self.functions = tuple(functions)
+        self.functions = functions
+        """The functions that score each group."""
+        self._used = {function for own in functions for function in own}
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._lock = threading.RLock()
@@ -146,7 +148,7 @@ class Batch:
         self._parts: dict[tuple[int, int, int], Part] = {}
         self._provisional: dict[tuple[int, int, int], Part] = {}
         """Results of completions scored alone while their group's call is still running."""
-        self._remaining = len(self.functions) * sum(len(completions) for _, completions in groups)
+        self._remaining = sum(len(own) * len(group[1]) for own, group in zip(functions, groups, strict=True))
         self._patience = PATIENCE * workers
         self._lost: dict[tuple[int, bool], float] = defaultdict(float)
         self._running: dict[Job, float] = {}
@@ -168,7 +170,7 @@ class Batch:
         return [
             Job(batch=self, group=g, function=f, samples=tuple(range(len(completions))))
             for g, (_, completions) in enumerate(self.groups)
-            for f in self.functions
+            for f in self.functions[g]
             if completions
         ]
 
@@ -258,8 +260,8 @@ class Batch:
         self.done.set()
 
     def parts(self, group: int, sample: int) -> list[Part]:
-        """Every function's result for a completion, in the order of the functions."""
-        return [self._assign_blame(group, f, self._parts[group, f, sample]) for f in self.functions]
+        """The result of each of its functions for a completion, in their order."""
+        return [self._assign_blame(group, f, self._parts[group, f, sample]) for f in self.functions[group]]
 
     # ---- blame
 
@@ -376,7 +378,7 @@ class Batch:
             for alone in [alone for job in self.jobs() if job.function in late for alone in job.alone()]:
                 since = trying.get(alone.key(*alone.samples))
                 self.record(alone, [Part(failure=_late_failure(name(alone.function), since))])
-            if len(late) == len(self.functions):
+            if late >= self._used:
                 self.done.set()  # even if probes are still running
 
     def _late_functions(self) -> set[int]:
@@ -390,7 +392,7 @@ class Batch:
         late_s = now - self._began - SPARE_S - self._answered_s - loading_s
         return {
             function
-            for function in self.functions
+            for function in self._used
             if late_s >= self._timeout_s * (LONGEST if function in self._patient else 1)
         }
 

@@ -19,20 +19,21 @@ import re
 import statistics
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.function import RunFacts, Source, find_sources, lacking, one_line
+from gspo.reward.function import RunFacts, Source, lacking, one_line
 from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
 from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
+from gspo.reward.source_rewards import ScoringRule, SourceRewards, locate
 from gspo.reward.traits import Service
-from gspo.types import Score, Status
+from gspo.types import Prompt, Score, Status
 
 PROGRAM_S = 5.0
 """Default time limit of a program."""
@@ -75,12 +76,22 @@ class RewardPool:
     model or endpoint that it asks cannot be used. `cache_dir` keeps scores that were paid for."""
 
     def __init__(
-        self, config: RewardConfig, task: tuple[str, Mapping[str, Any]] | None = None, *, cache_dir: str = ""
+        self,
+        config: RewardConfig,
+        task: tuple[str, Mapping[str, Any]] | None = None,
+        *,
+        sources: Mapping[str, SourceRewards] | None = None,
+        cache_dir: str = "",
     ) -> None:
+        """`sources` has the functions of each data source, if there are several; otherwise those of `config` score
+        every problem."""
         self._config = config
         self._facts = RunFacts(timeout_s=config.timeout_s, cache_dir=cache_dir)
-        self._sources: list[Source] = find_sources(config.functions, config.options, task)
-        self._weights = _checked_weights(config.weights, self._sources)
+        only = SourceRewards(functions=config.functions, weights=config.weights, task=task)
+        rewards = {"": only} if sources is None else sources
+        self._sources, self._rules = locate(rewards, config.options)
+        for name, reward in rewards.items():
+            _check_weights(reward.weights_key, reward.weights, len(self._rules[name].functions))
         _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -148,22 +159,33 @@ class RewardPool:
         pid = self._hosts[list(self._services).index(self.names.index(name))].pid
         return memory_bytes(pid) if pid is not None else 0
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise `RewardError` if the data lacks a column that a function requires."""
-        for source, needs in zip(self._sources, self._workers[0].needs, strict=True):
-            missing = set(needs) - set(columns)
-            if missing:
-                fix = "rename its parameter, or give it a default" if source.file else "correct its options or the data"
-                raise RewardError(f"reward.functions: {lacking(source.name, missing, columns)}; {fix}")
+    def functions_of(self, source: str) -> list[Source]:
+        """The functions that score the problems of a data source."""
+        return [self._sources[f] for f in self._rules[source].functions]
+
+    def check_columns(self, prompts: Iterable[Prompt]) -> None:
+        """Raise `RewardError` if the problems of a source lack a column that one of its functions requires."""
+        found: dict[str, set[str]] = {}
+        for prompt in prompts:
+            found.setdefault(prompt.source, set()).update(prompt.columns)
+        for source, columns in found.items():
+            for f in self._rules[source].functions:
+                missing = set(self._workers[0].needs[f]) - columns
+                if missing:
+                    where = f"reward.functions: {f'problems of {source}: ' if source else ''}"
+                    what = lacking(self._sources[f].name, missing, columns)
+                    foreign = bool(self._sources[f].file)
+                    fix = "rename its parameter, or give it a default" if foreign else "correct its options or the data"
+                    raise RewardError(f"{where}{what}; {fix}")
 
     def score(self, groups: Groups, functions: Collection[str] | None = None) -> list[list[Score]]:
         """Score every completion of every group, with all functions or only those of these names."""
-        chosen = [i for i, name in enumerate(self.names) if functions is None or name in functions]
-        batch = self._batch(groups, chosen)
+        rules = [self._rule(prompt.source, functions) for prompt, _ in groups]
+        batch = self._batch(groups, rules)
         self._run(batch, batch.jobs())
         return [
-            self._combine_group(chosen, [batch.parts(g, i) for i in range(len(completions))])
-            for g, (_, completions) in enumerate(groups)
+            self._combine_group(rule, [batch.parts(g, i) for i in range(len(completions))])
+            for g, (rule, (_, completions)) in enumerate(zip(rules, groups, strict=True))
         ]
 
     def close(self) -> None:
@@ -203,10 +225,10 @@ class RewardPool:
             thread.start()
             self._load_once(function)
 
-    def _batch(self, groups: Groups, functions: Sequence[int]) -> Batch:
+    def _batch(self, groups: Groups, rules: Sequence[ScoringRule]) -> Batch:
         return Batch(
             groups,
-            functions=functions,
+            functions=[rule.functions for rule in rules],
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
             bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
@@ -215,7 +237,7 @@ class RewardPool:
         )
 
     def _load_once(self, function: int) -> None:
-        batch = self._batch((), range(len(self._sources)))
+        batch = self._batch((), ())
         batch.done.clear()
         self._run(batch, [Job(batch=batch, function=function)])
 
@@ -484,20 +506,28 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- parts to a score
 
-    def _combine_group(self, functions: Sequence[int], parts_G: Sequence[Sequence[Part]]) -> list[Score]:
-        neutral = _neutral_values(parts_G)
-        return [self._combine(functions, parts, neutral) for parts in parts_G]
+    def _rule(self, source: str, functions: Collection[str] | None) -> ScoringRule:
+        """How the problems of a data source are scored, with all functions or only those of these names."""
+        rule = self._rules[source]
+        if functions is None:
+            return rule
+        chosen = [i for i, f in enumerate(rule.functions) if self._sources[f].name in functions]
+        return replace(
+            rule, functions=tuple(rule.functions[i] for i in chosen), weights=tuple(rule.weights[i] for i in chosen)
+        )
 
-    def _combine(self, functions: Sequence[int], parts: Sequence[Part], neutral: Sequence[float]) -> Score:
-        names = [self.names[i] for i in functions]
-        weights = [self._weights[i] for i in functions]
+    def _combine_group(self, rule: ScoringRule, parts_G: Sequence[Sequence[Part]]) -> list[Score]:
+        neutral = _neutral_values(parts_G)
+        return [self._combine(rule, parts, neutral) for parts in parts_G]
+
+    def _combine(self, rule: ScoringRule, parts: Sequence[Part], neutral: Sequence[float]) -> Score:
+        names = [self._sources[f].name for f in rule.functions]
         named = {name: part.value for name, part in zip(names, parts, strict=True)}
         notes = {name: tuple(part.notes) for name, part in zip(names, parts, strict=True) if part.notes}
         failure = next((part.failure for part in parts if part.failure), None)
-        terms = [
-            w * (usual if p.value is None else p.value) for w, p, usual in zip(weights, parts, neutral, strict=True)
-        ]
-        if failure is None and not any(w and p.value is not None for w, p in zip(weights, parts, strict=True)):
+        given = list(zip(rule.weights, parts, neutral, strict=True))
+        terms = [w * (usual if p.value is None else p.value) for w, p, usual in given]
+        if failure is None and not any(w and p.value is not None for w, p, _ in given):
             weighted = "" if all(p.value is None for p in parts) else " with a weight"
             failure = f"abstained: every reward{weighted} returned None"
         if failure is None and not math.isfinite(sum(terms)):
@@ -506,7 +536,7 @@ class RewardPool:
         if failure is not None:
             return Score(status=Status.UNSCORED, parts=named, notes=notes, failure=failure)
         # The first function decides about correctness; the others may measure anything, for example the format.
-        first = named.get(self.names[0])
+        first = next((p.value for f, p in zip(rule.functions, parts, strict=True) if f == rule.decisive), None)
         correct = None if first is None else first > self._config.correct_above
         return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
 
@@ -555,11 +585,8 @@ def _check_limits(config: RewardConfig, sources: Sequence[Source]) -> None:
             )
 
 
-def _checked_weights(weights: Sequence[float], sources: Sequence[Source]) -> tuple[float, ...]:
-    if not weights:
-        return (1.0,) * len(sources)
-    if len(weights) != len(sources):
-        raise ConfigError(f"reward.weights: {len(weights)} weights for {len(sources)} functions; give one for each")
+def _check_weights(key: str, weights: Sequence[float], functions: int) -> None:
+    if weights and len(weights) != functions:
+        raise ConfigError(f"{key}: {len(weights)} weights for {functions} functions; give one for each")
     if not all(map(math.isfinite, weights)):
-        raise ConfigError(f"reward.weights: {list(weights)}: must be finite numbers")
-    return tuple(weights)
+        raise ConfigError(f"{key}: {list(weights)}: must be finite numbers")

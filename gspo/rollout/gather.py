@@ -11,9 +11,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from gspo.clock import Clock
+from gspo.data.difficulty import Difficulty
+from gspo.data.order import Taken
 from gspo.rollout.engine import DecodeStats, Engine
 from gspo.types import Completion, Group, Prompt, Sampling, Score, Status
 
@@ -60,6 +62,8 @@ class RolloutState:
     """Batches collected so far. The next one has this number plus 1, and its random streams are keyed by it."""
     cursor: int = 0
     """Prompts taken so far. The data order is a function of it."""
+    difficulty: Difficulty | None = None
+    """The pass rates measured in these batches, on which the data order depends, too; None if sampling is uniform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,10 @@ class CollectResult:
     """How many groups a full batch has; None if unknown."""
     decoded: DecodeStats | None = None
     """What decoding cost; None if the engine does not know."""
+    pass_rates: tuple[float, ...] = ()
+    """Estimated pass rates of the sampled problems before this batch; empty if sampling is uniform."""
+    skipped: int = 0
+    """Visited problems that were not sampled, because of their pass rates."""
 
     @property
     def batch(self) -> int:
@@ -111,6 +119,7 @@ class PromptRequest:
 
     cursor: int
     count: int
+    difficulty: Difficulty | None = None
 
 
 class Gatherer:
@@ -131,7 +140,9 @@ class Gatherer:
     ) -> None:
         self.batch = start.batch + 1
         """The number of the batch that is gathered."""
+        self._start = start
         self._cursor = start.cursor
+        self._difficulty = start.difficulty
         self._want = want
         self._limit = math.inf if budget == "full" else budget * want
         self._keep = keep
@@ -141,26 +152,32 @@ class Gatherer:
         """Groups in a row that were discarded."""
         self._kept: list[Group] = []
         self._discarded: list[Group] = []
+        self._indices: list[int] = []
+        self._sampled: list[Group] = []
 
     def __iter__(self) -> Iterator[PromptRequest]:
         requested = 0
         while len(self._kept) < self._want and requested < self._limit and not self._hopeless:
             count = int(min(self._want - len(self._kept), self._limit - requested))
             requested += count
-            yield PromptRequest(cursor=self._cursor, count=count)
+            # The pass rates are those before the batch: its refills depend on nothing that it has measured itself.
+            yield PromptRequest(cursor=self._cursor, count=count, difficulty=self._difficulty)
             self._cursor += count
 
-    def add(self, groups: Sequence[Group]) -> None:
-        """Keep or discard the groups of the last request."""
+    def add(self, groups: Sequence[Group], taken: Taken) -> None:
+        """Keep or discard the groups of the last request, whose problems are `taken`."""
         for group in groups:
             kept = self._keep(group)
             (self._kept if kept else self._discarded).append(group)
             self._in_vain = 0 if kept else self._in_vain + 1
+        self._indices += taken.indices
+        self._sampled += groups
+        self._difficulty = taken.difficulty
 
     @property
     def _hopeless(self) -> bool:
         """Whether further sampling would hardly fill the batch."""
-        scores = [s for group in (*self._kept, *self._discarded) for s in group.scores]
+        scores = [s for group in self._sampled for s in group.scores]
         unscored = sum(s.status is Status.UNSCORED for s in scores)
         return self._in_vain >= self._patience or unscored > self._max_unscored * len(scores)
 
@@ -169,10 +186,22 @@ class Gatherer:
         return CollectResult(
             rollouts=RolloutBatch(groups=tuple(self._kept), discarded=tuple(self._discarded)),
             version=version,
-            after=RolloutState(batch=self.batch, cursor=self._cursor),
+            after=RolloutState(batch=self.batch, cursor=self._cursor, difficulty=self._measured()),
             wanted=self._want,
             decoded=after - before if after and before else None,
+            **self._selection(),
         )
+
+    def _measured(self) -> Difficulty | None:
+        """The pass rates after this batch. Discarded groups are measurements like any other."""
+        return self._difficulty and self._difficulty.measured(self._indices, self._sampled)
+
+    def _selection(self) -> dict[str, Any]:
+        before, now = self._start.difficulty, self._difficulty
+        if before is None or now is None:
+            return {}
+        rates = tuple(before.pass_rate(index) for index in self._indices)
+        return {"pass_rates": rates, "skipped": sum(now.skipped) - sum(before.skipped)}
 
 
 def with_unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

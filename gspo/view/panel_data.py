@@ -5,7 +5,7 @@ In: `record/metric_definitions.py`, which says what is on a panel and how it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ def phases() -> PanelCurves:
     return PanelCurves(panel=definitions.PHASES, metrics=tuple(definitions.metrics_of(definitions.PHASES)))
 
 
-def panel_keys() -> list[str]:
-    """All metrics that appear on a panel of curves."""
-    metrics = [m for shown in panels() for m in shown.metrics]
-    return list(dict.fromkeys(key for m in metrics for key in (m.key, *(m.band or ()))))
+def panel_keys(columns: Collection[str]) -> list[str]:
+    """Those of the columns that appear on a panel of curves."""
+    metrics = [m for shown in panels() for one in shown.metrics for m in definitions.named(one, columns)]
+    return [key for key in dict.fromkeys(k for m in metrics for k in (m.key, *(m.band or ()))) if key in columns]
 
 
 def step_headings() -> list[dict[str, Any]]:

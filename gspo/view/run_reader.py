@@ -158,7 +158,7 @@ class RunReader:
         axis = self.metrics.values(x)
         steps = self.metrics.values("step")
         inside = (axis >= first) & (axis <= last)
-        keys = [key for key in panel_keys() if key in self.metrics.columns] if len(axis) == len(steps) else []
+        keys = panel_keys(self.metrics.columns) if len(axis) == len(steps) else []
         found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)

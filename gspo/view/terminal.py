@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.errors import ConfigError
+from gspo.record.metric_definitions import named
 from gspo.safe_output import line, terminal
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
 from gspo.view.diagnosis import WINDOW, seconds
@@ -101,13 +102,13 @@ def _curves(watched: WatchedRun, width: int, most: int | None) -> Table:
         table.add_column(no_wrap=True)
     found = dict(watched.run.curves(width)["curves"])
     for shown in panels():
-        for metric in shown.metrics:
+        for metric in (m for one in shown.metrics for m in named(one, list(found))):
             values = [v for v in found.get(metric.key, {"y": ()})["y"] if v is not None]
             if values and (any(values) or not shown.panel.hide_zero) and (most is None or table.row_count < most):
                 points = found.pop(metric.key)["y"]  # a metric may be in several panels, and is listed once
                 bars = sparkline(points, min(values), max(values))
                 latest = _format(_latest(watched, metric.key), shown.panel.form)
-                table.add_row(Text(metric.key, style="dim"), bars, latest)
+                table.add_row(Text(line(metric.key), style="dim"), bars, latest)
     return table
 
 

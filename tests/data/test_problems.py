@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from gspo.config import DataConfig
 from gspo.data import sources
-from gspo.data.problems import PromptOrder, demonstrations, fresh_problems, load_problems, with_instructions
+from gspo.data.order import PromptOrder
+from gspo.data.problems import demonstrations, fresh_problems, load_problems, with_instructions
 from gspo.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i} for i in range(20)]

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 from gspo.view.compare.curves import Band, Curve, Series, band, curve, window_of
 from gspo.view.compare.intervals import Number
 from gspo.view.compare.spread import LengthBin
-from gspo.view.compare.table import ArmNumbers
+from gspo.view.compare.table import ArmNumbers, set_accuracies
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
@@ -51,8 +51,11 @@ def reward(series: Sequence[Series]) -> Figure | None:
 
 
 def accuracy(series: Sequence[Series]) -> Figure | None:
-    """Held-out accuracy, sampled and greedy."""
+    """Held-out accuracy, sampled and greedy, and the accuracy on each evaluation set."""
     panels = [("eval/accuracy", "held-out accuracy, sampled"), ("eval/accuracy_greedy", "held-out accuracy, greedy")]
+    panels += [
+        (key, f"accuracy on {name}") for name, key in set_accuracies([r for s in series for r in s.runs]).items()
+    ]
     figure = _curves_figure(series, panels, markers=True, log=False)
     for axis in figure.axes if figure else ():
         # From 0, so that noise does not look like a trend.

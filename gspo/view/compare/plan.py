@@ -93,7 +93,7 @@ def arm_configs(recipe: Path, overrides: Sequence[str], arms: Sequence[Arm]) -> 
 def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Config:
     from gspo.build import run_objective
     from gspo.data.sources import check_file
-    from gspo.reward.function import find_sources
+    from gspo.reward.source_rewards import locate, source_rewards
     from gspo.rollout.engine import engine_names
 
     try:
@@ -106,10 +106,9 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
             raise ConfigError(
                 f"rollout.engine: no engine {config.rollout.engine!r}; choose one of: {', '.join(engine_names())}"
             )
-        task = (config.data.task, config.data.task_options) if config.data.task else None
-        find_sources(config.reward.functions, config.reward.options, task)
+        locate(source_rewards(config), config.reward.options)
         # Now, because a comparison may run for days before its last arm starts.
-        for path in filter(None, (config.data.path, config.data.held_out_path)):
+        for path in config.data_files:
             check_file(path)
     except GspoError as error:
         raise ConfigError(f"arm {arm.label!r}: {error}") from None

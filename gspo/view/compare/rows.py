@@ -7,6 +7,7 @@ dash.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gspo.view.compare.table import ArmNumbers, SeedNumbers
 from gspo.view.compare.wording import NONE, aligned, number, plain, points, share, whole
@@ -15,6 +16,7 @@ from gspo.view.compare.wording import NONE, aligned, number, plain, points, shar
 def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[str]]]:
     """The main table: a title and one cell per arm. Rows without a number in any arm are omitted."""
     first = arms[0].label if arms else ""
+    sets = dict.fromkeys(name for arm in arms for name in arm.sets)
     rows: list[tuple[str, Callable[[ArmNumbers], str]]] = [
         ("seeds finished", lambda a: f"{len(a.finished)} of {seeds}"),
         ("sampled tokens per run", lambda a: number(a.tokens, whole, interval=False)),
@@ -24,6 +26,7 @@ def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[s
         (f"difference from {first} (points, paired by seed)", lambda a: number(a.difference, points)),
         ("greedy accuracy before", lambda a: number(a.greedy_before, share)),
         ("greedy accuracy after", lambda a: number(a.greedy_after, share)),
+        *((f"accuracy on {name} after", partial(_set, name)) for name in sets),
         ("lowest held-out accuracy", lambda a: number(a.lowest, share)),
         ("seeds that ended below their initial accuracy", lambda a: str(a.worse_than_start) if a.after else NONE),
         ("mean reward, last 10 % of tokens", lambda a: number(a.reward, plain)),
@@ -41,6 +44,10 @@ def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[s
     ]
     cells_by_title = [(title, [cell(arm) for arm in arms]) for title, cell in rows]
     return [(title, cells) for title, cells in cells_by_title if any(cell != NONE for cell in cells)]
+
+
+def _set(name: str, arm: ArmNumbers) -> str:
+    return number(arm.sets.get(name), share)
 
 
 def seed_rows(arm: ArmNumbers) -> list[list[str]]:

@@ -6,9 +6,10 @@ a value that was not measured is `None`, never 0.
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gspo.view.compare.curves import Run, Series, sampled_tokens
 from gspo.view.compare.intervals import Number, over_seeds
@@ -48,6 +49,8 @@ class SeedNumbers:
     entropy_lowest: float | None
     entropy_last: float | None
     minutes: float
+    sets: Mapping[str, float] = field(default_factory=dict)
+    """Accuracy of the last evaluation on each set of `eval.sets` and on each source of `data.mix`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class ArmNumbers:
     entropy_lowest: Number | None
     entropy_last: Number | None
     minutes: Number | None
+    sets: Mapping[str, Number | None] = field(default_factory=dict)
 
     @property
     def finished(self) -> list[SeedNumbers]:
@@ -130,7 +134,15 @@ def seed_numbers(run: Run) -> SeedNumbers:
         entropy_lowest=min(entropy, default=None),
         entropy_last=_at(entropy, -1),
         minutes=run.minutes,
+        sets={name: run.values(key)[-1] for name, key in set_accuracies([run]).items()},
     )
+
+
+def set_accuracies(runs: Sequence[Run]) -> dict[str, str]:
+    """The name and the metric key of each evaluation set, and of each source of a mixture, that was evaluated."""
+    measured = dict.fromkeys(key for run in runs for row in run.rows for key, value in row.items() if value is not None)
+    found = (re.fullmatch("eval/([^/]+)/accuracy", key) for key in measured)
+    return {match[1]: match[0] for match in found if match}
 
 
 def _late_reward(run: Run) -> float | None:
@@ -173,7 +185,12 @@ def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] |
         entropy_lowest=over("entropy_lowest", lowest=0.0),
         entropy_last=over("entropy_last", lowest=0.0),
         minutes=over("minutes", lowest=0.0),
+        sets={name: over_seeds([run.sets.get(name) for run in done], **share) for name in _set_names(done)},
     )
+
+
+def _set_names(runs: Sequence[SeedNumbers]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.sets))
 
 
 def _accuracy(number: Number | None, intervals: Sequence[tuple[float, float] | None]) -> Number | None:

@@ -108,7 +108,7 @@ def _read_step(source: Source, step: int, learner: LearnContext) -> StepRecord:
     recorded = read_step(
         file,
         learner.policy.tokenizer,
-        chat=config.data.chat,
+        chat={name: source.chat for name, source in config.data.sources.items()},
         objective=learner.objective,
         routes=config.routing.replay == "sampler",
     )

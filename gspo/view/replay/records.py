@@ -42,16 +42,22 @@ class StepRecord:
     """By (group, index in the group), for the completions that were trained on."""
 
 
-def read_step(file: Path, tokenizer: Any, *, chat: Chat, objective: Objective, routes: bool) -> StepRecord:
+def read_step(
+    file: Path, tokenizer: Any, *, chat: Mapping[str, Chat], objective: Objective, routes: bool
+) -> StepRecord:
     """Read a step.
 
-    `objective` is the run's, which decides which groups are kept. `routes` reads the sampler's experts, too.
+    `chat` is `data.chat` of each data source. `objective` is the run's, which decides which groups are kept. `routes`
+    reads the sampler's experts, too.
     """
     lines_by_group = grouped(_lines(file))
     try:
         # Token ids of prompts are not recorded; the same code gives the same ids.
-        ids = token_ids_of([lines[0]["prompt"] for lines in lines_by_group], tokenizer, chat=chat)
-        groups = [_group(file, lines, prompt, routes) for lines, prompt in zip(lines_by_group, ids, strict=True)]
+        groups = []
+        for lines in lines_by_group:
+            own = chat[lines[0].get("source", "")]
+            (prompt_ids,) = token_ids_of([lines[0]["prompt"]], tokenizer, chat=own)
+            groups.append(_group(file, lines, prompt_ids, routes))
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
@@ -133,7 +139,13 @@ def _check_lengths(where: str, record: Mapping[str, Any]) -> None:
 def _group(file: Path, lines: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
     first = lines[0]
     # The recorded text is what the model saw, after the chat template, so it is not applied again.
-    prompt = Prompt(id=first["prompt_id"], content=first["prompt"], text=first["prompt"], token_ids=prompt_ids)
+    prompt = Prompt(
+        id=first["prompt_id"],
+        content=first["prompt"],
+        text=first["prompt"],
+        token_ids=prompt_ids,
+        source=first.get("source", ""),
+    )
     if routes and any("routes" not in line for line in lines):
         raise DataError(
             f'{file}: the sampler\'s experts are not recorded, which routing.replay = "sampler" trains with; an older '

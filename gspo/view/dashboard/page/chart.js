@@ -393,10 +393,23 @@ function drawTimes(phases, data, name) {
   return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg, legend);
 }
 
+// The curve itself or, if its key contains NAME, one for each name that the run has, such as that of an evaluation set.
+function named(curve, run) {
+  const [start, end] = curve.key.split("NAME");
+  if (end === undefined) return [curve];
+  const keys = Object.keys(run.curves).filter((key) => key.startsWith(start) && key.endsWith(end));
+  const names = keys.map((key) => key.slice(start.length, key.length - end.length));
+  const filled = (text, name) => text.split("NAME").join(name);
+  return names.filter((name) => name && !name.includes("/")).map((name) => ({
+    ...curve, key: filled(curve.key, name), label: filled(curve.label, name),
+    band: curve.band?.map((key) => filled(key, name)),
+  }));
+}
+
 // One curve per run and metric. The color is the run if there are several, else the metric.
 function seriesOf(panel, runs) {
   const several = runs.length > 1;
-  return runs.flatMap((run) => panel.curves.flatMap((curve, number) => {
+  return runs.flatMap((run) => panel.curves.flatMap((curve) => named(curve, run)).flatMap((curve, number) => {
     const found = run.curves[curve.key];
     if (!found) return [];
     const [low, high] = (curve.band || []).map((key) => run.curves[key]?.y);
