@@ -75,8 +75,8 @@ def with_reward_weights(objective: Objective, config: Config) -> Objective:
 def _check_separate(config: Config, objective: Objective) -> None:
     if objective.normalize == "separate" and any(source.reward for source in config.data.mix.values()):
         raise ConfigError(
-            'objective.normalize: "separate" needs the same reward functions for all problems, and a source of data.mix '
-            'has its own; leave out data.mix.NAME.reward, or set "sum"'
+            'objective.normalize: "separate" needs the same reward functions for all problems, and a source of '
+            'data.mix has its own; leave out data.mix.NAME.reward, or set "sum"'
         )
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     if objective.normalize == "separate" and sum(map(bool, weights)) < 2:

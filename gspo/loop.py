@@ -136,7 +136,6 @@ class Loop:
                 learned = learn(context, collected.rollouts.groups, step=step)
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
-        skipped = self.incidents.check_updates(step, context.objective, collected, learned, state.skipped_in_row)
         in_row = state.skipped_in_row
         skipped, error = self.incidents.check_updates(step, context.objective, collected, learned, in_row)
         tokens = state.tokens + collected.tokens
