@@ -105,7 +105,7 @@ def test_sources_take_the_defaults_of_data_and_eval(mixed: Callable[..., Config]
     [
         ("data.mix.sums.weight=0", "data.mix.sums.weight: must be above 0"),
         ("data.mix.sums.task=sorting", "data.mix.sums: set exactly one of"),
-        ("data.mix.sums.wieght=1", "did you mean data.mix.sums.weight?"),
+        ("data.mix.sums.weigt=1", "did you mean data.mix.sums.weight?"),
         ("data.mix.lists.prompt_field=q", "data.mix.lists.prompt_field: has no effect with data.mix.lists.task"),
         ("data.task=sorting", "data.task: has no effect with data.mix"),
         ("data.mix.sums.reward_weights=1,2", "data.mix.sums.reward_weights: 2 weights for 1 functions"),

@@ -340,7 +340,7 @@ def test_a_completion_cannot_predict_the_code_of_its_fence(server: Endpoint, jud
         ({"concurrency": 0}, "llm_judge.concurrency: 0: must be a whole number, at least 1"),
         ({"extra": {"messages": []}}, "llm_judge.extra"),
         ({"dtype": "float32"}, "llm_judge.dtype: has no effect without path"),
-        ({"concurency": 3}, "did you mean concurrency"),
+        ({"concurrent": 3}, "did you mean concurrency"),
     ],
 )
 def test_invalid_options_name_the_option(judge: Any, options: dict[str, Any], words: str) -> None:
