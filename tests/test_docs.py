@@ -33,15 +33,15 @@ def spaces(prompts, completions, **columns):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A very small run that writes every key.
 
-    An MoE model with routing replay and balance loss, KL penalty, length shaping, two rewards, unscored completions,
-    evaluation.
+    An MoE model in float16 with routing replay and balance loss, KL penalty, length shaping, two rewards, unscored
+    completions, evaluation.
     """
     folder = tmp_path_factory.mktemp("docs")
     (folder / "rewards.py").write_text(REWARDS)
     tree = {
         "run_dir": str(folder / "run"),
         "steps": 2,
-        "model": {"build": "tiny_moe"},
+        "model": {"build": "tiny_moe", "dtype": "float16"},
         "routing": {"replay": "sampler", "balance_loss": 0.01},
         "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
         "rollout": {"engine": "local", "prompts": 4, "group_size": 4, "max_tokens": 8},
