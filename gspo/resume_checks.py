@@ -91,7 +91,8 @@ def check_data_and_model(saved: TrainerState, now: TrainerState, config: Config)
 
 def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[Any]]:
     """The settings that differ, as [old, new]. Where a run is and when it ends are not compared."""
-    before, after = saved.settings, now.settings
+    # A setting that came after the run began had the effect of its default.
+    before, after = {**flat(Config()), **saved.settings}, now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
 
