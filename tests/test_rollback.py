@@ -55,8 +55,8 @@ def run_of(config: Config) -> Path:
 def repetition_in(batches: Collection[int]) -> Iterator[None]:
     """Metrics say that the completions of these batches repeat a token."""
 
-    def metrics(objective: Any, collected: Any, learned: Any) -> Mapping[str, Any]:
-        found = dict(step_metrics(objective, collected, learned))
+    def metrics(objective: Any, collected: Any, *rest: Any) -> Mapping[str, Any]:
+        found = dict(step_metrics(objective, collected, *rest))
         return found | {"length/repetitive_fraction": Same(float(collected.batch in batches))}
 
     with pytest.MonkeyPatch.context() as patch:

@@ -378,7 +378,7 @@ class Batch:
             for alone in [alone for job in self.jobs() if job.function in late for alone in job.alone()]:
                 since = trying.get(alone.key(*alone.samples))
                 self.record(alone, [Part(failure=_late_failure(name(alone.function), since))])
-            if late >= self._used:
+            if self._used and late >= self._used:  # a batch that only loads the functions has none
                 self.done.set()  # even if probes are still running
 
     def _late_functions(self) -> set[int]:
