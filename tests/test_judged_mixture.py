@@ -66,7 +66,7 @@ def test_an_alarm_rolls_the_run_back(tmp_path: Path, display: Any, monkeypatch: 
         train(recipe(tmp_path, judge.url, "alarms.steps=2"), display)
     events = read_events(tmp_path / "run")
     (rollback,) = [event for event in events if event["event"] == "rollback"]
-    assert rollback["alarm"] == "repetition"
+    assert rollback["name"] == "repetition"
     assert (tmp_path / "run" / "abandoned" / "1").is_dir()
     rates = [row["learning_rate"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert len(rates) == 6
