@@ -74,7 +74,7 @@ def learn(
     samples = train_samples(groups, objective, max_tokens=context.config.rollout.max_tokens)
     if not samples:
         return None
-    batch = prepare_batch(context, samples, step=step, reuse_forward=before_update is None)
+    batch = prepare_batch(context, samples, step=step)
     stats = LearnStats(batch)
     for update_index in range(len(batch.plan.updates)):
         if before_update is not None:

@@ -51,6 +51,15 @@ class Plan:
         return len(self.sequence_N)
 
     @property
+    def computed_N(self) -> Tensor:
+        """Which tokens are in a micro-batch."""
+        computed_N = torch.zeros(self.tokens, dtype=torch.bool)
+        for micro_batches in self.updates:
+            for micro in micro_batches:
+                computed_N[micro.at_N] = True
+        return computed_N
+
+    @property
     def input_starts(self) -> list[int]:
         """Where each sequence starts in the input tokens: all prompts and completions, one sequence after the other."""
         return [0, *accumulate(sequence.length for sequence in self.sequences)][:-1]

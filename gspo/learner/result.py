@@ -70,7 +70,7 @@ class LearnResult:
     """Routing statistics; None for a dense model."""
     halvings: int = 0
     """The most halvings that any optimizer step needed to fit into memory."""
-    rounding_N: Tensor | None = None
+    rounding_M: Tensor | None = None
     """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
     differ; None otherwise."""
 
@@ -137,7 +137,7 @@ class LearnStats:
             routed=batch.routing.outcome(model),
             positions=self._positions,
             halvings=self._halvings,
-            rounding_N=batch.rounding_N,
+            rounding_M=batch.old.log_rho_M if batch.only_rounding else None,
         )
 
 

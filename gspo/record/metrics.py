@@ -211,9 +211,9 @@ def _noise(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
     """Rounding noise of the importance ratio, if a clip range can act on it.
 
     With one update per batch the ratio is exactly 1, however coarse the rounding."""
-    if learned.rounding_N is None or len(learned.updates) < 2:
+    if learned.rounding_M is None or len(learned.updates) < 2:
         return {}
-    noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
+    noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_M)
     if noise is None:
         return {}
     return {
