@@ -10,12 +10,15 @@ The old policy's log-probs are the denominator of importance ratios. `learner.ol
     sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
                 tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
                 noise that exceeds the clip range before any update is an error, never silently trained on.
+
+A completion whose advantages are all exactly 0 (most often one of a uniform group) has no gradient. No forward computes
+it, unless the objective or the balance loss needs it. It stays in its update and in every denominator.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -103,21 +106,15 @@ def prepare_batch(
     context: LearnContext, samples: Sequence[TrainSample], *, step: int, complete: bool = False
 ) -> TrainBatch:
     """Plan the batch and compute what must be known before the first update. With `complete`, that is all of the old
-    log-probs, also those that training would give."""
+    log-probs, also those that training would give, or that only other objectives need."""
     config = context.config
-    plan = plan_batch(context, samples, step)
+    tokens = _packed_tokens(context, samples)
+    uncomputed = frozenset() if complete or _computes_all(context) else _zero_advantages(context, tokens, samples)
+    plan = plan_batch(context, samples, step, uncomputed)
     routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples])
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
-    old = _old_logprobs(context, plan, samples, routing, complete=complete)
-    tokens = Tokens(
-        logp_N=old.logp_N,
-        logp_old_N=old.logp_N,
-        logp_sampler_N=old.logp_sampler_N,
-        logp_ref_N=logp_ref_N,
-        # Filled in below: a KL penalty in the reward needs the log-probs of the tokens first.
-        advantage_N=torch.zeros_like(old.logp_N),
-        sequences=Sequences(plan.sequence_N.to(context.policy.device), len(samples)),
-    )
+    old = _old_logprobs(context, plan, tokens, routing, complete=complete)
+    tokens = replace(tokens, logp_N=old.logp_N, logp_old_N=old.logp_N, logp_ref_N=logp_ref_N)
     reward_B, advantage_N = token_advantages(context.objective, tokens, samples)
     return TrainBatch(
         plan=plan,
@@ -137,7 +134,41 @@ def token_sequence(prompt: Prompt, completion: Completion) -> TokenSequence:
     return TokenSequence(prompt_ids=prompt.token_ids, completion_ids=completion.token_ids, sampled=completion.sampled)
 
 
-def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int) -> Plan:
+def _packed_tokens(context: LearnContext, samples: Sequence[TrainSample]) -> Tokens:
+    """The sampled tokens with the engine's log-probs. Everything else is unknown, which is NaN."""
+    device = context.policy.device
+    counts = torch.tensor([s.completion.sampled_count for s in samples])
+    sequence_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
+    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
+    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=device)
+    unknown_N = torch.full_like(sampler_N, torch.nan)
+    return Tokens(
+        logp_N=unknown_N,
+        logp_old_N=unknown_N,
+        logp_sampler_N=sampler_N,
+        advantage_N=unknown_N,
+        sequences=Sequences(sequence_N.to(device), len(samples)),
+    )
+
+
+def _computes_all(context: LearnContext) -> bool:
+    """Whether completions matter for the gradient even if their advantages are 0."""
+    # The load-balancing loss is over all tokens of the update.
+    return context.objective.needs_zero_advantage or bool(context.config.routing.balance_loss)
+
+
+def _zero_advantages(context: LearnContext, tokens: Tokens, samples: Sequence[TrainSample]) -> frozenset[int]:
+    """The samples whose tokens all have an advantage of exactly 0.
+
+    Only for objectives whose advantages do not depend on log-probs, which are not known yet."""
+    _, advantage_N = token_advantages(context.objective, tokens, samples)
+    count_B = tokens.sequences.sum((advantage_N != 0).double())
+    return frozenset((count_B == 0).nonzero().flatten().tolist())
+
+
+def plan_batch(
+    context: LearnContext, samples: Sequence[TrainSample], step: int, uncomputed: Collection[int] = ()
+) -> Plan:
     """Split the samples into optimizer steps and micro-batches."""
     config = context.config
     models = [model for model in (context.policy.model, context.reference) if model is not None]
@@ -149,13 +180,15 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
         pad_id=context.policy.pad_id,
         seed=f"{config.seed}/mini-batches/{step}",
         packed=all(supports_packing(model) for model in models),
+        uncomputed=uncomputed,
     )
 
 
 def loss_weights(objective: Objective, plan: Plan, update_index: int) -> Tensor:
     """The weight of each packed token in the loss of optimizer step `update_index`; 0 for tokens of the others."""
-    chosen = [s for micro in plan.updates[update_index] for s in micro.sequence_ids]
-    # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
+    chosen = list(plan.sequence_ids[update_index])
+    # Computed for the whole optimizer step, in float64: micro-batching must not change a weight. Sequences that are not
+    # computed count, too.
     weight_B = torch.zeros(len(plan.sequences), dtype=torch.float64)
     weight_B[chosen] = objective.aggregate(plan.lengths(chosen))
     return weight_B[plan.sequence_N].float()
@@ -239,11 +272,10 @@ def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> boo
 
 
 def _old_logprobs(
-    context: LearnContext, plan: Plan, samples: Sequence[TrainSample], routing: RoutingReplay, *, complete: bool
+    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, *, complete: bool
 ) -> OldLogprobs:
-    policy = context.policy
-    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
-    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=policy.device)
+    policy, sampler_N = context.policy, tokens.logp_sampler_N
+    assert sampler_N is not None
     if context.config.learner.old_logp == "sampler":
         return _from_sampler(context, plan, sampler_N)
     by_training = not complete and routing.repeats and not _needs_old_logprobs(context.objective)
@@ -251,12 +283,14 @@ def _old_logprobs(
     logp_N, entropy_N = plan_logprobs(
         policy.model, before, context.config.rollout.temperature, policy.device, routed=routing.old
     )
+    computed_N = before.computed_N.to(policy.device)
+    logp_N = torch.where(computed_N, logp_N, torch.nan)
     return OldLogprobs(
         logp_N=logp_N,
         logp_sampler_N=sampler_N,
         learner_N=logp_N,
         entropy_N=entropy_N,
-        computed_N=before.computed_N.to(policy.device),
+        computed_N=computed_N,
         by_training=by_training,
     )
 
@@ -269,9 +303,10 @@ def _needs_old_logprobs(objective: Objective) -> bool:
 def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLogprobs:
     """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's."""
     policy, temperature = context.policy, context.config.rollout.temperature
-    # The first mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
-    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0)
-    computed_N = replace(plan, updates=plan.updates[:1]).computed_N.to(policy.device)
+    # One mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
+    first = replace(plan, updates=tuple(micro_batches for micro_batches in plan.updates if micro_batches)[:1])
+    logp_N, entropy_N = plan_logprobs(policy.model, first, temperature, policy.device)
+    computed_N = first.computed_N.to(policy.device)
     tokens = Tokens(
         logp_N=logp_N[computed_N],
         logp_old_N=sampler_N[computed_N],
@@ -279,7 +314,8 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor) -> OldLo
         advantage_N=torch.zeros_like(logp_N[computed_N]),
         sequences=Sequences(plan.sequence_N.to(policy.device)[computed_N], len(plan.sequences)),
     )
-    _check_mismatch(context.objective, tokens)
+    if first.updates:
+        _check_mismatch(context.objective, tokens)
     return OldLogprobs(
         logp_N=sampler_N,
         logp_sampler_N=sampler_N,

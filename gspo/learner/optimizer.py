@@ -150,9 +150,15 @@ class Optimizer:
                 }
 
     def _gradients_to_masters(self) -> None:
+        # Nothing was computed, because all advantages are 0. That is a gradient of 0: AdamW still applies its momentum,
+        # and the moments decay. It would ignore weights without a gradient.
+        nothing = all(weight.grad is None for weight in self._weights.values())
         for name, master in self._masters.items():
             gradient = self._weights[name].grad
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+            if gradient is not None:
+                master.grad = gradient.to(master.dtype)
+            else:
+                master.grad = torch.zeros_like(master) if nothing else None
 
     def _reset_gradients(self) -> None:
         for name, weight in self._weights.items():

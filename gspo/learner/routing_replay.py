@@ -160,7 +160,9 @@ class RecordedRouting:
 
     # ---- statistics
 
-    def outcome(self, model: Any) -> RoutingStats:
+    def outcome(self, model: Any) -> RoutingStats | None:
+        if not any(self.plan.updates):
+            return None
         updates_N = self._updates_between(model)
         return RoutingStats(
             flipped_N=self.flipped_N,

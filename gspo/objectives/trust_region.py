@@ -55,6 +55,8 @@ class TrustRegion:
     """Whether the region weights by pi/mu, the ratio to the sampler, and so already corrects for its numerics."""
     selects_tokens: ClassVar[bool] = False
     """Whether the region selects tokens over the whole optimizer step, before it is split into micro-batches."""
+    needs_zero_advantage: ClassVar[bool] = False
+    """Whether a completion whose advantages are all 0 may have a gradient, or may change the gradient of others."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -285,6 +287,8 @@ class CovarianceRegion(TrustRegion):
     """A region that selects tokens by Cov_j = (log pi_j - mean log pi)(A_j - mean A) over the whole optimizer step."""
 
     selects_tokens: ClassVar[bool] = True
+    # Its tokens are part of the means in Cov, and they may be selected themselves.
+    needs_zero_advantage: ClassVar[bool] = True
     select_fraction: float
 
     def __post_init__(self) -> None:

@@ -94,7 +94,13 @@ def _learn(
         hook(learner, recorded, complete, index)
 
     try:
-        return learn(learner, recorded.rollouts.groups, step=step, before_update=before_update if hook else None)
+        return learn(
+            learner,
+            recorded.rollouts.groups,
+            step=step,
+            before_update=before_update if hook else None,
+            complete=recorded.complete,
+        )
     except Exception as error:
         if not out_of_memory(error):
             raise
