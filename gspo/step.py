@@ -74,16 +74,18 @@ def learn(
     *,
     step: int,
     before_update: Callable[[TrainBatch, int], None] | None = None,
+    complete: bool = False,
 ) -> LearnResult | None:
     """Train on groups in `learner.mini_batches` optimizer steps, fewer if the batch is short; None if no completion can
     be trained on.
 
-    `before_update` may read the batch and use the model before each optimizer step."""
+    `before_update` may read the batch and use the model before each optimizer step. With `complete`, completions whose
+    advantages are 0 are computed, too."""
     objective, optimizer = context.objective, context.optimizer
     samples = train_samples(groups, objective, max_tokens=context.config.rollout.max_tokens)
     if not samples:
         return None
-    batch = prepare_batch(context, samples, step=step, reuse_forward=before_update is None)
+    batch = prepare_batch(context, samples, step=step, complete=complete)
     stats = LearnStats(batch)
     for update_index in range(len(batch.plan.updates)):
         if before_update is not None:

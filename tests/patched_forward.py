@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gspo.learner import batch, forward
+from gspo.learner import forward
 
 Forward = Callable[..., Any]
 
@@ -21,5 +21,4 @@ def patch_forward(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Forward], For
     def either(*given: Any, **options: Any) -> Any:
         return (wrapped if torch.is_grad_enabled() == training else plain)(*given, **options)
 
-    for module in (forward, batch):
-        monkeypatch.setattr(module, "completion_logprobs", either)
+    monkeypatch.setattr(forward, "completion_logprobs", either)

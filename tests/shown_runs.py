@@ -103,6 +103,13 @@ def completion(prompt: str, number: int, text: str, **changed: Any) -> dict[str,
     return record | changed
 
 
+def uncomputed(prompt_id: str, number: int, text: str) -> dict[str, Any]:
+    """The record of a completion with advantage 0, which is not computed."""
+    record = completion(prompt_id, number, text, advantage=0.0, computed=False)
+    absent = ("sequence_ratio", "clipped_fraction", "clipped_tokens", "logp_old", "logp_new")
+    return {key: value for key, value in record.items() if key not in absent}
+
+
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,13 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
         advantage_N=sequences.expand(advantage),
         sequences=sequences,
     )
-    old = OldLogprobs(logp_N=logp_old, logp_sampler_N=logp_old, entropy_M=logp_old, log_rho_M=logp_old)
+    old = OldLogprobs(
+        logp_N=logp_old,
+        logp_sampler_N=logp_old,
+        learner_N=logp_old,
+        entropy_N=logp_old,
+        computed_N=plan.computed_N,
+    )
     return TrainBatch(
         plan=plan,
         samples=tuple(samples),
@@ -116,7 +122,7 @@ def _batch(parts: RunContext, objective: Any, groups: tuple[Group, ...], *, budg
         old=old,
         temperature=1.0,
         routing=NoRouting(),
-        rounding_N=None,
+        only_rounding=False,
         seed="3",
     )
 

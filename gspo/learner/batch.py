@@ -1,21 +1,25 @@
 """A rollout batch, ready to train on: plan, packed tokens with their log-probs and advantages, routing.
 
 In: the samples of a step. Out: a `TrainBatch`. Invariant: everything here is computed with the weights before the first
-optimizer step, and does not change while the batch is trained on.
+optimizer step. What is known does not change while the batch is trained on.
 
 The old policy's log-probs are the denominator of importance ratios. `learner.old_logp` chooses their source:
 
-    recompute   a learner forward over all tokens. Exact for every engine.
+    recompute   a learner forward over all tokens. Exact for every engine. The training forwards of the first optimizer
+                step have the old weights, so they give its old log-probs, and only later steps need a forward before.
     sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
                 tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
                 noise that exceeds the clip range before any update is an error, or with `learner.allow_mismatch` a
                 warning, never silently trained on. The old policy's experts of an MoE model are the engine's.
+
+A completion whose advantages are all exactly 0 (most often one of a uniform group) has no gradient. No forward computes
+it, unless the objective or the balance loss needs it. It stays in its update and in every denominator.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,19 +28,11 @@ import torch
 from torch import Tensor
 
 from gspo.errors import MismatchError
-from gspo.learner.forward import (
-    CachedForward,
-    NoRouting,
-    RoutingReplay,
-    TrainForward,
-    completion_logprobs,
-    plan_logprobs,
-)
+from gspo.learner.forward import NoRouting, RoutingReplay, TrainForward, plan_logprobs
 from gspo.learner.plan import Plan, make_plan, update_count
 from gspo.learner.routing_replay import RecordedRouting
 from gspo.model.adapter import adapters_disabled
 from gspo.model.micro_batch import MicroBatch, TokenSequence
-from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import supports_packing
 from gspo.objectives.advantage import token_advantages
 from gspo.objectives.loss import select
@@ -55,20 +51,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogprobs:
-    """The old policy's log-probs of a batch."""
+    """The old policy's log-probs of a batch, and what the learner's forwards with the old weights have computed."""
 
     logp_N: Tensor
+    """The denominators of importance ratios."""
     logp_sampler_N: Tensor
-    entropy_M: Tensor
-    """Entropy of the old policy at the tokens that the learner has computed."""
-    log_rho_M: Tensor
-    """log pi_old - log mu at these tokens, with pi_old from the learner's forward and mu from the engine."""
-    cached: CachedForward | None = None
-    """The forward of the first micro-batch, for the first update; None if computing the log-probs has not run it."""
+    learner_N: Tensor
+    """Log-probs by the learner's forward: `logp_N` itself, unless the engine's log-probs are the old ones."""
+    entropy_N: Tensor
+    computed_N: Tensor
+    """At which tokens the learner has computed these two."""
+    by_training: bool = False
+    """Whether the training forwards of the first optimizer step fill in its tokens."""
     noise: Noise | None = None
     """With the engine's log-probs as the old ones: the noise that they add to ratios, in the first mini-batch."""
     excess: str = ""
     """Why that noise is too large, if `learner.allow_mismatch` accepted it; empty otherwise."""
+
+    def fill(self, at_N: Tensor, logp_N: Tensor, entropy_N: Tensor) -> None:
+        """Set the values of some tokens. A forward that is repeated, after memory ran out, sets them again."""
+        self.logp_N[at_N] = logp_N.detach()
+        self.entropy_N[at_N] = entropy_N.detach()
+        self.computed_N[at_N] = True
+
+    @property
+    def entropy_M(self) -> Tensor:
+        """Entropy of the old policy at the tokens that the learner has computed."""
+        return self.entropy_N[self.computed_N]
+
+    @property
+    def log_rho_M(self) -> Tensor:
+        """log pi_old - log mu at these tokens, with pi_old from the learner's forward and mu from the engine."""
+        return (self.learner_N - self.logp_sampler_N)[self.computed_N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,33 +101,25 @@ class TrainBatch:
     """The sampling temperature. Log-probs use it too."""
     routing: RoutingReplay
     """How an MoE model routes in training forwards."""
-    rounding_N: Tensor | None
-    """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
-    differ; None otherwise."""
+    only_rounding: bool
+    """Whether the engine sampled with the learner's own weights, so that only rounding separates pi_old from mu."""
     seed: str
     """Seed of objectives that select tokens at random."""
 
 
 def prepare_batch(
-    context: LearnContext, samples: Sequence[TrainSample], *, step: int, reuse_forward: bool
+    context: LearnContext, samples: Sequence[TrainSample], *, step: int, complete: bool = False
 ) -> TrainBatch:
-    """Plan the batch and compute everything that is fixed before the first update. With `reuse_forward`, the first
-    training forward also gives the old log-probs."""
+    """Plan the batch and compute what must be known before the first update. With `complete`, that is all of the old
+    log-probs, also those that training would give, or that only other objectives need."""
     config = context.config
-    plan = plan_batch(context, samples, step)
+    tokens = _packed_tokens(context, samples)
+    uncomputed = frozenset() if complete or _computes_all(context) else _zero_advantages(context, tokens, samples)
+    plan = plan_batch(context, samples, step, uncomputed)
     routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples])
-    # The reference first: the old forward may leave a graph in memory.
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
-    old = _old_logprobs(context, plan, samples, routing, reuse_forward=reuse_forward)
-    tokens = Tokens(
-        logp_N=old.logp_N,
-        logp_old_N=old.logp_N,
-        logp_sampler_N=old.logp_sampler_N,
-        logp_ref_N=logp_ref_N,
-        # Filled in below: a KL penalty in the reward needs the log-probs of the tokens first.
-        advantage_N=torch.zeros_like(old.logp_N),
-        sequences=Sequences(plan.sequence_N.to(context.policy.device), len(samples)),
-    )
+    old = _old_logprobs(context, plan, tokens, routing, complete=complete)
+    tokens = replace(tokens, logp_N=old.logp_N, logp_old_N=old.logp_N, logp_ref_N=logp_ref_N)
     reward_B, advantage_N = token_advantages(context.objective, tokens, samples)
     return TrainBatch(
         plan=plan,
@@ -123,7 +129,7 @@ def prepare_batch(
         old=old,
         temperature=config.rollout.temperature,
         routing=routing,
-        rounding_N=_rounding(context, samples, old),
+        only_rounding=_only_rounding(context, samples),
         seed=f"{config.seed}/select/{step}",
     )
 
@@ -139,7 +145,43 @@ def token_sequence(prompt: Prompt, completion: Completion, policy: Policy, min_t
     )
 
 
-def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int) -> Plan:
+def _packed_tokens(context: LearnContext, samples: Sequence[TrainSample]) -> Tokens:
+    """The sampled tokens with the engine's log-probs. Everything else is unknown, which is NaN."""
+    device = context.policy.device
+    counts = torch.tensor([s.completion.sampled_count for s in samples])
+    sequence_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
+    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
+    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=device)
+    unknown_N = torch.full_like(sampler_N, torch.nan)
+    return Tokens(
+        logp_N=unknown_N,
+        logp_old_N=unknown_N,
+        logp_sampler_N=sampler_N,
+        advantage_N=unknown_N,
+        sequences=Sequences(sequence_N.to(device), len(samples)),
+    )
+
+
+def _computes_all(context: LearnContext) -> bool:
+    """Whether completions matter for the gradient even if their advantages are 0."""
+    config = context.config
+    # The load-balancing loss is over all tokens of the update, and the effective sample size over all completions.
+    uses_all = bool(config.routing.balance_loss) or config.learner.ess_scaling != "off"
+    return context.objective.needs_zero_advantage or uses_all
+
+
+def _zero_advantages(context: LearnContext, tokens: Tokens, samples: Sequence[TrainSample]) -> frozenset[int]:
+    """The samples whose tokens all have an advantage of exactly 0.
+
+    Only for objectives whose advantages do not depend on log-probs, which are not known yet."""
+    _, advantage_N = token_advantages(context.objective, tokens, samples)
+    count_B = tokens.sequences.sum((advantage_N != 0).double())
+    return frozenset((count_B == 0).nonzero().flatten().tolist())
+
+
+def plan_batch(
+    context: LearnContext, samples: Sequence[TrainSample], step: int, uncomputed: Collection[int] = ()
+) -> Plan:
     """Split the samples into optimizer steps and micro-batches."""
     config = context.config
     models = [model for model in (context.policy.model, context.reference) if model is not None]
@@ -153,13 +195,15 @@ def plan_batch(context: LearnContext, samples: Sequence[TrainSample], step: int)
         pad_id=context.policy.pad_id,
         seed=f"{config.seed}/mini-batches/{step}",
         packed=all(supports_packing(model) for model in models),
+        uncomputed=uncomputed,
     )
 
 
 def loss_weights(objective: Objective, plan: Plan, update_index: int) -> Tensor:
     """The weight of each packed token in the loss of optimizer step `update_index`; 0 for tokens of the others."""
-    chosen = [s for micro in plan.updates[update_index] for s in micro.sequence_ids]
-    # Computed for the whole optimizer step, in float64: micro-batching must not change a weight.
+    chosen = list(plan.sequence_ids[update_index])
+    # Computed for the whole optimizer step, in float64: micro-batching must not change a weight. Sequences that are not
+    # computed count, too.
     weight_B = torch.zeros(len(plan.sequences), dtype=torch.float64)
     weight_B[chosen] = objective.aggregate(plan.lengths(chosen))
     return weight_B[plan.sequence_N].float()
@@ -228,95 +272,80 @@ def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
         return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
 
 
-def _rounding(context: LearnContext, samples: Sequence[TrainSample], old: OldLogprobs) -> Tensor | None:
-    """The rounding noise. Known if the completions were sampled from the full distribution of the current weights."""
+def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> bool:
+    """Whether the completions were sampled from the full distribution of the current weights."""
     config, now = context.config, context.optimizer.updates
     rollout = config.rollout
     same_weights = engine_traits(rollout.engine).shares_weights and all(s.completion.version == now for s in samples)
     full_distribution = rollout.top_p == 1 and not rollout.top_k
     # If the sampler's log-probs are the old ones, their difference is 0 and says nothing about rounding.
     computed = config.learner.old_logp == "recompute"
-    return old.log_rho_M if same_weights and full_distribution and computed else None
+    return same_weights and full_distribution and computed
 
 
 # ---- old log-probs
 
 
 def _old_logprobs(
-    context: LearnContext, plan: Plan, samples: Sequence[TrainSample], routing: RoutingReplay, *, reuse_forward: bool
+    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, *, complete: bool
 ) -> OldLogprobs:
-    sampled = [logp for s in samples for logp in s.completion.logp_sampler]
-    sampler_N = torch.tensor(sampled, dtype=torch.float32, device=context.policy.device)
+    policy, sampler_N = context.policy, tokens.logp_sampler_N
+    assert sampler_N is not None
     if context.config.learner.old_logp == "sampler":
         return _from_sampler(context, plan, sampler_N, routing)
-    logp_N, entropy_N, cached = _old_forward(context, plan, routing, reuse_forward=reuse_forward)
+    by_training = not complete and routing.repeats and not _needs_old_logprobs(context.objective)
+    before = replace(plan, updates=plan.updates[1:]) if by_training else plan
+    logp_N, entropy_N = plan_logprobs(
+        policy.model, before, context.config.rollout.temperature, policy.device, routed=routing.old
+    )
+    computed_N = before.computed_N.to(policy.device)
+    logp_N = torch.where(computed_N, logp_N, torch.nan)
     return OldLogprobs(
-        logp_N=logp_N, logp_sampler_N=sampler_N, entropy_M=entropy_N, log_rho_M=logp_N - sampler_N, cached=cached
+        logp_N=logp_N,
+        logp_sampler_N=sampler_N,
+        learner_N=logp_N,
+        entropy_N=entropy_N,
+        computed_N=computed_N,
+        by_training=by_training,
     )
 
 
-def _old_forward(
-    context: LearnContext, plan: Plan, routing: RoutingReplay, *, reuse_forward: bool
-) -> tuple[Tensor, Tensor, CachedForward | None]:
-    """(logp_N, entropy_N) under the current weights. The first update has the same weights, so with `reuse_forward` its
-    first micro-batch is computed once for both."""
-    objective, model, device = context.objective, context.policy.model, context.policy.device
-    temperature = context.config.rollout.temperature
-    first = plan.updates[0][0]
-    # An objective that selects tokens needs a forward over the whole update first, so it cannot reuse this one.
-    reuse = reuse_forward and routing.repeats and not objective.trust_region.selects_tokens
-    rest = replace(plan, updates=(plan.updates[0][1:], *plan.updates[1:])) if reuse else plan
-    logp_N, entropy_N = plan_logprobs(model, rest, temperature, device, routed=routing.old)
-    if not reuse:
-        return logp_N, entropy_N, None
-    # The micro-batch with the graph comes last, so that no other forward runs while the graph occupies memory.
-    micro = first.to(device)
-    outputs = None
-    try:
-        with routing.old(micro):
-            outputs = completion_logprobs(model, micro, temperature, entropy_gradient=bool(objective.entropy))
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-    if outputs is None:
-        # Outside the handler: the traceback of the error holds the tensors that did not fit.
-        release_memory()
-        alone = replace(plan, updates=((first,),))
-        first_logp_N, first_entropy_N = plan_logprobs(model, alone, temperature, device, routed=routing.old)
-        # Each of the two is 0 at the tokens of the other, so the sum is exact.
-        return logp_N + first_logp_N, entropy_N + first_entropy_N, None
-    logp_N[micro.at_N] = outputs[0].detach()
-    entropy_N[micro.at_N] = outputs[1].detach()
-    return logp_N, entropy_N, CachedForward(first, *outputs)
+def _needs_old_logprobs(objective: Objective) -> bool:
+    """Whether an objective uses old log-probs before the training forwards: to select tokens, or for advantages."""
+    return objective.trust_region.selects_tokens or bool(objective.kl and objective.kl_in == "reward")
 
 
 def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay) -> OldLogprobs:
     """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's, unless
     `learner.allow_mismatch` is set."""
     policy, temperature = context.policy, context.config.rollout.temperature
-    # The first mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
-    logp_N, entropy_N = plan_logprobs(policy.model, plan, temperature, policy.device, update=0, routed=routing.old)
+    # One mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
+    first = replace(plan, updates=tuple(micro_batches for micro_batches in plan.updates if micro_batches)[:1])
+    logp_N, entropy_N = plan_logprobs(policy.model, first, temperature, policy.device, routed=routing.old)
     routing.old_from_sampler()
-    at_M = torch.cat([micro.at_N for micro in plan.updates[0]]).sort().values.to(policy.device)
+    computed_N = first.computed_N.to(policy.device)
     tokens = Tokens(
-        logp_N=logp_N[at_M],
-        logp_old_N=sampler_N[at_M],
-        logp_sampler_N=sampler_N[at_M],
-        advantage_N=torch.zeros_like(logp_N[at_M]),
-        sequences=Sequences(plan.sequence_N.to(policy.device)[at_M], len(plan.sequences)),
+        logp_N=logp_N[computed_N],
+        logp_old_N=sampler_N[computed_N],
+        logp_sampler_N=sampler_N[computed_N],
+        advantage_N=torch.zeros_like(logp_N[computed_N]),
+        sequences=Sequences(plan.sequence_N.to(policy.device)[computed_N], len(plan.sequences)),
     )
-    excess = _excess_mismatch(context.objective, tokens)
+    noise, excess = None, ""
+    if first.updates:
+        noise = rounding_noise(context.objective, tokens.sequences, tokens.logp_N - tokens.logp_old_N)
+        excess = _excess_mismatch(context.objective, tokens)
     if excess and not context.config.learner.allow_mismatch:
         raise MismatchError(
             f'{excess}; set learner.old_logp = "recompute", or learner.allow_mismatch = true to train on it anyway'
         )
-    log_rho_M = tokens.logp_N - tokens.logp_old_N
     return OldLogprobs(
         logp_N=sampler_N,
         logp_sampler_N=sampler_N,
-        entropy_M=entropy_N[at_M],
-        log_rho_M=log_rho_M,
-        noise=rounding_noise(context.objective, tokens.sequences, log_rho_M),
+        learner_N=logp_N,
+        entropy_N=entropy_N,
+        computed_N=computed_N,
+        noise=noise,
         excess=excess,
     )
 

@@ -168,44 +168,23 @@ class TrainForward:
     """This micro-batch's share of the auxiliary load-balancing loss."""
 
 
-class CachedForward:
-    """The forward of one micro-batch with its graph. It can be taken once, so the backward pass frees the graph."""
-
-    def __init__(self, micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
-        self._sequence_ids = micro.sequence_ids
-        self._outputs: tuple[Tensor, Tensor] | None = (logp_N, entropy_N)
-
-    def take(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """(logp_N, entropy_N), or None if this is another micro-batch or they have been taken already."""
-        if self._outputs is None or micro.sequence_ids != self._sequence_ids:
-            return None
-        outputs = self._outputs
-        self.drop()
-        return outputs
-
-    def drop(self) -> None:
-        """Free the graph."""
-        self._outputs = None
-
-
 @contextmanager
 def training_forward(
     context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
 ) -> Iterator[TrainForward]:
     """The forward of a micro-batch of an optimizer step. The backward pass belongs inside the context too."""
-    cached = batch.old.cached
-    reused = cached.take(micro) if cached is not None else None
-    if reused is not None:
-        yield TrainForward(logp_N=reused[0], entropy_N=reused[1])
-        return
+    # The first optimizer step has the weights of the old policy, so its forwards can be the old ones, too.
+    is_old = update_index == 0 and batch.old.by_training
     # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.
-    with batch.routing.learning(micro) as trace:
+    with batch.routing.old(micro) if is_old else batch.routing.learning(micro) as trace:
         logp_N, entropy_N = completion_logprobs(
             context.policy.model,
             micro,
             batch.temperature,
             entropy_gradient=bool(context.objective.entropy),
         )
+        if is_old:
+            batch.old.fill(micro.at_N, logp_N, entropy_N)
         yield TrainForward(
             logp_N=logp_N,
             entropy_N=entropy_N,

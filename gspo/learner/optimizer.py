@@ -118,7 +118,9 @@ class Optimizer:
         norm = self._clip()
         # A skipped update does not advance the schedule, which counts the updates that were applied.
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        ess = 1.0 if log_weight_B is None else effective_sample_size(log_weight_B, self._masters.values())
+        ess = 1.0
+        if log_weight_B is not None and len(log_weight_B):  # an update in which nothing is computed has none
+            ess = effective_sample_size(log_weight_B, self._masters.values())
         factor = ess_factor(self.config, ess)
         rate = rate * factor
         skipped = self._skip_reason(on_all_ranks(loss_finite, self._masters.values()), norm)
@@ -207,9 +209,15 @@ class Optimizer:
 
     def _gradients_to_masters(self) -> None:
         """Give the masters their gradients in float32, without the loss scale."""
+        # Nothing was computed, because all advantages are 0. That is a gradient of 0: AdamW still applies its momentum,
+        # and the moments decay. It would ignore weights without a gradient.
+        nothing = all(weight.grad is None for weight in self._weights.values())
         for name, master in self._masters.items():
             gradient = self._weights[name].grad
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+            if gradient is not None:
+                master.grad = gradient.to(master.dtype)
+            else:
+                master.grad = torch.zeros_like(master) if nothing else None
             if self._loss_scale is not None and master.grad is not None:
                 master.grad.div_(self._loss_scale.value)
 

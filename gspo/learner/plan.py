@@ -4,7 +4,8 @@ In: sequences of prompt and completion token ids. Out: a `Plan`: optimizer steps
 sequences. Invariant: the plan is made once per rollout batch, and every forward on these sequences uses it, also the
 one for the old log-probs. So if the learner computes the old log-probs, the importance ratio is exactly 1 at the first
 update. Which sequences share an update never changes. Which share a micro-batch changes only if memory runs out
-(`Plan.halved`), and then the ratio is 1 up to rounding.
+(`Plan.halved`), and then the ratio is 1 up to rounding. A sequence that need not be computed belongs to its update, and
+so to its denominators, but to no micro-batch.
 
 A micro-batch is a matrix of padded sequences, or one long row without padding that contains each prompt once for all of
 its completions (`Packing`). A token attends to the same tokens in both, so its log-prob is the same.
@@ -13,7 +14,7 @@ its completions (`Packing`). A token attends to the same tokens in both, so its 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -42,6 +43,8 @@ class Plan:
     sequence_N: Tensor
     """Sequence of each packed sampled token."""
     updates: tuple[tuple[MicroBatch, ...], ...]
+    sequence_ids: tuple[tuple[int, ...], ...]
+    """Indices of the sequences of each optimizer step, also of those that are in no micro-batch."""
     pad_id: int
     packed: bool = False
 
@@ -49,6 +52,15 @@ class Plan:
     def tokens(self) -> int:
         """Sampled tokens."""
         return len(self.sequence_N)
+
+    @property
+    def computed_N(self) -> Tensor:
+        """Which tokens are in a micro-batch."""
+        computed_N = torch.zeros(self.tokens, dtype=torch.bool)
+        for micro_batches in self.updates:
+            for micro in micro_batches:
+                computed_N[micro.at_N] = True
+        return computed_N
 
     @property
     def input_starts(self) -> list[int]:
@@ -69,7 +81,7 @@ class Plan:
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
-            padded=sum(len(own) * max(own) for own in lengths),
+            padded=sum(len(own) * max(own, default=0) for own in lengths),
         )
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
@@ -110,22 +122,33 @@ def make_plan(
     pad_id: int,
     seed: str,
     packed: bool = False,
+    uncomputed: Collection[int] = (),
 ) -> Plan:
     """Split the sequences, with groups in seeded order, into `mini_batches` optimizer steps of equal size, up to one
     completion. A group stays together unless it crosses a boundary. With `packed`, sequences of a micro-batch that have
-    the same prompt share it."""
+    the same prompt share it. The `uncomputed` sequences are in no micro-batch; an optimizer step may have none."""
     lengths = torch.tensor([s.sampled_count for s in sequences], dtype=torch.long)
     sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
     count = min(mini_batches, len(sequences))  # an optimizer step without sequences would have no gradient
     # Integer division spreads the remainder, so that sizes differ by at most one.
     cuts = [len(order) * i // count for i in range(count + 1)] if count else [0]
+    sequence_ids = tuple(tuple(order[a:b]) for a, b in pairwise(cuts))
     split = _split_packed if packed else _split_padded
+    # After the cuts: what is computed must not decide which sequences share an optimizer step.
+    computed = [[s for s in chosen if s not in uncomputed] for chosen in sequence_ids]
     updates = tuple(
-        tuple(micro_batch(sequences, part, pad_id, packed) for part in split(sequences, order[a:b], token_budget))
-        for a, b in pairwise(cuts)
+        tuple(micro_batch(sequences, part, pad_id, packed) for part in split(sequences, chosen, token_budget))
+        for chosen in computed
     )
-    return Plan(sequences=tuple(sequences), sequence_N=sequence_N, updates=updates, pad_id=pad_id, packed=packed)
+    return Plan(
+        sequences=tuple(sequences),
+        sequence_N=sequence_N,
+        updates=updates,
+        sequence_ids=sequence_ids,
+        pad_id=pad_id,
+        packed=packed,
+    )
 
 
 def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:

@@ -22,6 +22,7 @@ from gspo.objectives.loss import Loss
 from gspo.objectives.rounding import Noise
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Tokens
+from gspo.objectives.trust_region import Surrogate
 
 if TYPE_CHECKING:
     from gspo.learner.batch import TrainBatch
@@ -56,18 +57,23 @@ class LearnResult:
     """The learning half of a step: packed tokens of all optimizer steps, and the result of each."""
 
     samples: tuple[TrainSample, ...]
-    """The completions that were trained on; sequence i of `tokens`."""
+    """The completions that were trained on; sequence i of `tokens`. They include those that were not computed, because
+    their advantages are 0."""
     reward_B: Tensor
     """The rewards that the advantages are computed from: shaped, and minus the KL penalty with `kl_in = "reward"`."""
     advantage_B: Tensor
     """Per completion; the mean over its tokens if they differ."""
     tokens: Tokens
-    """`logp_N` is the policy's at the moment each token was trained on."""
+    """`logp_N` is the policy's at the moment each token was trained on. NaN where nothing was computed."""
+    computed_N: Tensor
+    """Which tokens a training forward has computed: all of a completion, or none."""
     entropy_M: Tensor
-    """Entropy of the old policy at the tokens that the learner computed before training: all, or one mini-batch."""
+    """Entropy of the old policy at the tokens that the learner computed with the old weights: all of these, or those
+    of one mini-batch."""
     log_rho_M: Tensor
     """log pi_old - log mu at these tokens: the mismatch between sampling engine and learner."""
     ratio_N: Tensor
+    """NaN where nothing was computed."""
     clipped_N: Tensor
     losses: tuple[Loss, ...]
     updates: tuple[Update, ...]
@@ -77,9 +83,9 @@ class LearnResult:
     """Routing statistics; None for a dense model."""
     halvings: int = 0
     """The most halvings that any optimizer step needed to fit into memory."""
-    rounding_N: Tensor | None = None
-    """log pi_old - log mu if the engine sampled with the learner's own weights, so that only rounding makes them
-    differ; None otherwise."""
+    rounding_M: Tensor | None = None
+    """log pi_old - log mu of the computed tokens if the engine sampled with the learner's own weights, so that only
+    rounding makes them differ; None otherwise."""
     noise: Noise | None = None
     """The noise of ratios to the engine's log-probs, where those are the old log-probs (`learner.old_logp`)."""
     excess: str = ""
@@ -98,6 +104,8 @@ class GradientStats:
 
     def result(self) -> GradientResult:
         """All micro-batches of the optimizer step."""
+        if not self._micro_batches:
+            return _no_gradient()
         at, logp, losses = zip(*self._micro_batches, strict=True)
         return GradientResult(
             loss=_sum(losses),
@@ -126,9 +134,9 @@ class LearnStats:
     def result(self, batch: TrainBatch, model: Any) -> LearnResult:
         """The whole batch."""
         tokens = batch.tokens
-        # Only starting values: every token is in exactly one optimizer step, which overwrites them below.
-        logp_N = tokens.logp_old_N.clone()
-        ratio_N = torch.ones_like(logp_N)
+        # Every token that is computed is in exactly one optimizer step, which sets its values below.
+        logp_N = torch.full_like(tokens.logp_old_N, torch.nan)
+        ratio_N = logp_N.clone()
         clipped_N = torch.zeros_like(logp_N, dtype=torch.bool)
         for r in self._results:
             logp_N[r.at_N] = r.logp_N
@@ -139,6 +147,7 @@ class LearnStats:
             reward_B=batch.reward_B,
             advantage_B=tokens.sequences.mean(tokens.advantage_N).cpu(),
             tokens=replace(tokens, logp_N=logp_N),
+            computed_N=batch.plan.computed_N.to(logp_N.device),
             entropy_M=batch.old.entropy_M,
             log_rho_M=batch.old.log_rho_M,
             ratio_N=ratio_N,
@@ -148,10 +157,24 @@ class LearnStats:
             routed=batch.routing.outcome(model),
             positions=self._positions,
             halvings=self._halvings,
-            rounding_N=batch.rounding_N,
+            rounding_M=batch.old.log_rho_M if batch.only_rounding else None,
             noise=batch.old.noise,
             excess=batch.old.excess,
         )
+
+
+def _no_gradient() -> GradientResult:
+    """The result of an optimizer step without micro-batches, because all of its advantages are 0."""
+    none, zero = torch.zeros(0), torch.zeros(())
+    clipped_N = torch.zeros(0, dtype=torch.bool)
+    surrogate = Surrogate(objective_N=none, ratio_N=none, clipped_N=clipped_N)
+    return GradientResult(
+        loss=Loss(total=zero, policy=zero, kl=zero, entropy=zero, surrogate=surrogate),
+        at_N=torch.zeros(0, dtype=torch.long),
+        logp_N=none,
+        ratio_N=none,
+        clipped_N=clipped_N,
+    )
 
 
 def _sum(losses: tuple[Loss, ...]) -> Loss:

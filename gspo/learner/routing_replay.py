@@ -15,9 +15,10 @@ are those that the engine reported. Tokens without a report are neither replayed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,7 +91,6 @@ class RecordedRouting:
         """Input tokens whose experts in the old policy's forward are known; None if all are."""
         with self.clock.measure("routing"):
             self.sampler_ILK, self.known_I = self._sampler_experts(sampled, device)
-        self.load_LE = torch.zeros(routers.layers, routers.experts, dtype=torch.int64, device=device)
         self.flipped_N, self.native_N, self.sampler_N = (
             torch.full((plan.tokens,), start, dtype=torch.int16, device=device) for start in (0, 0, -1)
         )
@@ -152,7 +152,6 @@ class RecordedRouting:
         self.old_ILK[at_I[real_I]] = used_ILK[real_I]
         if self.native_ILK is not None:
             self.native_ILK[at_I[real_I]] = trace.native_ILK[real_I]
-        self._count_load(used_ILK, micro.times.flatten())
         at_N = self._input_of(micro)
         differ_N = count_expert_changes(used_ILK[micro.output_N], self.sampler_ILK[at_N])
         self.sampler_N[micro.at_N] = torch.where(self.known_I[at_N], differ_N, -1).to(torch.int16)
@@ -185,14 +184,11 @@ class RecordedRouting:
         """Input tokens of the plan at the positions that predict sampled tokens."""
         return micro.input_at.flatten()[micro.output_N]
 
-    def _count_load(self, used_ILK: Tensor, times_I: Tensor) -> None:
-        """Count the experts. A token of a shared prompt counts once for every sequence that contains it."""
-        for layer, load_E in enumerate(self.load_LE):
-            load_E += _expert_counts(used_ILK[:, layer], times_I, self.routers.experts).long()
-
     # ---- statistics
 
-    def outcome(self, model: Any) -> RoutingStats:
+    def outcome(self, model: Any) -> RoutingStats | None:
+        if not any(self.plan.updates):
+            return None
         with self.clock.measure("routing"):
             updates_N = self._updates_between(model)
         stored = (
@@ -206,7 +202,7 @@ class RecordedRouting:
             native_N=self.native_N,
             sampler_N=self.sampler_N,
             update_N=updates_N,
-            load_LE=self.load_LE,
+            load_LE=self._load(),
             choices=self.routers.layers * self.routers.top_k,
             replayed=self.replay != "off",
             balance_losses=self._balance_losses(),
@@ -214,6 +210,25 @@ class RecordedRouting:
             sampler_bytes=self.sampler_bytes,
             seconds=self.clock.seconds["routing"],
         )
+
+    def _load(self) -> Tensor:
+        """How often the old forward used each expert, by layer."""
+        # Counted at the end, so that a forward that was repeated, after memory ran out, counts once.
+        used_ILK, times_I = self._inputs(self.old_ILK, chain.from_iterable(self.plan.updates))
+        return self._count(used_ILK, times_I).long()
+
+    def _inputs(self, chosen_ILK: Tensor, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """The experts of the input tokens of some micro-batches, and how many sequences contain each token."""
+        micros = list(micro_batches)
+        at_I = torch.cat([micro.input_at.flatten() for micro in micros]).to(chosen_ILK.device)
+        times_I = torch.cat([micro.times.flatten() for micro in micros]).to(chosen_ILK.device)
+        return chosen_ILK[at_I.clamp(min=0)], times_I
+
+    def _count(self, chosen_ILK: Tensor, times_I: Tensor) -> Tensor:
+        """How often each expert was selected, by layer. A token of a shared prompt counts once for every sequence that
+        contains it."""
+        layers = range(self.routers.layers)
+        return torch.stack([_expert_counts(chosen_ILK[:, i], times_I, self.routers.experts) for i in layers])
 
     def _balance_losses(self) -> tuple[float, ...]:
         updates = sorted({update for update, _ in self._balance})
@@ -284,14 +299,9 @@ class RecordedRouting:
 
     def _compute_shares(self, update_index: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
-        micro_batches = self.plan.updates[update_index]
-        device = self.native_ILK.device
-        at_I = torch.cat([micro.input_at.flatten() for micro in micro_batches]).to(device)
-        times_I = torch.cat([micro.times.flatten() for micro in micro_batches]).to(device)
-        native_ILK = self.native_ILK[at_I.clamp(min=0)]
+        native_ILK, times_I = self._inputs(self.native_ILK, self.plan.updates[update_index])
         tokens = int(times_I.sum())
-        counts = [_expert_counts(native_ILK[:, i], times_I, self.routers.experts) for i in range(self.routers.layers)]
-        return torch.stack(counts).float() / (tokens * self.routers.top_k), tokens
+        return self._count(native_ILK, times_I).float() / (tokens * self.routers.top_k), tokens
 
 
 def _expert_counts(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:

@@ -65,7 +65,7 @@ class AdaptiveClip:
         length_N = tokens.sequences.expand(tokens.sequences.length_B)
         log_ratio_N = region.bounded(objective.ratio(tokens).detach().double(), length_N)
         move_N = log_ratio_N if region.clips_log_ratio else torch.expm1(log_ratio_N)
-        # A token with A = 0 is clipped at no scale. It stays in the denominator, as in clip/fraction_tokens.
+        # A token with A = 0 is clipped at no scale. It stays in the denominator, whether or not it was computed.
         ranges_N = torch.full_like(move_N, -math.inf)
         for side, pushed_N, along_N in (("clip_high", a_N > 0, move_N), ("clip_low", a_N < 0, -move_N)):
             own_N = along_N / getattr(region, side)

@@ -123,6 +123,12 @@ class Objective:
         return self.ratio.per_sequence
 
     @property
+    def needs_zero_advantage(self) -> bool:
+        """Whether a completion whose advantages are all 0 matters for the gradient beyond its place in denominators."""
+        # KL and entropy terms act on every token. A KL penalty in the reward is part of the advantages themselves.
+        return bool(self.kl or self.entropy) or self.trust_region.needs_zero_advantage
+
+    @property
     def usual_range(self) -> UsualRange | None:
         """Sensible clip ranges; `None` without a clip range."""
         usual = self.trust_region.usual_range

@@ -55,6 +55,9 @@ class TrustRegion:
     """Whether the region compares the policy with the sampler mu, and so already corrects for its numerics."""
     selects_tokens: ClassVar[bool] = False
     """Whether the region selects tokens over the whole optimizer step, before it is split into micro-batches."""
+    needs_zero_advantage: ClassVar[bool] = True
+    """Whether a completion whose advantages are all 0 may have a gradient, or may change the gradient of others. False
+    for regions whose term is proportional to the advantage, and depends on no other completion."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -126,6 +129,8 @@ class ClipRange:
 class Clip(ClipRange, TrustRegion):
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual_clip` = c also max(..., c A) where A < 0."""
 
+    needs_zero_advantage: ClassVar[bool] = False
+
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -153,6 +158,7 @@ class Clip(ClipRange, TrustRegion):
 class LogClipThenMean(ClipRange, TrustRegion):
     """A exp(mean_t d_t), d_t = log r_t bounded by +clip_high where A > 0 and by -clip_low where A < 0 (GMPO)."""
 
+    needs_zero_advantage: ClassVar[bool] = False
     usual_range: ClassVar[UsualRange | None] = UsualRange(0.01, 3.0, "0.4, in log space")
     clips_log_ratio: ClassVar[bool] = True
     clip_low: float = 0.4
@@ -174,6 +180,7 @@ class LengthBand(ClipRange, TrustRegion):
     """min(W A, W' A), log W' = log W bounded by -clip_low sqrt(T) and +clip_high sqrt(T) for a completion of T tokens
     (FSPO)."""
 
+    needs_zero_advantage: ClassVar[bool] = False
     usual_range: ClassVar[UsualRange | None] = UsualRange(1e-3, 1.0, "0.03, in log space and times sqrt(T)")
     clips_log_ratio: ClassVar[bool] = True
     # A sum of T independent log-ratios spreads by sqrt(T), so a fixed range would clip long completions more often.
@@ -199,6 +206,8 @@ class SoftGateThenMean(TrustRegion):
     """A exp(mean_t log f_t), f_t = (4/tau) sigmoid(tau (r_t - 1)), tau = tau_pos where A > 0, else tau_neg (SSPO): the
     geometric mean of SAPO's gates."""
 
+    needs_zero_advantage: ClassVar[bool] = False
+
     tau_pos: float = 1.0
     tau_neg: float = 1.05
 
@@ -222,6 +231,8 @@ class SoftGate(TrustRegion):
     """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO).
     The gradient weight is sech^2(tau (r - 1) / 2) r."""
 
+    needs_zero_advantage: ClassVar[bool] = False
+
     tau_pos: float = 1.0
     # A negative advantage raises the many tokens that were not sampled, which is noisier, so its gate is narrower.
     tau_neg: float = 1.05
@@ -242,6 +253,8 @@ class SoftGate(TrustRegion):
 @dataclass(frozen=True)
 class GammaWeight(TrustRegion):
     """sg[W^k exp(lambda (1 - W))] A log pi, (k, lambda) by the sign of A (VESPO). Computed in log space."""
+
+    needs_zero_advantage: ClassVar[bool] = False
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -269,6 +282,8 @@ class GammaWeight(TrustRegion):
 class MassGate(TrustRegion):
     """sg[F] r A, F = exp(-(r - 1)^2 / (2 sigma^2)) where r has moved in the direction of A, else 1 (MASPO).
     sigma is wider for rare tokens and depends on the sign and size of A."""
+
+    needs_zero_advantage: ClassVar[bool] = False
 
     sigma_base: float = 1.0
     mass_power: float = 0.3
@@ -301,6 +316,8 @@ class CappedWeight(TrustRegion):
     """sg[min(r, weight_cap)] A log pi (CISPO). The weight is bounded and no token is dropped.
     `weight_cap` bounds the ratio itself; it is not 1 + weight_cap."""
 
+    needs_zero_advantage: ClassVar[bool] = False
+
     # MiniMax-M1 does not disclose its bound. 5 is that of ScaleRL.
     weight_cap: float = 5.0
 
@@ -319,6 +336,7 @@ class MaskedWeight(ClipRange, TrustRegion):
     """M sg[min(pi/mu, weight_cap)] A log pi, M = 0 where pi/pi_old has left the clip range in the direction of A
     (MiniRL)."""
 
+    needs_zero_advantage: ClassVar[bool] = False
     needs_sampler: ClassVar[bool] = True
     clip_low: float = 0.2
     clip_high: float = 0.27
@@ -342,6 +360,7 @@ class DivergenceMask(TrustRegion):
     """Base of the regions that drop a token whose probability has moved too far from the sampler's in the direction of
     A. The ratio of the others is not bounded."""
 
+    needs_zero_advantage: ClassVar[bool] = False
     needs_sampler: ClassVar[bool] = True
     delta_low: float
     delta_high: float
@@ -392,6 +411,7 @@ class CompletionMask(TrustRegion):
     """M r A, r = pi/mu, M = 0 for a whole completion with a token whose (log pi/mu)^2 / 2 is above max_divergence
     (TRM). The square estimates the KL from mu to pi and treats both directions alike."""
 
+    needs_zero_advantage: ClassVar[bool] = False
     needs_sampler: ClassVar[bool] = True
     # The value in verl's example of this mask, whose authors are those of the paper.
     max_divergence: float = 2.5
@@ -409,6 +429,8 @@ class CompletionMask(TrustRegion):
 @dataclass(frozen=True)
 class Unbounded(TrustRegion):
     """A log pi: the plain score function, no ratio and no bound."""
+
+    needs_zero_advantage: ClassVar[bool] = False
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         return _soft(tokens.advantage_N * tokens.logp_N, log_ratio_N.exp())

@@ -26,6 +26,7 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
     low = rollout_seconds(context, timings, slots_scale(context, timings))
     high = rollout_seconds(context, timings, context.completions / timings.completions)
     reward = timings.reward_s * context.completions / timings.completions
+    # An upper bound: the first update needs no old forward, and completions with advantage 0 need no forward at all.
     train = timings.train_s * context.completions / timings.trained
     # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
     train *= 1.25 if context.objective and context.objective.kl else 1.0

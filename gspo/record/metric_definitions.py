@@ -648,12 +648,12 @@ METRICS = (
     # The trust region: how far the updates of one batch move the policy, and where that is limited.
     Metric(
         "clip/fraction_tokens",
-        "Share of trained tokens on which the trust region acted: the ratio is out of range in the "
+        "Share of computed tokens on which the trust region acted: the ratio is out of range in the "
         "direction of the advantage (clipping objectives), the weight is at its cap (`cispo`), or the token "
         "is selected (`clip_cov`, `kl_cov`) or masked (`dppo_tv`, `dppo_kl`, `trm`). 0 for soft objectives "
         "(`sapo`, `sspo`, `maspo`, `vespo`) and for "
         "objectives without a bound (`gpg`, `rloo`).",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("clipping",),
@@ -662,9 +662,9 @@ METRICS = (
     ),
     Metric(
         "clip/fraction_sequences",
-        "Share of trained completions with at least one such token. With one ratio and one advantage per "
+        "Share of computed completions with at least one such token. With one ratio and one advantage per "
         "completion (`gspo`, `luspo`), a completion is clipped as a whole.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
         panels=("clipping",),
@@ -716,24 +716,24 @@ METRICS = (
     ),
     Metric(
         "ratio/mean",
-        "Mean of the ratio that the trust region uses: over trained completions for `gspo`, `gspo_token`,"
-        " `luspo`, `fspo` and `vespo` (with their `length_norm`), over trained tokens for the others. `gmpo`: after "
+        "Mean of the ratio that the trust region uses: over computed completions for `gspo`, `gspo_token`,"
+        " `luspo`, `fspo` and `vespo` (with their `length_norm`), over computed tokens for the others. `gmpo`: after "
         "its bounds. `dppo_tv`, `dppo_kl`, `trm`: `pi/mu`. 1 for `gpg` and `rloo`.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.MEAN,
     ),
     Metric(
         "ratio/max",
-        "Maximum of this ratio over trained tokens.",
-        present="trained",
+        "Maximum of this ratio over computed tokens.",
+        present="computed",
         unit="number",
         reduction=Reduction.MAX,
     ),
     Metric(
         "ratio/token_log_std",
-        "Standard deviation (population) over trained tokens of `log pi - log pi_old`, for every objective.",
-        present="trained",
+        "Standard deviation (population) over computed tokens of `log pi - log pi_old`, for every objective.",
+        present="computed",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -741,10 +741,10 @@ METRICS = (
     ),
     Metric(
         "ratio/sequence_log_std",
-        "Standard deviation over trained completions of the completion's mean of `log pi - log pi_old`, "
+        "Standard deviation over computed completions of the completion's mean of `log pi - log pi_old`, "
         "for every objective. If tokens were independent, it would be the token value divided by the square "
         "root of the length.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("ratio",),
@@ -772,10 +772,10 @@ METRICS = (
     ),
     Metric(
         "kl/old_new",
-        "Mean over trained tokens of `r - 1 - log r`, `r = pi/pi_old`: how far the updates of this step "
+        "Mean over computed tokens of `r - 1 - log r`, `r = pi/pi_old`: how far the updates of this step "
         "moved the policy, in nats per token (KL(pi_old ‖ pi), estimator k3). Never below 0 except for "
         "rounding.",
-        present="trained",
+        present="computed",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -784,11 +784,11 @@ METRICS = (
     # Engine against learner. Several estimates, because a mean hides the few tokens that matter in an MoE model.
     Metric(
         "mismatch/abs_mean",
-        "Mean over trained tokens of `|log rho|`, `rho = pi_old/mu`: how far the engine's log-probs are "
+        "Mean over computed tokens of `|log rho|`, `rho = pi_old/mu`: how far the engine's log-probs are "
         "from the learner's. With the `local` engine in float32 and without top-p or top-k only rounding "
         'remains. With `learner.old_logp = "sampler"` all mismatch metrics are over the tokens of the '
         "first mini-batch.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch-tokens",),
@@ -797,7 +797,7 @@ METRICS = (
     Metric(
         "mismatch/abs_max",
         "The maximum. An MoE model with routing flips has a high maximum and a low mean.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.MAX,
         panels=("mismatch-tokens",),
@@ -806,14 +806,14 @@ METRICS = (
     Metric(
         "mismatch/k1",
         "Mean of `-log rho`: the plain estimate of KL(mu ‖ pi_old); may be below 0.",
-        present="trained",
+        present="computed",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
     ),
     Metric(
         "mismatch/k3",
         "Mean of `rho - 1 - log rho`: a nonnegative estimate of the same.",
-        present="trained",
+        present="computed",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -822,7 +822,7 @@ METRICS = (
     Metric(
         "mismatch/chi2",
         "Mean of `rho^2 - 1`: the variance that importance weights would add.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.TOKEN_MEAN,
     ),
@@ -830,14 +830,14 @@ METRICS = (
         "mismatch/ess",
         "Effective sample size of these weights, as a share of the tokens: `mean(rho)^2 / mean(rho^2)`. 1"
         " if all weights are equal.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "mismatch/extreme_fraction",
         "Share of tokens to which engine and learner assign probabilities more than a factor of two apart.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch-tokens",),
@@ -850,7 +850,7 @@ METRICS = (
         "objectives that clip completions, per token for the others. The effect of rounding on a ratio "
         '([precision.md](precision.md)). With `learner.old_logp = "sampler"`: the log-ratio between learner and engine '
         "before any update, with every engine, in the first mini-batch.",
-        present="trained, the objective has a range, two or more updates, and engine `local` without top-p and top-k "
+        present="computed, the objective has a range, two or more updates, and engine `local` without top-p and top-k "
         'or `old_logp = "sampler"`',
         unit="number",
         reduction=Reduction.GATHER,
@@ -859,7 +859,7 @@ METRICS = (
     ),
     Metric(
         "noise/beyond_clip",
-        "Share of trained completions (or tokens) whose ratio this difference alone would move out of the clip range.",
+        "Share of computed completions (or tokens) whose ratio this difference alone would move out of the clip range.",
         present="the same",
         unit="share",
         reduction=Reduction.MEAN,
@@ -867,9 +867,9 @@ METRICS = (
     # What was trained on.
     Metric(
         "entropy/mean",
-        "Mean entropy of `pi_old` at the trained tokens (of the first mini-batch with `learner.old_logp ="
+        "Mean entropy of `pi_old` at the computed tokens (of the first mini-batch with `learner.old_logp ="
         ' "sampler"`), in nats.',
-        present="trained",
+        present="computed",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("entropy",),
@@ -899,6 +899,15 @@ METRICS = (
         reduction=Reduction.SUM,
     ),
     Metric(
+        "learner/uncomputed_fraction",
+        "Share of the trained tokens whose completion was not computed: its advantages are all 0, so it has no "
+        "gradient, but it counts in the denominators of the loss. 0 for objectives that need such completions (a KL or "
+        "entropy term, `clip_cov`, `kl_cov`) and with `routing.balance_loss`.",
+        present="trained",
+        unit="share",
+        reduction=Reduction.TOKEN_MEAN,
+    ),
+    Metric(
         "samples/dropped/KIND",
         "Sampled completions that were not trained on, by reason: `unscored`, `overlong` (truncated, with"
         ' `shape = "overlong_filter"`), `empty`, `alone` (no other trainable completion in its group), '
@@ -910,7 +919,7 @@ METRICS = (
     Metric(
         "padding/learner",
         "Share of the positions of a pass over the batch that are padding: 0 for models that support packing.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.MEAN,
         panels=("padding",),
@@ -920,7 +929,7 @@ METRICS = (
         "padding/saved",
         "Share of the positions that packing, and storing a prompt once per group, save in a pass over the batch, "
         "compared with one row per completion, with its prompt, padded to the longest row of its update.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.GATHER,
     ),
@@ -944,9 +953,9 @@ METRICS = (
     ),
     Metric(
         "kl/ref",
-        "Mean over trained tokens of `r - 1 - log r`, `r = pi_ref/pi`: distance from the reference in "
+        "Mean over computed tokens of `r - 1 - log r`, `r = pi_ref/pi`: distance from the reference in "
         "nats per token (KL(pi ‖ pi_ref), estimator k3, for every `kl_estimator`).",
-        present="trained, and the objective has a KL penalty",
+        present="computed, and the objective has a KL penalty",
         unit="nats",
         reduction=Reduction.TOKEN_MEAN,
         panels=("mismatch",),
@@ -965,10 +974,10 @@ METRICS = (
     Metric(
         "routing/flip_fraction",
         "Share of the experts used in a forward pass for the loss that the old policy's forward pass did not "
-        "use for the same token, over trained tokens of the updates after the first. 0 with replay, which"
+        "use for the same token, over computed tokens of the updates after the first. 0 with replay, which"
         " proves that it took effect. With one update it is measured by one more forward pass over its "
         "middle micro-batch, after the update.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("routing",),
@@ -985,16 +994,16 @@ METRICS = (
     ),
     Metric(
         "routing/flip_fraction_first",
-        "The routers' own choice after exactly one update, against the old policy (trained tokens of the "
+        "The routers' own choice after exactly one update, against the old policy (computed tokens of the "
         "second update).",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
     ),
     Metric(
         "routing/flip_fraction_last",
-        "The same after all updates but the last (trained tokens of the last update).",
-        present="trained, MoE",
+        "The same after all updates but the last (computed tokens of the last update).",
+        present="computed, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
     ),
@@ -1003,7 +1012,7 @@ METRICS = (
         "Share of the experts used in the old policy's forward pass that the sampling engine did not use."
         ' 0 with `replay = "sampler"`, `null` if the engine does not report its experts. With `learner.old_logp = '
         '"sampler"` it is over the first mini-batch, and the other flips are against the engine\'s experts.',
-        present="trained, MoE",
+        present="computed, MoE",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
         panels=("routing",),
@@ -1012,15 +1021,15 @@ METRICS = (
     Metric(
         "routing/load_entropy",
         "Entropy of how often the old policy's forward pass uses each expert, over prompt and completion "
-        "tokens of trained completions, as a share of log E: 1 is an even load. Mean over MoE layers.",
-        present="trained, MoE",
+        "tokens of computed completions, as a share of log E: 1 is an even load. Mean over MoE layers.",
+        present="computed, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "routing/load_max",
         "The busiest expert's share of the choices, times E: 1 is an even load. Maximum over MoE layers.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="number",
         reduction=Reduction.GATHER,
         panels=("load",),
@@ -1029,14 +1038,14 @@ METRICS = (
     Metric(
         "routing/load_entropy/L",
         "The entropy of MoE layer L, counted from 0 without dense layers.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),
     Metric(
         "routing/load_max/L",
         "The busiest expert of MoE layer L.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="number",
         reduction=Reduction.GATHER,
     ),

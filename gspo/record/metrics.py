@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from gspo.objectives.objective import Objective
 from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
 from gspo.objectives.samples import drop_reason
+from gspo.objectives.sequences import Sequences
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
@@ -195,8 +197,6 @@ def _counts(counts: Mapping[str, int]) -> Family:
 
 
 def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
-    stats = loss_statistics(objective, learned.tokens, learned.ratio_N, learned.clipped_N)
-    positions = learned.positions
     metrics: dict[str, Reduced] = {
         # Token weights belong to the update as a whole, so the losses of its ranks add up as those of micro-batches do.
         "loss/policy": Sum(_mean([float(x.policy) for x in learned.losses])),
@@ -207,6 +207,24 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "grad/skipped": Same(sum(not u.applied for u in learned.updates)),
         **_loss_scale(learned.updates),
         "learning_rate": Same(learned.updates[-1].learning_rate),
+        "advantage/std": Gather(learned.advantage_B, std),
+        "tokens/trained": Sum(len(learned.computed_N)),
+        "samples/trained": Sum(len(learned.samples)),
+        "learner/uncomputed_fraction": Mean.of((~learned.computed_N).double()),
+    }
+    metrics |= _shaping(learned) if "soft_overlong" in objective.shape else {}
+    if clip_range := objective.trust_region.clip_range:
+        metrics |= {"clip/low": Same(clip_range[0]), "clip/high": Same(clip_range[1])}
+    # Without a computed token these metrics are absent: a value of 0 would mean something else.
+    return metrics | (_computed_metrics(objective, learned) if learned.computed_N.any() else {})
+
+
+def _computed_metrics(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
+    """Metrics over the completions that were computed."""
+    at_N = learned.computed_N.nonzero().squeeze(-1)
+    tokens, positions = learned.tokens.take(at_N), learned.positions
+    stats = loss_statistics(objective, tokens, learned.ratio_N[at_N], learned.clipped_N[at_N])
+    metrics: dict[str, Reduced] = {
         "ratio/ess": Same(_mean([u.ess for u in learned.updates])),
         "ratio/ess_factor": Same(_mean([u.ess_factor for u in learned.updates])),
         "clip/fraction_tokens": stats["clip_fraction_tokens"],
@@ -223,17 +241,11 @@ def _training_metrics(objective: Objective, learned: LearnResult) -> dict[str, R
         "kl/old_new": stats["kl_old_new"],
         **mismatch(learned.log_rho_M),
         "entropy/mean": Mean.of(learned.entropy_M),
-        "advantage/std": Gather(learned.advantage_B, std),
-        "tokens/trained": Sum(len(learned.ratio_N)),
-        "samples/trained": Sum(len(learned.samples)),
         "padding/learner": Mean(positions.empty, positions.computed),
         "padding/saved": Gather([(positions.computed, positions.padded)], _rest),
     }
-    metrics |= _shaping(learned) if "soft_overlong" in objective.shape else {}
-    if clip_range := objective.trust_region.clip_range:
-        metrics |= {"clip/low": Same(clip_range[0]), "clip/high": Same(clip_range[1])}
     metrics |= {"kl/ref": stats["kl_ref"]} if "kl_ref" in stats else {}
-    metrics |= _noise(objective, learned)
+    metrics |= _noise(objective, tokens.sequences, learned)
     return metrics | (_routing(learned.routed, len(learned.updates)) if learned.routed else {})
 
 
@@ -272,14 +284,14 @@ def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
     }
 
 
-def _noise(objective: Objective, learned: LearnResult) -> dict[str, Reduced]:
-    """Rounding noise of the importance ratio, if a clip range can act on it.
+def _noise(objective: Objective, sequences: Sequences, learned: LearnResult) -> dict[str, Reduced]:
+    """Rounding noise of the importance ratio, if a clip range can act on it; `sequences` are those of computed tokens.
 
     With one update per batch the ratio is exactly 1, however coarse the rounding, unless it is to the engine's
     log-probs."""
     noise = learned.noise
-    if learned.rounding_N is not None and len(learned.updates) > 1:
-        noise = rounding_noise(objective, learned.tokens.sequences, learned.rounding_N)
+    if learned.rounding_M is not None and len(learned.updates) > 1:
+        noise = rounding_noise(objective, sequences, learned.rounding_M)
     if noise is None:
         return {}
     return {
@@ -338,7 +350,8 @@ def _load_share(load: Tensor) -> Tensor:
 def rollout_records(
     objective: Objective, collected: CollectResult, learned: LearnResult | None, *, routes: bool
 ) -> Iterator[dict[str, Any]]:
-    """One record per completion: whether it was trained on, and its log-probs under sampler, old and new policy.
+    """One record per completion: whether it was trained on and computed, and its log-probs under sampler, old and new
+    policy.
 
     With `routes`, a record also holds the sampler's experts, which routing replay trained with."""
     by_sequence = _by_sequence(learned) if learned else []
@@ -387,8 +400,9 @@ def _sampler_experts(completion: Completion) -> dict[str, Any]:
 
 
 def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
-    """Old and new log-probs, sequence ratio and clipping of each sequence."""
+    """Old and new log-probs, sequence ratio and clipping of each sequence, or that it was not computed."""
     tokens = learned.tokens
+    computed_B = (tokens.sequences.sum(learned.computed_N.double()) > 0).tolist()
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
     ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
     flipped = learned.routed.flipped_N.tolist() if learned.routed else None
@@ -396,10 +410,15 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
     old = tokens.logp_old_N.tolist()
     new = tokens.logp_N.tolist()
     clipped = learned.clipped_N.tolist()
-    records = []
+    records: list[dict[str, Any]] = []
     start = 0
-    for ratio, length in zip(ratio_B, tokens.sequences.length_B.long().tolist(), strict=True):
+    lengths = tokens.sequences.length_B.long().tolist()
+    for ratio, length, computed in zip(ratio_B, lengths, computed_B, strict=True):
         end = start + length
+        if not computed:
+            records.append({"computed": False})
+            start = end
+            continue
         flags = [int(c) for c in clipped[start:end]]
         records.append(
             {
@@ -416,9 +435,13 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
     return records
 
 
-def _exact(values: Sequence[float]) -> list[float]:
-    """The shortest decimals that read back as the same float32, so a replay trains on bitwise identical log-probs."""
-    return [float(str(v)) for v in np.asarray(values, dtype=np.float32)]
+def _exact(values: Sequence[float]) -> list[float | None]:
+    """The shortest decimals that read back as the same float32, so a replay trains on bitwise identical log-probs.
+    `None` for a value that is not finite."""
+    # Several times as fast as the text of each number, and a step has thousands of them.
+    written = orjson.dumps(np.asarray(values, dtype=np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+    numbers: list[float | None] = orjson.loads(written)
+    return numbers
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

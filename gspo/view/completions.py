@@ -245,7 +245,7 @@ def _records(data: bytes) -> list[Record]:
 
 TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "drop_reason", "failure")
 NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
-FLAG_FIELDS = ("correct", "trained", "thinking_cut")
+FLAG_FIELDS = ("correct", "trained", "computed", "thinking_cut")
 
 
 def _validate(raw: Record) -> Record:
@@ -307,6 +307,7 @@ def _summary(record: Record) -> dict[str, Any]:
         "correct": record.get("correct"),
         "trained": record.get("trained"),
         "drop_reason": record.get("drop_reason"),
+        "computed": record.get("computed") is not False,
         "advantage": record.get("advantage"),
         "sequence_ratio": record.get("sequence_ratio"),
         "clipped_fraction": record.get("clipped_fraction"),

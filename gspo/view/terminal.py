@@ -113,9 +113,11 @@ def _curves(watched: WatchedRun, width: int, most: int | None) -> Table:
 
 
 def _latest(watched: WatchedRun, key: str) -> float:
-    """The latest value of a metric; NaN for a training metric if the last step had no trainable samples."""
+    """The latest value of a metric; NaN for a training metric if the last step trained on nothing, or computed nothing
+    of it."""
     last = next(iter(watched.run.metrics.last(1)), {})
-    if last.get("samples/trained") == 0 and not key.startswith("eval/"):
+    idle = last.get("samples/trained") == 0 or last.get("learner/uncomputed_fraction") == 1
+    if idle and not key.startswith("eval/"):
         return last.get(key, math.nan)
     return watched.run.metrics.latest(key)
 

@@ -112,7 +112,7 @@ def test_completions_of_older_weights_are_not_noise(tiny: Callable[..., Config],
     parts.optimizer.updates += 1
     learned = learn(parts, collected.rollouts.groups, step=1)
     assert learned is not None
-    assert learned.rounding_N is None
+    assert learned.rounding_M is None
 
 
 def _metrics(parts: Any) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int,
         losses=tuple(loss_share(loss, learner, learners) for loss in learned.losses),
         positions=Positions(**{k: share(v, learner, learners) for k, v in vars(learned.positions).items()}),
         routed=None if learned.routed is None else routed_part(learned.routed, mine_N, learner, learners),
-        rounding_N=None if learned.rounding_N is None else learned.rounding_N[mine_N],
+        rounding_M=None if learned.rounding_M is None else learned.rounding_M[mine_M],
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from shown_runs import HOSTILE, completion, make_run, write_lines
+from shown_runs import HOSTILE, completion, make_run, uncomputed, write_lines
 
 from gspo.view.report import write_report
 
@@ -164,6 +164,18 @@ def test_a_run_with_invalid_numbers_does_not_affect_the_others(
     assert page.locator(".chip").count() == 2
     page.goto(page.url.partition("#")[0] + "#/odd/5")
     page.get_by_role("heading", name="Step 5").wait_for()
+
+
+def test_a_completion_that_was_not_computed_says_why(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    records = [completion("train/1", 0, "answer 0"), uncomputed("train/1", 1, "answer 1")]
+    open_dashboard(page, serve(make_run(tmp_path / "made", completions=records)))
+    page.goto(page.url.partition("#")[0] + "#/made/5/0/1")
+    page.get_by_role("heading", name="Completion 2 of 2 to train/1").wait_for()
+    aside = page.locator("aside").inner_text()
+    assert "The advantage is 0, so the completion has no gradient. It was not computed" in aside
+    assert "ratio is" not in aside
+    page.locator(".tok").nth(2).hover()
+    assert "not computed (advantage 0)" in page.locator(".inspector").inner_text()
 
 
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

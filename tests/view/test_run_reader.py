@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shown_runs import completion, make_run, metrics, write_lines
+from shown_runs import completion, make_run, metrics, uncomputed, write_lines
 
 from gspo.redact import HIDDEN, known_secrets, redacted, redacted_values, sounds_secret
 from gspo.view.completions import FILTERS, LARGEST_FILE, LONGEST_TEXT, Completions
@@ -185,6 +185,20 @@ def test_tokens_that_were_not_sampled_have_no_values(tmp_path: Path) -> None:
         assert shown is not None
         assert "sampled" not in shown
         assert shown["logp_old"] == [-0.5] * 3
+
+
+def test_a_completion_that_was_not_computed_has_no_values(tmp_path: Path) -> None:
+    records = [completion("train/1", 0, "abc"), uncomputed("train/1", 1, "abcd")]
+    completions = Completions(make_run(tmp_path / "made", completions=records))
+    shown, hidden = (completions.completion(5, 0, number) for number in (0, 1))
+    assert shown is not None
+    assert hidden is not None
+    assert (shown["computed"], hidden["computed"]) == (True, False)
+    assert hidden["trained"]
+    assert hidden["sequence_ratio"] is None
+    assert hidden["clipped_fraction"] is None
+    assert not {"logp_old", "logp_new", "clipped_tokens"} & hidden.keys()
+    assert [r["number"] for r in completions.find(5, order="ratio")["completions"]] == [0, 1]
 
 
 def test_long_text_is_truncated_and_a_huge_file_is_not_read(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _completions(file: Path) -> Iterator[tuple[float, float, float]]:
     with file.open("rb") as lines:
         for line in lines:
             # Before parsing, which is slow.
-            if b'"trained": true' not in line:
+            if b'"trained": true' not in line or b'"computed": false' in line:
                 continue
             log_ratio = _numbers(line, b"logp_new") - _numbers(line, b"logp_old")
             # Exact zeros mark the first update, whose policy is the old one.

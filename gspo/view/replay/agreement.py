@@ -36,7 +36,7 @@ class Agreement:
     logp_new: float
     """Largest difference of a token's log-prob in the update that trained on it."""
     other_completions: int
-    """Completions that only one of the two trained on."""
+    """Completions that only one of the two trained on, or computed."""
     metrics: int
     """Number of compared metrics; `0` if the run has not written the step's metrics."""
     worst_metric: str
@@ -95,17 +95,19 @@ def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tupl
         return 0.0, 0.0, 0, len(records)
     old_N = learned.tokens.logp_old_N.tolist()
     new_N = learned.tokens.logp_N.tolist()
+    computed_N = learned.computed_N.tolist()
     worst = [0.0, 0.0]
     start = tokens = other = 0
     for sample in learned.samples:
         end = start + sample.completion.sampled_count
         record = records.pop((sample.group, sample.sample), None)
-        if record is None or len(record.logp_old) != end - start:
+        # A completion that neither of the two computed has no log-probs to compare.
+        if record is None or len(record.logp_old) != sum(computed_N[start:end]):
             other += 1
         else:
-            tokens += end - start
+            tokens += len(record.logp_old)
             for i, (logp_N, written) in enumerate(((old_N, record.logp_old), (new_N, record.logp_new))):
-                worst[i] = _largest(worst[i], logp_N[start:end], written)
+                worst[i] = _largest(worst[i], logp_N[start : start + len(written)], written)
         start = end
     return worst[0], worst[1], tokens, other + len(records)
 
@@ -113,7 +115,7 @@ def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tupl
 def _largest(so_far: float, recomputed: Any, written: Any) -> float:
     """The largest difference. NaN is sticky, because `max` would drop it depending on the order of its arguments."""
     differences = [_difference(a, b) for a, b in zip(recomputed, written, strict=True)]
-    return math.nan if math.isnan(so_far) or any(map(math.isnan, differences)) else max(so_far, *differences)
+    return math.nan if math.isnan(so_far) or any(map(math.isnan, differences)) else max([so_far, *differences])
 
 
 def _difference(recomputed: float, written: float | None) -> float:

@@ -18,7 +18,7 @@ from gspo.config import ModelConfig
 from gspo.context import LearnContext
 from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from gspo.learner import checkpoint
-from gspo.learner.batch import TrainBatch
+from gspo.learner.batch import TrainBatch, prepare_batch
 from gspo.learner.result import LearnResult
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.adaptive_clip import with_scaled_range
@@ -88,12 +88,24 @@ def rebuild(
 def _learn(
     source: Source, learner: LearnContext, recorded: StepRecord, step: int, hook: UpdateHook | None
 ) -> LearnResult | None:
+    complete: TrainBatch | None = None
+
     def before_update(batch: TrainBatch, index: int) -> None:
-        if hook:
-            hook(learner, recorded, batch, index)
+        nonlocal complete
+        # Other objectives need old log-probs that the run's own updates do not, so they get a batch of their own. It is
+        # made before the first update, at the weights of the old policy.
+        complete = complete or prepare_batch(learner, batch.samples, step=step, complete=True)
+        assert hook is not None
+        hook(learner, recorded, complete, index)
 
     try:
-        return learn(learner, recorded.rollouts.groups, step=step, before_update=before_update)
+        return learn(
+            learner,
+            recorded.rollouts.groups,
+            step=step,
+            before_update=before_update if hook else None,
+            complete=recorded.complete,
+        )
     except Exception as error:
         if not out_of_memory(error):
             raise

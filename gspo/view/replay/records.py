@@ -27,7 +27,7 @@ from gspo.view.completions import grouped
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRecord:
-    """The log-probs of a trained completion, as the run recorded them."""
+    """The log-probs of a trained completion, as the run recorded them; empty if the run did not compute them."""
 
     logp_old: Sequence[float]
     logp_new: Sequence[float]
@@ -40,6 +40,11 @@ class StepRecord:
     rollouts: RolloutBatch
     trained: Mapping[tuple[int, int], LearnRecord]
     """By (group, index in the group), for the completions that were trained on."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run computed every completion that it trained on. Earlier versions always did."""
+        return all(record.logp_old for record in self.trained.values())
 
 
 def read_step(
@@ -70,7 +75,7 @@ def read_step(
         discarded=tuple(g for g in groups if not keeps_group(objective, g)),
     )
     trained = {
-        (number, index): LearnRecord(logp_old=line["logp_old"], logp_new=line["logp_new"])
+        (number, index): LearnRecord(logp_old=line.get("logp_old", ()), logp_new=line.get("logp_new", ()))
         for number, lines in enumerate(lines_by_group)
         for index, line in enumerate(lines)
         if line["trained"]
@@ -110,7 +115,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         except (ValueError, AttributeError):
             raise DataError(f"{file}: line {number}: not JSON; the file is damaged, replay another step") from None
         missing = [key for key in REQUIRED_FIELDS if key not in record]
-        if record.get("trained"):
+        if record.get("trained") and record.get("computed", True):
             missing += [key for key in ("logp_old", "logp_new") if key not in record]
         if missing:
             raise DataError(

@@ -237,8 +237,10 @@ def test_variances_over_tokens_and_over_completions(tmp_path: Path) -> None:
     long = [[rng.gauss(0, 0.1) for _ in range(50)] for _ in range(40)]
     on_policy = [completion([0.0] * 7)] * 30
     untrained = [completion([], trained=False)] * 30
+    names = ("logp_old", "logp_new")
+    uncomputed = [{k: v for k, v in completion([]).items() if k not in names} | {"computed": False}] * 30
     completions = {
-        1: [*map(completion, short), *on_policy],
+        1: [*map(completion, short), *on_policy, *uncomputed],
         2: [*untrained, *map(completion, long)],
         9: [completion([9.0] * 5)] * 99,  # beyond the last step of the metrics
     }

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError, DataError
 from gspo.record.progress import PlainDisplay
+from gspo.record.run_dir import read_jsonl
 from gspo.rollout.engines.local import LocalEngine
 from gspo.trainer import resume
 from gspo.types import Completion
@@ -83,6 +84,32 @@ def test_every_kind_of_run_is_recomputed_exactly_across_a_step_without_a_checkpo
         assert found.tokens >= 10
         assert found.metrics > 20
     assert replayed.agreements[1].logp_new > 0, "a difference of 0 would mean that nothing was compared"
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_the_completions_that_the_run_computed_are_computed_again(
+    everything: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions computed completions with advantage 0, too. Their runs are recomputed exactly."""
+    with monkeypatch.context() as patch:
+        if everything:
+            patch.setattr("gspo.learner.batch._computes_all", lambda context: True)
+        run = make_run(tmp_path, "steps=2", "learner.mini_batches=4", "learner.micro_batch_tokens=64")
+    lines = [r for step in (1, 2) for r in read_jsonl(run / "rollouts" / f"{step:06d}.jsonl")]
+    records = [r for r in lines if r["trained"]]
+    assert any(r["advantage"] == 0 for r in records)
+    assert all(("logp_old" in r) == (everything or r["advantage"] != 0) for r in records)
+    complete: list[bool] = []
+
+    def before_update(learner: Any, recorded: Any, batch: Any, index: int) -> None:
+        complete.append(bool(batch.old.computed_N.all()) and not batch.tokens.logp_old_N.isnan().any())
+
+    replayed = rebuild_step(run, 2, before_update)
+    assert complete == [True] * 4, "other objectives need all log-probs"
+    for found in replayed.agreements:
+        assert found.exact, found
+        assert not found.other_completions
+    assert bool(replayed.learned.computed_N.all()) == everything
 
 
 def test_a_run_with_unsampled_tokens_is_recomputed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

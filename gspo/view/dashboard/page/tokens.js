@@ -36,6 +36,7 @@ function completionSummary(completion) {
   if (completion.stop === "length") parts.push("truncated");
   if (completion.thinking_cut) parts.push("thinking cut");
   if (!completion.trained) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
+  if (completion.computed === false) parts.push("not computed");
   return parts.join(", ");
 }
 
@@ -43,6 +44,10 @@ function completionSummary(completion) {
 function clipSentence(completion) {
   const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = completion;
   if (!completion.trained) return `The completion was not trained on: ${completion.drop_reason || "unknown"}.`;
+  if (completion.computed === false) {
+    return "The advantage is 0, so the completion has no gradient. It was not computed: there are no log-probs of the "
+      + "learner, and no ratio. It counts in the denominators of the loss.";
+  }
   if (!Number.isFinite(ratio)) return "";
   const start = `The sequence ratio is ${ratio.toPrecision(6)}.`;
   const direction = share === 1 ? ""
@@ -141,9 +146,10 @@ class TokenView {
     const logp = (list) => (
       Number.isFinite(list?.[i]) ? `${list[i].toFixed(4)}  (p ${Math.exp(list[i]).toPrecision(3)})` : "not recorded");
     const log = difference(c.logp_new, c.logp_old, i);
-    const ratio = log === null ? "not trained on" : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
+    const missing = c.computed === false ? "not computed (advantage 0)" : "not trained on";
+    const ratio = log === null ? missing : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
     const given = c.sampled?.[i] === 0;
-    const clipped = c.clipped_tokens && !given ? (c.clipped_tokens[i] ? "yes" : "no") : "not trained on";
+    const clipped = c.clipped_tokens && !given ? (c.clipped_tokens[i] ? "yes" : "no") : missing;
     const position = `  token ${i + 1} of ${c.tokens.length + c.omitted_tokens}, id ${c.tokens[i]}`;
     this.inspector.replaceChildren(
       node("p", {},
