@@ -231,8 +231,6 @@ def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Ite
         yield attempt
         if attempt.smaller is not None:
             # By now the traceback of the error, which held the tensors that did not fit, is gone.
-            if batch.old.cached is not None:
-                batch.old.cached.drop()
             batch = replace(batch, plan=attempt.smaller)
             halvings += 1
             context.policy.model.zero_grad(set_to_none=True)
