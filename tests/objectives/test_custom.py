@@ -111,7 +111,7 @@ def test_a_file_has_settings_like_a_row(file: Path) -> None:
     assert objective.trust_region.width == 4.0  # type: ignore[attr-defined]
     assert gspo.group_advantage(objective, [1.0, 0.0], [0, 0]).tolist() == [1.0, -1.0]
     assert copy.deepcopy(objective) == objective == gspo.objective(f"{file}:mine", width=4.0, max_length=10, kl=0.1)
-    with pytest.raises(ConfigError, match=r"has no setting 'widht'; did you mean width"):
+    with pytest.raises(ConfigError, match=r"has no setting 'widh'; did you mean width"):
         gspo.objective(f"{file}:mine", widh=4.0)
 
 
