@@ -116,11 +116,14 @@ def empty_curves() -> Iterator[None]:
 def tiny(tmp_path: Path) -> Callable[..., Config]:
     """Make the config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides settings.
 
-    A random model never answers correctly, so the reward is for what varies: short completions with many spaces.
+    A random model never answers correctly, so the reward is for what varies: short completions with many spaces. A
+    small term breaks ties, because completions with advantage 0 are not computed.
     """
     (tmp_path / "lengths.py").write_text(
+        "import zlib\n"
         "def shorter(prompts, completions, **columns):\n"
-        "    return [len(c) % 3 + 0.5 * c.count(' ') for c in completions]\n"
+        "    ties = [0.1 * zlib.crc32(c.encode()) / 2**32 for c in completions]\n"
+        "    return [len(c) % 3 + 0.5 * c.count(' ') + tie for c, tie in zip(completions, ties)]\n"
     )
 
     def make(*overrides: str, run_dir: str = "run") -> Config:

@@ -65,7 +65,7 @@ def test_engine_and_learner_agree(layout: str, head: str, tiny: Callable[..., Co
     parts = replace(parts, reference=parts.policy.model)
     samples = samples_of(parts)
     assert {len(s.completion.token_ids) for s in samples} >= {5, 8}
-    batch = prepare_batch(parts, samples, step=1, reuse_forward=True)
+    batch = prepare_batch(parts, samples, step=1, complete=True)
     for logp_N in (batch.tokens.logp_old_N, batch.tokens.logp_ref_N):
         assert logp_N is not None
         torch.testing.assert_close(logp_N, batch.tokens.logp_sampler_N, rtol=0, atol=2e-5)

@@ -41,9 +41,8 @@ class Photographer:
         self.inner, self.model = inner, model
         self.copies = [copy.deepcopy(model)]
 
-    @property
-    def updates(self) -> int:
-        return int(self.inner.updates)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def step(self, **arguments: Any) -> Update:
         done: Update = self.inner.step(**arguments)

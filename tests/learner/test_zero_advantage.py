@@ -46,7 +46,13 @@ class Sgd:
         self.model, self.updates = model, 0
         self.gradients: list[Tensor] = []
 
-    def step(self, *, loss_finite: bool) -> Update:
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
+        return False
+
+    def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
         self.gradients.append(torch.cat([g.flatten() for g in grads]).clone())

@@ -128,8 +128,9 @@ def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int,
     tokens = learned.tokens
     mine_N = torch.isin(tokens.sequences.index_N, torch.tensor(rows, dtype=torch.long))
     # With old log-probs of the sampler the learner has computed those of the first mini-batch only.
-    every = len(learned.log_rho_M) == len(mine_N)
-    mine_M = mine_N if every else torch.arange(len(learned.log_rho_M)) % learners == learner
+    computed_M = mine_N[learned.computed_N]
+    every = len(learned.log_rho_M) == len(computed_M)
+    mine_M = computed_M if every else torch.arange(len(learned.log_rho_M)) % learners == learner
     number_B = torch.full((len(learned.samples),), -1)
     number_B[list(rows)] = torch.arange(len(rows))
     taken = tokens.take(mine_N.nonzero().squeeze(-1))
@@ -138,6 +139,7 @@ def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int,
         samples=tuple(replace(learned.samples[i], group=learned.samples[i].group // ranks) for i in rows),
         advantage_B=learned.advantage_B[list(rows)],
         tokens=replace(taken, sequences=Sequences(number_B[taken.sequences.index_N], len(rows))),
+        computed_N=learned.computed_N[mine_N],
         entropy_M=learned.entropy_M[mine_M],
         log_rho_M=learned.log_rho_M[mine_M],
         ratio_N=learned.ratio_N[mine_N],
