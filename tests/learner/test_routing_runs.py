@@ -72,7 +72,9 @@ def test_an_engine_that_reports_no_experts_cannot_be_replayed(tiny: Callable[...
     with pytest.raises(ConfigError, match="does not report the experts"):
         parts_of(tiny(*options, "routing.replay=sampler"))
     _, metrics = stepped(
-        parts_of(tiny(*options, "routing.replay=old", "rollout.engine_options.default=1 2", run_dir="b"))
+        parts_of(
+            tiny(*options, *("routing.replay=old", "rollout.engine_options.default=1 2", "objective.entropy=0.01"))
+        )
     )
     assert metrics["routing/flip_fraction"] == 0.0
     assert metrics["routing/flip_fraction_sampler"] != metrics["routing/flip_fraction_sampler"]  # not measured: NaN
