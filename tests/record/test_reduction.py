@@ -110,6 +110,8 @@ def split(
     kept, discarded = collected.rollouts.groups, collected.rollouts.discarded
     rows = [[i for i, s in enumerate(learned.samples) if s.group % ranks == rank] for rank in range(ranks)]
     learners = [rank for rank in range(ranks) if rows[rank] or rank % 2]
+    computed_B = learned.tokens.sequences.sum(learned.computed_N.double()) > 0
+    computing = [rank for rank in learners if computed_B[rows[rank]].any()]
     for rank in range(ranks):
         batch = RolloutBatch(groups=kept[rank::ranks], discarded=discarded[rank::ranks])
         decoded = collected.decoded
@@ -118,6 +120,8 @@ def split(
         part = None
         if rank in learners:
             part = part_of(learned, rows[rank], ranks, learners.index(rank), len(learners))
+            number = computing.index(rank) if rank in computing else None
+            part = with_computed_share(part, learned, rows[rank], number, len(computing))
         # Each rank has to fill its own part of the batch.
         missing = share(collected.missing, rank, ranks)
         yield replace(collected, rollouts=batch, decoded=decoded, wanted=len(batch.groups) + missing), part
@@ -127,10 +131,6 @@ def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int,
     """The sequences `rows` as a rank of their own, with its share of what does not belong to a sequence."""
     tokens = learned.tokens
     mine_N = torch.isin(tokens.sequences.index_N, torch.tensor(rows, dtype=torch.long))
-    # With old log-probs of the sampler the learner has computed those of the first mini-batch only.
-    computed_M = mine_N[learned.computed_N]
-    every = len(learned.log_rho_M) == len(computed_M)
-    mine_M = computed_M if every else torch.arange(len(learned.log_rho_M)) % learners == learner
     number_B = torch.full((len(learned.samples),), -1)
     number_B[list(rows)] = torch.arange(len(rows))
     taken = tokens.take(mine_N.nonzero().squeeze(-1))
@@ -140,14 +140,31 @@ def part_of(learned: LearnResult, rows: Sequence[int], ranks: int, learner: int,
         advantage_B=learned.advantage_B[list(rows)],
         tokens=replace(taken, sequences=Sequences(number_B[taken.sequences.index_N], len(rows))),
         computed_N=learned.computed_N[mine_N],
-        entropy_M=learned.entropy_M[mine_M],
-        log_rho_M=learned.log_rho_M[mine_M],
         ratio_N=learned.ratio_N[mine_N],
         clipped_N=learned.clipped_N[mine_N],
         losses=tuple(loss_share(loss, learner, learners) for loss in learned.losses),
-        positions=Positions(**{k: share(v, learner, learners) for k, v in vars(learned.positions).items()}),
-        routed=None if learned.routed is None else routed_part(learned.routed, mine_N, learner, learners),
+    )
+
+
+def with_computed_share(
+    part: LearnResult, learned: LearnResult, rows: Sequence[int], learner: int | None, learners: int
+) -> LearnResult:
+    """The part with its share of what belongs to computed completions; `learner` is None if it has none of them."""
+    mine_N = torch.isin(learned.tokens.sequences.index_N, torch.tensor(rows, dtype=torch.long))
+    # With old log-probs of the sampler the learner has computed those of the first mini-batch only.
+    mine_M = mine_N[learned.computed_N]
+    if len(learned.log_rho_M) != len(mine_M):
+        mine_M = torch.arange(len(learned.log_rho_M)) % learners == (-1 if learner is None else learner)
+    positions = vars(learned.positions).items()
+    return replace(
+        part,
+        entropy_M=learned.entropy_M[mine_M],
+        log_rho_M=learned.log_rho_M[mine_M],
         rounding_M=None if learned.rounding_M is None else learned.rounding_M[mine_M],
+        positions=Positions(**{k: 0 if learner is None else share(v, learner, learners) for k, v in positions}),
+        routed=None
+        if learned.routed is None or learner is None
+        else routed_part(learned.routed, mine_N, learner, learners),
     )
 
 
