@@ -126,7 +126,8 @@ def change_texts(changed: Mapping[str, list[Any]]) -> dict[str, str]:
     return {key: f"{key}: {before!r} then, {after!r} now" for key, (before, after) in changed.items()}
 
 
-def _may_change(key: str) -> bool:
+def may_change(key: str) -> bool:
+    """Whether a resume may change a setting."""
     spec, _, option = key.removeprefix(_REWARD_OPTIONS).rpartition(".")
     of_reward = key.startswith(_REWARD_OPTIONS) and option in reward_traits(spec).may_change
     return of_reward or key.startswith(MAY_CHANGE)
@@ -134,7 +135,7 @@ def _may_change(key: str) -> bool:
 
 def check_may_change(changed: Mapping[str, list[Any]], run: Path) -> None:
     """Raise if a setting has changed that is not in `MAY_CHANGE`, nor in the `may_change` of a reward."""
-    refused = [text for key, text in change_texts(changed).items() if not _may_change(key)]
+    refused = [text for key, text in change_texts(changed).items() if not may_change(key)]
     if refused:
         raise ConfigError(
             f"{run}/config.toml: a resume cannot change {'; '.join(refused)}; restore it, or start a new run"

@@ -42,7 +42,7 @@ from gspo.record.curves_image import draw_curves
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.sinks import Sinks
-from gspo.resume_checks import MAY_CHANGE
+from gspo.resume_checks import may_change
 from gspo.rollout.engine import engine_traits
 from gspo.signals import StopRequest
 
@@ -135,7 +135,7 @@ def resume(
 def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """The run's settings with the overrides applied. Only settings that may change during a run are accepted."""
     new = override(tomllib.loads(to_toml(config)), overrides, where="command line")
-    refused = [k for k in differing([flat(config), flat(new)]) if not k.startswith(MAY_CHANGE) or k in OWN_OPTION]
+    refused = [k for k in differing([flat(config), flat(new)]) if not may_change(k) or k in OWN_OPTION]
     if refused:
         tunable = ", ".join(f"learner.{name}" for name in TUNABLE)
         raise ConfigError(

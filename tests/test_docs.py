@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A very small run that writes every key.
 
     An MoE model in float16 with routing replay and balance loss, KL penalty, length shaping, two rewards, unscored
-    completions, evaluation.
+    completions, evaluation, a source and an evaluation set with names, sampling by difficulty.
     """
     folder = tmp_path_factory.mktemp("docs")
     (folder / "rewards.py").write_text(REWARDS)
@@ -43,7 +43,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": 2,
         "model": {"build": "tiny_moe", "dtype": "float16"},
         "routing": {"replay": "sampler", "balance_loss": 0.01},
-        "data": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40, "held_out": 4},
+        "data": {
+            "sampling": "difficulty",
+            "held_out": 4,
+            "mix": {"lists": {"task": "sorting", "task_options": {"min_items": 1, "max_items": 2}, "task_size": 40}},
+        },
         "rollout": {"engine": "local", "prompts": 4, "group_size": 4, "max_tokens": 8},
         "reward": {
             "functions": [f"{folder}/rewards.py:spaces", "completion_format"],
@@ -53,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "objective": {"name": "grpo", "shape": "soft_overlong"},
         "learner": {"mini_batches": 2, "learning_rate": 1e-3},
-        "eval": {"every": 2},
+        "eval": {"every": 2, "sets": {"few": {"task": "sorting", "task_options": {"min_items": 3}, "size": 4}}},
     }
     return train(settings.from_tree(tree, where="test"), PlainDisplay()).run
 
@@ -72,6 +76,8 @@ def keys(rows: list[dict[str, Any]]) -> set[str]:
         (r"^samples/unscored/.*", "samples/unscored/KIND"),
         (r"^samples/dropped/.*", "samples/dropped/KIND"),
         (r"^(routing/load_\w+)/\d+$", r"\1/L"),
+        (r"^source/lists/", "source/NAME/"),
+        (r"^eval/(lists|few)/", "eval/NAME/"),
     )
     found = {key for row in rows for key in row}
     for pattern, name in placeholders:
@@ -82,8 +88,10 @@ def keys(rows: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize("file", ["metrics.jsonl", "timings.jsonl"])
 def test_metric_keys_and_their_definitions_match(run: Path, file: str) -> None:
     # Present with settings that this run does not have. Other tests have such runs.
-    controls = {"length/stop_string_fraction", "length/thinking_cut_fraction"} if file == "metrics.jsonl" else set()
-    assert keys(read_jsonl(run / file)) | controls == documented_names(file)
+    documented = documented_names(file)
+    others = {name for name in documented if name.startswith("service/")}
+    others |= documented & {"length/stop_string_fraction", "length/thinking_cut_fraction"}
+    assert keys(read_jsonl(run / file)) | others == documented
 
 
 def test_rollout_fields_and_their_definitions_match(run: Path) -> None:

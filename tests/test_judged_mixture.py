@@ -67,6 +67,6 @@ def test_an_alarm_rolls_the_run_back(tmp_path: Path, display: Any, monkeypatch: 
     events = read_events(tmp_path / "run")
     (rollback,) = [event for event in events if event["event"] == "rollback"]
     assert rollback["name"] == "repetition"
-    assert (tmp_path / "run" / "abandoned" / "1").is_dir()
+    assert (tmp_path / "run" / "abandoned" / "001").is_dir()
     rates = [row["learning_rate"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert len(rates) == 6

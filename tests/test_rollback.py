@@ -305,8 +305,8 @@ def test_skipped_updates_roll_back(tiny: Callable[..., Config], display: Any, mo
 
     step = Optimizer.step
 
-    def diverging(optimizer: Optimizer, *, loss_finite: bool) -> Any:
-        return step(optimizer, loss_finite=optimizer.updates < 6 or optimizer.config.learning_rate < 1e-3)
+    def diverging(optimizer: Optimizer, *, loss_finite: bool, **weights: Any) -> Any:
+        return step(optimizer, loss_finite=optimizer.updates < 6 or optimizer.config.learning_rate < 1e-3, **weights)
 
     monkeypatch.setattr(Optimizer, "step", diverging)
     options = ("learner.max_skipped=3", "checkpoint.keep=0")

@@ -280,7 +280,7 @@ def newest_of(run: Path) -> Path | None:
         return None
     path, complaints = newest(run / "checkpoints")
     for complaint in complaints:
-        warnings.warn(f"skipped a damaged checkpoint: {complaint}; using {path.name}", stacklevel=2)
+        warnings.warn(f"skipped a damaged checkpoint: {complaint}; using {path.name}", stacklevel=3)
     return path
 
 

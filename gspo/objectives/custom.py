@@ -11,8 +11,9 @@ import hashlib
 import importlib.util
 import sys
 from dataclasses import replace
+from importlib.abc import InspectLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 from gspo.errors import ConfigError
@@ -70,17 +71,35 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class _Text(InspectLoader):
+    """Imports a text that was already read: the digest is of the very code that runs."""
+
+    def __init__(self, file: Path, text: str) -> None:
+        self._file, self._text = file, text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._text, str(self._file))
+
+    def is_package(self, fullname: str) -> bool:
+        return False
+
+
 def _import(name: str, file: Path, text: str) -> ModuleType:
     # By content: a file that is loaded twice gives the same components, so that the objectives are equal.
     module_name = f"gspo_objective_{_digest(str(file) + text)[:16]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    module = ModuleType(module_name, doc=None)
+    spec = importlib.util.spec_from_loader(module_name, _Text(file, text), origin=str(file))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file)
     sys.modules[module_name] = module  # before executing it: dataclasses look up their module
     try:
-        # Not with this file's `from __future__` imports.
-        exec(compile(text, str(file), "exec", dont_inherit=True), vars(module))
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
     except BaseException as error:  # a module may call sys.exit at import
         del sys.modules[module_name]
         raise ConfigError(

@@ -25,6 +25,7 @@ from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import human
 from gspo.preflight.step_time import duration, rollout_seconds
+from gspo.reward.function import Source
 from gspo.reward.traits import RewardTraits, Service, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
@@ -52,18 +53,26 @@ def check_services(context: PreflightContext) -> Iterator[Finding]:
     """One real request to each model or endpoint that a reward asks."""
     assert context.rewards is not None
     assert context.problems is not None
+    if not context.rewards.services:
+        yield ok("No reward asks a model or an endpoint.")
     names = set().union(*(p.columns for p in context.problems.train))
-    prompt = Prompt(
-        id="trial",
-        content=TRIAL[0],
-        text=TRIAL[0],
-        token_ids=(0,),
-        columns=dict.fromkeys(names, "example") | {"answer": "4"},
-    )
     for name, service in context.rewards.services.items():
+        asking = (s for s in context.config.problem_sections if name in map(_name, context.rewards.functions_of(s)))
+        prompt = Prompt(
+            id="trial",
+            content=TRIAL[0],
+            text=TRIAL[0],
+            token_ids=(0,),
+            source=next(asking),
+            columns=dict.fromkeys(names, "example") | {"answer": "4"},
+        )
         started = time.monotonic()
         ((score,),) = context.rewards.score([(prompt, _completions(context, prompt, [TRIAL[1]]))], functions=[name])
         yield _trial(context, name, service, score, time.monotonic() - started)
+
+
+def _name(function: Source) -> str:
+    return function.name
 
 
 def _trial(context: PreflightContext, name: str, service: Service, score: Score, seconds: float) -> Finding:

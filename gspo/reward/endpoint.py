@@ -152,7 +152,7 @@ class Endpoint:
             except (ValueError, RecursionError):
                 raise _Transient(f"{self._url}{path}: the response is not JSON: {excerpt}") from None
         if status in (408, 409, 425, 429) or status >= 500:
-            raise _Transient(f"{where}: {excerpt}", _retry_after_s(response.headers.get("retry-after", "")))
+            raise _Transient(f"{where}: {excerpt}", _retry_after_s(response.headers))
         if 300 <= status < 400:
             target = self._safe(response.headers.get("location", "elsewhere"))
             raise EndpointError(f"{where}: it redirects to {target}, which is not followed; set url to the new address")
@@ -243,13 +243,16 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _retry_after_s(header: str) -> float:
-    """The wait that the header asks for, in seconds or as a date; 0 if there is none."""
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """The wait that a response asks for, in seconds or as a date; 0 if it asks for none."""
+    header = headers.get("retry-after", "")
     try:
         seconds = float(header)
     except ValueError:
         try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+            # By the clock of the server: the one of this machine may be wrong, or jump.
+            now = parsedate_to_datetime(headers.get("date", ""))
+            seconds = (parsedate_to_datetime(header) - now).total_seconds()
         except (TypeError, ValueError, OverflowError):
             return 0.0
     return seconds if 0.0 <= seconds < 1e9 else 0.0

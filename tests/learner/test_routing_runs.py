@@ -73,7 +73,13 @@ def test_an_engine_that_reports_no_experts_cannot_be_replayed(tiny: Callable[...
         parts_of(tiny(*options, "routing.replay=sampler"))
     _, metrics = stepped(
         parts_of(
-            tiny(*options, *("routing.replay=old", "rollout.engine_options.default=1 2", "objective.entropy=0.01"))
+            tiny(
+                *options,
+                "routing.replay=old",
+                "rollout.engine_options.default=1 2",
+                "objective.entropy=0.01",  # equal completions have advantage 0 and would not be computed
+                run_dir="b",
+            )
         )
     )
     assert metrics["routing/flip_fraction"] == 0.0

@@ -169,8 +169,8 @@ def test_demonstrations_of_a_task_score(tiny: Callable[..., Config], examined: A
     assert examined(config, *KNOWN).levels("known answers") == ["ok"]
     demonstrated = rewards._demonstrated
 
-    def nonsense(context: Any) -> Any:
-        return [rewards.KnownAnswer(prompt=k.prompt, texts=("nonsense",)) for k in demonstrated(context)]
+    def nonsense(*arguments: Any) -> Any:
+        return [rewards.KnownAnswer(prompt=k.prompt, texts=("nonsense",)) for k in demonstrated(*arguments)]
 
     monkeypatch.setattr(rewards, "_demonstrated", nonsense)
     finding = examined(config, *KNOWN).only("known answers")

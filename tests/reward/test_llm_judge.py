@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gspo.config import RewardConfig
 from gspo.errors import ConfigError, RewardError
 from gspo.reward import endpoint as client
 from gspo.reward.reward import RewardPool
-from gspo.types import Score, Status
+from gspo.types import Prompt, Score, Status
 
 KEY = "k3y-that-must-not-leak-0123456789"
 OPTIONS = {"model": "judge", "key_env": "TEST_JUDGE_API_KEY", "concurrency": 4}
@@ -226,13 +227,14 @@ def test_yes_and_no(server: Endpoint, judge: Any, group: Any) -> None:
 
 def test_the_template_gets_the_row_s_fields(server: Endpoint, judge: Any, group: Any) -> None:
     pool = judge(template="Rubric: {rubric}. Asked: {prompt}. Said: {completion}. {unknown word}")
-    pool.check_columns(["rubric", "answer"])
+    prompt = Prompt(id="p", content="", text="", token_ids=(0,), columns={"rubric": "be kind", "answer": "1"})
+    pool.check_columns([prompt])
     pool.score([group(["{rubric} {prompt}"], [{"role": "user", "content": "Hi {rubric}"}], rubric="be kind")])
     (request,) = server.posts
     assert "Rubric: be kind. Asked: Hi {rubric}. Said:" in request.question
     assert request.completion == "{rubric} {prompt}"  # fields in a completion are not filled in
     with pytest.raises(RewardError, match="llm_judge: needs rubric"):
-        pool.check_columns(["answer"])
+        pool.check_columns([replace(prompt, columns={"answer": "1"})])
 
 
 def test_a_very_long_completion_gets_0_and_is_not_sent(server: Endpoint, judge: Any, group: Any) -> None:

@@ -16,6 +16,7 @@ from gspo import config as settings
 from gspo.build import run_objective
 from gspo.clock import Clock
 from gspo.config import Config
+from gspo.data.order import Taken
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.learner import checkpoint
 from gspo.learner.plan import update_count
@@ -49,7 +50,7 @@ def gather(kept: Callable[[int], bool], budget: Any, *, patience: int = 10, unsc
     requests = []
     for request in gatherer:
         requests.append(request.count)
-        gatherer.add(groups(request.count, unscored=unscored))
+        gatherer.add(groups(request.count, unscored=unscored), Taken(indices=[0] * request.count))
     return gatherer.result(0, None, None), requests
 
 

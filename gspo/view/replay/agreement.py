@@ -68,9 +68,8 @@ def agreement(
     collected = CollectResult(rollouts=recorded.rollouts, version=0, after=RolloutState())
     recomputed = combined([step_metrics(objective, collected, learned)])
     routed = any(c.routes for g in recorded.rollouts.groups for c in g.completions)
-    skipped = (
-        () if routed else ("routing/flip_fraction_sampler",)
-    )  # needs the sampler's experts, which are not recorded
+    # These need the sampler's experts, which are not recorded.
+    skipped = () if routed else ("routing/flip_fraction_sampler", "routing/sampler_bytes")
     # Padding depends on how a batch is split into micro-batches, which depends on the machine.
     # An earlier version did not write all metrics.
     keys = [k for k in recomputed if k in (metrics or {}) and k not in skipped and not k.startswith("padding/")]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from made_runs import copy_of, digest, make_run
 
+from gspo import objective_names
 from gspo.cli import main
 from gspo.record.run_dir import lock
 from gspo.view.replay.replay import Request, compute
@@ -68,7 +69,7 @@ def test_the_contents_of_replay_json(written: tuple[Path, str, bool], run: Path)
     data = json.loads((written[0] / "replay.json").read_text())
     assert (data["step"], data["checkpoint"], data["mini_batch"], data["mini_batches"]) == (2, 1, 3, 3)
     assert data["exact"] is True
-    assert len(data["rows"]) == len(data["cosines"]) == len(data["cosines"][0]) == 18
+    assert len(data["rows"]) == len(data["cosines"]) == len(data["cosines"][0]) == len(objective_names())
     assert all(len(row["weights"]) == len(data["completions"]) == 11 for row in data["rows"])
     assert data["grad_norm_in_run"] == pytest.approx(data["run_grad_norm"], rel=1e-6)
     assert [s["setting"] for s in data["sweeps"]] == ["clip_high", "kl"]
