@@ -100,7 +100,7 @@ def test_an_endpoint_that_fails_stops_the_run_with_a_checkpoint(server: Endpoint
         moved_to = [f"reward.options.llm_judge.url={moved.url}"]
         with pytest.raises(TrustError, match="sends prompts and completions"):
             resume(run, display, overrides=moved_to)
-        with pytest.raises(ConfigError, match=r"a resume cannot change reward\.options\.llm_judge\.model"):
+        with pytest.raises(ConfigError, match=r"reward\.options\.llm_judge\.model cannot be given"):
             resume(run, display, overrides=["reward.options.llm_judge.model=other"], trust_run=True)
         assert resume(run, display, overrides=moved_to, trust_run=True).step == 3
         assert moved.posts
