@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_optimizer import FakeOptimizer
 
 import gspo
 from gspo.clock import Clock
@@ -33,19 +34,13 @@ def groups_of(parts: RunContext) -> tuple[Group, ...]:
     return collect(parts, RolloutState(), clock=Clock()).rollouts.groups
 
 
-class GradientRecorder:
+class GradientRecorder(FakeOptimizer):
     """Replaces the optimizer: records the gradient of every step and changes no weight."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.updates = 0
         self.gradients: list[Any] = []
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
-        return False
 
     def step(self, *, loss_finite: bool, **weights: Any) -> Any:
         self.gradients.append(

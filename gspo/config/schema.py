@@ -55,7 +55,7 @@ Factor = Annotated[float, Range(low=0, high=1, exclusive=True)]
 Decay = Annotated[float, Range(low=0, high=0.9999999)]
 # The largest integer of TOML.
 Seed = Annotated[int, Range(low=0, high=2**63 - 1)]
-AlarmName = Literal[
+PolicyAlarm = Literal[
     "no trainable samples",
     "uniform rewards",
     "entropy collapse",
@@ -64,21 +64,10 @@ AlarmName = Literal[
     "reward jump",
     "held-out drop",
     "tricks in programs",
-    "engine mismatch",
-    "rounding noise",
 ]
-# Neither "engine mismatch" nor "rounding noise": other weights change neither the engine nor the precision.
-RollbackName = Literal[
-    "no trainable samples",
-    "uniform rewards",
-    "entropy collapse",
-    "truncation",
-    "repetition",
-    "reward jump",
-    "held-out drop",
-    "tricks in programs",
-    "skipped updates",
-]
+AlarmName = Literal[PolicyAlarm, "engine mismatch", "rounding noise"]
+# Only alarms about the policy: other weights change neither the engine nor the precision.
+RollbackName = Literal[PolicyAlarm, "skipped updates"]
 Sink = Literal["tensorboard", "wandb", "trackio"]
 TINY_MODELS = ("tiny_dense", "tiny_moe")
 """Small models that `model.build` knows by name."""

@@ -202,31 +202,6 @@ class LengthBand(ClipRange, TrustRegion):
 
 
 @dataclass(frozen=True)
-class SoftGateThenMean(TrustRegion):
-    """A exp(mean_t log f_t), f_t = (4/tau) sigmoid(tau (r_t - 1)), tau = tau_pos where A > 0, else tau_neg (SSPO): the
-    geometric mean of SAPO's gates."""
-
-    needs_zero_advantage: ClassVar[bool] = False
-
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.tau_pos, self.tau_neg) <= 0:
-            raise ConfigError("tau_pos, tau_neg: must be above 0")
-
-    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
-        a_N, ratio_N, sequences = tokens.advantage_N, log_ratio_N.exp(), tokens.sequences
-        tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
-        # In log space: the sigmoid of a very large negative number is 0, and its logarithm would be -inf.
-        log_gate_N = torch.log(4.0 / tau_N) + torch.nn.functional.logsigmoid(tau_N * (ratio_N - 1.0))
-        # As in LogClipThenMean, the gradient flows through each token's own gate.
-        mean_N = sequences.expand(sequences.mean(log_gate_N.detach()))
-        return _soft(with_gradient_of(mean_N, log_gate_N).exp() * a_N, ratio_N)
-
-
-@dataclass(frozen=True)
 class SoftGate(TrustRegion):
     """(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (SAPO).
     The gradient weight is sech^2(tau (r - 1) / 2) r."""
@@ -248,6 +223,21 @@ class SoftGate(TrustRegion):
         # The factor 4/tau makes the gradient weight 1 at ratio 1 for every tau.
         gate_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0))
         return _soft(gate_N * a_N, ratio_N)
+
+
+@dataclass(frozen=True)
+class SoftGateThenMean(SoftGate):
+    """A exp(mean_t log f_t), f_t = (4/tau) sigmoid(tau (r_t - 1)), tau = tau_pos where A > 0, else tau_neg (SSPO): the
+    geometric mean of SAPO's gates."""
+
+    def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
+        a_N, ratio_N, sequences = tokens.advantage_N, log_ratio_N.exp(), tokens.sequences
+        tau_N = _either(a_N > 0, self.tau_pos, self.tau_neg, ratio_N)
+        # In log space: the sigmoid of a very large negative number is 0, and its logarithm would be -inf.
+        log_gate_N = torch.log(4.0 / tau_N) + torch.nn.functional.logsigmoid(tau_N * (ratio_N - 1.0))
+        # As in LogClipThenMean, the gradient flows through each token's own gate.
+        mean_N = sequences.expand(sequences.mean(log_gate_N.detach()))
+        return _soft(with_gradient_of(mean_N, log_gate_N).exp() * a_N, ratio_N)
 
 
 @dataclass(frozen=True)

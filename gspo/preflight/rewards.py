@@ -25,7 +25,6 @@ from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import human
 from gspo.preflight.step_time import duration, rollout_seconds
-from gspo.reward.function import Source
 from gspo.reward.traits import RewardTraits, Service, in_form, reward_traits
 from gspo.types import UNIFORM_TOLERANCE, Completion, Prompt, Score, StopReason
 
@@ -57,7 +56,11 @@ def check_services(context: PreflightContext) -> Iterator[Finding]:
         yield ok("No reward asks a model or an endpoint.")
     names = set().union(*(p.columns for p in context.problems.train))
     for name, service in context.rewards.services.items():
-        asking = (s for s in context.config.problem_sections if name in map(_name, context.rewards.functions_of(s)))
+        asking = (
+            source
+            for source in context.config.problem_sections
+            if name in [function.name for function in context.rewards.functions_of(source)]
+        )
         prompt = Prompt(
             id="trial",
             content=TRIAL[0],
@@ -69,10 +72,6 @@ def check_services(context: PreflightContext) -> Iterator[Finding]:
         started = time.monotonic()
         ((score,),) = context.rewards.score([(prompt, _completions(context, prompt, [TRIAL[1]]))], functions=[name])
         yield _trial(context, name, service, score, time.monotonic() - started)
-
-
-def _name(function: Source) -> str:
-    return function.name
 
 
 def _trial(context: PreflightContext, name: str, service: Service, score: Score, seconds: float) -> Finding:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from fake_optimizer import FakeOptimizer
 from families import blocks_of, router_of
 from torch import Tensor
 
@@ -123,18 +124,12 @@ def reported(
 MOE = ("model.build=tiny_moe", "learner.learning_rate=3e-2", "objective.name=gspo")
 
 
-class GradientRecorder:
+class GradientRecorder(FakeOptimizer):
     """Stands in for the optimizer: keeps the gradient of every step and changes nothing."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.updates = model, 0
         self.gradients: list[Tensor] = []
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
-        return False
 
     def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_optimizer import FakeOptimizer
 from torch import Tensor
 
 from gspo.config import Config
@@ -36,19 +37,13 @@ MASKS = (
 )
 
 
-class Sgd:
+class Sgd(FakeOptimizer):
     """Replaces the optimizer: keeps the gradient of every update and takes a plain step along it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.updates = 0
         self.gradients: list[Tensor] = []
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
-        return False
 
     def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite

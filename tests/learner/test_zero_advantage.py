@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_optimizer import FakeOptimizer
 from torch import Tensor
 
 import gspo
@@ -39,18 +40,12 @@ SKIPPING = [name for name, o in TABLE.items() if not o.needs_zero_advantage and 
 """Objectives of the table that compare within a group and do not need completions with advantage 0."""
 
 
-class Sgd:
+class Sgd(FakeOptimizer):
     """Replaces the optimizer: keeps the gradient of every update and takes a plain step along it."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.updates = model, 0
         self.gradients: list[Tensor] = []
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def retry_after_overflow(self, *, loss_finite: bool) -> bool:
-        return False
 
     def step(self, *, loss_finite: bool, **weights: Any) -> Update:
         assert loss_finite
