@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from processes import descriptors, settled, steady
 
 from gspo.types import Status
 
@@ -99,7 +99,8 @@ def test_f21_many_timeouts_leave_nothing(
     pool = make_pool(name, timeout_s=0.3, workers=2)
     batch = [group(["a"], id="train/0"), *(group(["bad"], id=f"train/{i}") for i in range(1, 30))]
     pool.score(batch)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    assert settled(lambda: len(pool.pids()), 2) == 2
+    open_before = steady(descriptors)
     other_children = children() - set(pool.pids())
     threads = threading.active_count()
     kinds: Counter[str] = Counter()
@@ -108,8 +109,8 @@ def test_f21_many_timeouts_leave_nothing(
         assert rows[0][0].reward == 1.0
         kinds.update(s.failure.partition(":")[0] for row in rows for s in row if s.failure)
     assert set(kinds) <= {"timeout", "not_run"}
-    assert len(pool.pids()) == 2
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.active_count() == threads
-    assert children() - set(pool.pids()) == other_children  # includes zombies
+    assert settled(lambda: len(pool.pids()), 2) == 2
+    assert settled(descriptors, open_before) == open_before
+    assert settled(threading.active_count, threads) == threads
+    assert settled(lambda: children() - set(pool.pids()), other_children) == other_children  # includes zombies
     print(f"{dict(kinds)}")

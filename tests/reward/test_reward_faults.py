@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processes import descriptors, settled, steady
 
 from gspo.errors import RewardError
 from gspo.types import Status
@@ -250,19 +251,20 @@ def test_worker_killed_while_idle_is_replaced(make_pool, reward_file, group):
 
 def test_nothing_leaks(make_pool, reward_file, group, children):
     """No file descriptors, zombies or threads leak after many failures, or after closing."""
-    before, threads = children(), threading.active_count()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before, threads, open_before = children(), threading.active_count(), descriptors()
     pool = make_pool(reward_file(code("os._exit(1)")), timeout_s=2.0, workers=2)
     pool.score([group(["a", "bad"])])
-    open_now = len(os.listdir("/proc/self/fd"))
+    assert settled(lambda: len(pool.pids()), 2) == 2
+    open_now = steady(descriptors)
     for _ in range(5):
         check_innocent(pool.score([group(["a", "bad", "b"])])[0], 1)
-    assert len(os.listdir("/proc/self/fd")) == open_now
+    assert settled(descriptors, open_now) == open_now
+    assert settled(lambda: len(pool.pids()), 2) == 2
     assert children() - before == set(pool.pids())
-    assert len(pool.pids()) == 2
     pool.close()
-    assert (children(), threading.active_count()) == (before, threads)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert settled(children, before) == before
+    assert settled(threading.active_count, threads) == threads
+    assert settled(descriptors, open_before) == open_before
 
 
 def test_children_of_a_hanging_function_die_with_it(make_pool, reward_file, group, tmp_path):

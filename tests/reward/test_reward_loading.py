@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from processes import settled
 
 from gspo.errors import ConfigError, RewardError
 
@@ -98,4 +99,4 @@ def test_one_file_with_two_functions_is_imported_once(make_pool, reward_file, gr
 def test_a_failed_construction_leaves_no_process(make_pool, reward_file, children):
     before = children()
     refused(make_pool, reward_file("import no_such_module"), workers=3)
-    assert children() == before
+    assert settled(children, before) == before
