@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo.learner.plan import Plan
+from gspo.model.compiled_layers import compiled_layers
 from gspo.model.kernels.fused_linear_logprobs import LOWEST, fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
@@ -42,8 +43,10 @@ def completion_logprobs(
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
-    with bypass_head(head):
+    with bypass_head(head), compiled_layers(model):
         hidden = run_forward(model, batch)
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()  # compiled layers always have a graph
     # Read after the forward pass, while the layers that FSDP gathers for it are whole.
     weight = full(head.weight)
     logp_N, entropy_N = fused_linear_logprobs(
@@ -63,7 +66,10 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if supports_logits_to_keep(model) else 0
-    logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    with compiled_layers(model):
+        logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    if not torch.is_grad_enabled():
+        logits = logits.detach()  # compiled layers always have a graph
     # In float32 from here on: log-ratios are compared with clip ranges of a few 1e-4, which bfloat16 rounding reaches.
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     if batch.excluded is not None:
