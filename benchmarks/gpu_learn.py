@@ -179,8 +179,8 @@ def _show(title: str, model: Any, plans: dict[str, Plan], costs: dict[str, Cost]
     def note(name: str, cost: Cost) -> str:
         used = operations(model, plans[name]) / (cost.ms / 1e3) / PEAK
         return (
-            f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.1%}, first pass {first[name]:.1f} s, "
-            f"{len(plans[name].updates[0])} micro-batches"
+            f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.1%}, "
+            f"first pass {first[name]:.1f} s, {len(plans[name].updates[0])} micro-batches"
         )
 
     show(

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,18 @@ def request_compilation(model: Any, when: str) -> None:
 @contextmanager
 def compiled_layers(model: Any) -> Iterator[None]:
     """Inside, the decoder layers of a model whose compilation was requested run compiled."""
-    with ExitStack() as stack:
-        forwards = _forwards_of(model)
-        for module, forward in forwards:
-            stack.enter_context(patched_forward(module, forward))
-        if forwards and not torch.is_grad_enabled():
-            # The graph without gradient is another one, which rounds differently.
-            stack.enter_context(torch.enable_grad())
+    forwards = prepare_layers(model)
+    # With gradient in any case: the graph without one is another one, which rounds differently.
+    with _patched(forwards), torch.enable_grad() if forwards else nullcontext():
         yield
 
 
-def _forwards_of(model: Any) -> Forwards:
+def prepare_layers(model: Any) -> Forwards:
+    """The compiled forwards of a model; none if their compilation was not requested or failed.
+
+    The first call runs a trial, which must not happen while routers are being watched."""
     if model not in _forwards:
-        _forwards[model] = []  # the trial itself runs forwards
+        _forwards[model] = []  # until the trial has ended
         if _requested.get(model):
             _forwards[model], obstacle = _try(model)
             if obstacle is not None:
@@ -90,19 +89,46 @@ def _compile(model: Any) -> Forwards:
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     _set_up_compiler()
-    forwards: Forwards = []
-    for layer in layers:
-        for block in (child for child in layer.children() if _has_experts(child)):
-            forwards.append((block, torch.compiler.disable(block.forward)))
-        # Recomputation repeats the compiled forward: it wraps it, as it wraps the plain one.
-        compiled = torch.compile(without_checkpointing(layer.forward), dynamic=True)
-        forwards.append((layer, checkpointed(compiled) if is_checkpointed(layer.forward) else compiled))
-    return forwards + [
-        (module, partial(experts_forward, module)) for module in model.modules() if supports_experts(module)
-    ]
+    embeddings = model.get_input_embeddings()
+    first = [(embeddings, _with_gradient(embeddings.forward))] if layers else []
+    return first + [(layer, _compiled(layer)) for layer in layers]
 
 
-def _has_experts(block: Any) -> bool:
+def _with_gradient(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Embeddings that require a gradient even if they are frozen, as with LoRA: the first layer would otherwise have a
+    graph of its own, which takes as long to compile as that of all others."""
+
+    def embed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return output if output.requires_grad else output.requires_grad_()
+
+    return embed
+
+
+def _compiled(layer: Any) -> Callable[..., Any]:
+    """The forward of a layer, compiled but for its MoE blocks."""
+    plain = without_checkpointing(layer.forward)
+    inside: Forwards = [(block, torch.compiler.disable(block.forward)) for block in layer.children() if _routes(block)]
+    inside += [(module, partial(experts_forward, module)) for module in layer.modules() if supports_experts(module)]
+    compiled = torch.compile(plain, dynamic=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _patched(inside):
+            return compiled(*args, **kwargs)
+
+    # Recomputation repeats all of it.
+    return checkpointed(forward) if is_checkpointed(layer.forward) else forward
+
+
+@contextmanager
+def _patched(forwards: Forwards) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, forward in forwards:
+            stack.enter_context(patched_forward(module, forward))
+        yield
+
+
+def _routes(block: Any) -> bool:
     return any(MAY_ROUTE.search(type(module).__name__) for module in block.modules())
 
 
@@ -133,10 +159,7 @@ def _trial(model: Any, forwards: Forwards) -> float:
     micro = micro_batch(rows, range(len(rows)), 0, supports_packing(model)).to(model.device)
     trained = next((p for p in model.parameters() if p.requires_grad), None)
     plain = run_forward(model, micro).detach().float()
-    with ExitStack() as stack:
-        for module, forward in forwards:
-            stack.enter_context(patched_forward(module, forward))
-        stack.enter_context(torch.enable_grad())
+    with _patched(forwards), torch.enable_grad():
         logits = run_forward(model, micro).float()
         if trained is not None and not bool(torch.autograd.grad(logits.square().mean(), trained)[0].isfinite().all()):
             raise ArithmeticError("the gradient is not finite")
