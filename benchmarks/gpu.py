@@ -4,79 +4,30 @@ In: a CUDA device. Out: one table per part: milliseconds (median of `--repeats`,
 peak memory beyond what was allocated before, and the error of the gradients against float64. Invariant: every variant
 of a table gets the same input.
 
-    python benchmarks/gpu.py [head] [decode] [large] [learn] [step] [--repeats 5]
+    python benchmarks/gpu.py [head] [decode] [large] [learn] [step] [--repeats 5] [--vllm SITE]
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 import transformers
-from gpu_decode import CUDA, DENSE, VOCABULARY, bench_decode, bench_large, build_model
+from gpu_decode import CUDA, VOCABULARY, bench_decode, bench_large
+from gpu_learn import bench_learn
+from gpu_measure import Cost, Variant, measure, show
 from gpu_peers import peer_heads
 from gpu_step import bench_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gspo.config import LearnerConfig
-from gspo.learner.forward import _from_logits, completion_logprobs, plan_logprobs
-from gspo.learner.optimizer import Optimizer
-from gspo.learner.plan import Plan, make_plan
 from gspo.model.kernels.fused_linear_logprobs import fused_linear_logprobs
-from gspo.model.micro_batch import MicroBatch, TokenSequence
-from gspo.model.packed_forward import supports_packing
 
 ROWS, SIZE, SEQUENCES = 16 * 1024, 2048, 20
 """The LM head of Qwen3-30B-A3B on 16 x 1024 tokens; 20 sequences, so that 3 of them are 15 %."""
-Variant = Callable[[], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Time and memory of one variant."""
-
-    ms: float
-    extra: float
-    """Peak memory beyond what was allocated before, in bytes."""
-
-
-def measure(variants: dict[str, Variant], repeats: int) -> dict[str, Cost]:
-    """Time and memory of each variant.
-
-    Repeats cycle through the variants, so that a card that warms up slows all equally. Each timed run follows an
-    untimed run of the same variant, so that the power draw of the previous variant does not affect it.
-    """
-    times_ms: dict[str, list[float]] = {name: [] for name in variants}
-    extra: dict[str, float] = {}
-    for repeat in range(repeats + 1):
-        for name, variant in variants.items():
-            variant()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            variant()
-            end.record()
-            torch.cuda.synchronize()
-            extra[name] = torch.cuda.max_memory_allocated() - before
-            if repeat:
-                times_ms[name].append(start.elapsed_time(end))
-    return {name: Cost(ms=statistics.median(times), extra=extra[name]) for name, times in times_ms.items()}
-
-
-def show(title: str, costs: dict[str, Cost], note: Callable[[str, Cost], str] = lambda name, cost: "") -> None:
-    print(f"\n{title}")
-    print(f"{'variant':<66} {'ms':>8} {'extra GiB':>10}")
-    for name, cost in costs.items():
-        print(f"{name:<66} {cost.ms:>8.1f} {cost.extra / 2**30:>10.2f}  {note(name, cost)}", flush=True)
 
 
 # --- LM head log-probs ---
@@ -198,113 +149,20 @@ def head_errors(rows: int = 1000) -> None:
         print(f"{name:<40} " + " ".join(f"{e:>9.2e}" for e in errors), flush=True)
 
 
-# --- the learning forward and backward ---
-
-
-PROMPT, COMPLETION, COMPLETIONS, GROUPS = 512, 512, 16, 4
-"""Completions of uneven length, `COMPLETION` tokens on average."""
-PEAK = 989e12
-"""bf16 operations per second according to the data sheet of an H100 or H200."""
-
-
-def qwen3(checkpointing: bool = False) -> Any:
-    """A model of Qwen3-0.6B's shape with random weights."""
-    model = build_model("qwen3", DENSE)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
-    return model
-
-
-def uneven_rows() -> tuple[list[TokenSequence], list[int]]:
-    rng = random.Random(0)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(VOCABULARY) for _ in range(count))
-
-    rows: list[TokenSequence] = []
-    for _ in range(GROUPS):
-        prompt = ids(PROMPT)
-        rows += [
-            TokenSequence(prompt_ids=prompt, completion_ids=ids(rng.randrange(64, 2 * COMPLETION - 64)))
-            for _ in range(COMPLETIONS)
-        ]
-    return rows, [i // COMPLETIONS for i in range(len(rows))]
-
-
-def operations(model: Any, plan: Plan) -> float:
-    """Floating-point operations of a forward and backward over the tokens of the plan, without padding."""
-    config = model.config
-    body = sum(p.numel() for p in model.model.layers.parameters())
-    tokens = sum(int((m.times > 0).sum()) for m in plan.updates[0])
-    shared = sum(len(row.prompt_ids) ** 2 for row in plan.sequences) // 2
-    if plan.packed:
-        shared = sum(len(plan.sequences[o].prompt_ids) ** 2 for m in plan.updates[0] for o in set(m.owners)) // 2
-    pairs = shared + sum(
-        len(r.completion_ids) * (len(r.prompt_ids) + len(r.completion_ids) // 2) for r in plan.sequences
-    )
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
-    return 3.0 * (2 * body * tokens + 2 * config.hidden_size * VOCABULARY * plan.tokens + attention)
-
-
-def bench_learn(repeats: int, budget: int = 20480) -> None:
-    rows, groups = uneven_rows()
-    real = sum(row.length for row in rows)
-    models = {"plain": qwen3(), "checkpointed": qwen3(checkpointing=True)}
-    for model in models.values():
-        Optimizer(model, LearnerConfig(), 1)  # sets up float32 gradients, as in a run
-    assert all(supports_packing(model) for model in models.values())
-    settings: dict[str, Any] = {"mini_batches": 1, "token_budget": budget, "pad_id": 0, "seed": ""}
-    padded, packed = (make_plan(rows, groups, **settings, packed=packed) for packed in (False, True))
-    gain_N = torch.randn(padded.tokens, device=CUDA) / padded.tokens
-
-    def learn(name: str, plan: Plan, logprobs: Callable[..., tuple[Tensor, Tensor]]) -> Variant:
-        def variant() -> None:
-            for cpu_batch in plan.updates[0]:
-                micro = cpu_batch.to(CUDA)
-                (gain_N[micro.at_N] * logprobs(models[name], micro, 1.0)[0]).sum().backward()
-            models[name].zero_grad()
-
-        return variant
-
-    def all_logits(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        return _from_logits(model, micro, temperature, False)
-
-    variants = {
-        "padded, all logits": (learn("plain", padded, all_logits), padded),
-        "padded, fused_linear_logprobs": (learn("plain", padded, completion_logprobs), padded),
-        "packed, shared prompt, fused_linear_logprobs": (learn("plain", packed, completion_logprobs), packed),
-        "the same, gradient checkpointing": (learn("checkpointed", packed, completion_logprobs), packed),
-    }
-    costs = measure({name: variant for name, (variant, _) in variants.items()}, repeats)
-    slowest = costs["padded, all logits"].ms
-
-    def note(name: str, cost: Cost) -> str:
-        used = operations(models["plain"], variants[name][1]) / (cost.ms / 1e3) / PEAK
-        return f"{real / cost.ms:>6.1f}k tok/s, {slowest / cost.ms:.2f} x, MFU {used:.0%}"
-
-    show(
-        f"Training, forward + backward: Qwen3-0.6B shape, bf16, {GROUPS} prompts of {PROMPT} x {COMPLETIONS} "
-        f"completions of {COMPLETION} on average, {real} tokens in sequences, "
-        f"{packed.updates[0][0].input_ids.numel()} in the first packed micro-batch",
-        costs,
-        note,
-    )
-    model = models["plain"]
-    found = {name: plan_logprobs(model, plan, 1.0, CUDA)[0] for name, plan in (("padded", padded), ("packed", packed))}
-    exact = plan_logprobs(model.float(), padded, 1.0, CUDA)[0]
-    for name, logp in found.items():
-        difference = float((logp - exact).abs().mean())
-        print(f"log-probs, {name} in bf16 against float32: mean |difference| {difference:.1e}")
-
-
-PARTS = {"head": bench_head, "decode": bench_decode, "large": bench_large, "learn": bench_learn, "step": bench_step}
+PARTS: dict[str, Callable[..., None]] = {
+    "head": bench_head,
+    "decode": bench_decode,
+    "large": bench_large,
+    "learn": bench_learn,
+    "step": bench_step,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="parts to run (default: all)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vllm", type=Path, help="folder with vLLM: measures it next to the local engine")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench-gpu needs a CUDA device, and this machine has none")
@@ -316,7 +174,10 @@ def main() -> int:
         f"transformers {transformers.__version__}"
     )
     for name in arguments.parts or PARTS:
-        PARTS[name](arguments.repeats)
+        if name in ("decode", "large"):
+            PARTS[name](arguments.repeats, arguments.vllm)
+        else:
+            PARTS[name](arguments.repeats)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Decoding on one GPU: the local engine, `generate`, and the ceiling set by memory bandwidth.
+"""Decoding on one GPU: the local engine, `generate`, vLLM, and the ceiling set by memory bandwidth.
 
 In: a CUDA device. Out: tokens per second over the whole call (including prefill, CUDA graph capture and collection),
 the time of a decoding step, peak memory, and the difference of the log-probs from the learner's. Invariant: all
@@ -10,10 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
+from gpu_vllm import peer_speeds
 from torch import Tensor
 
 from gspo.config import LoraConfig
@@ -27,7 +30,7 @@ from gspo.rollout.engines.local import LocalEngine, build
 from gspo.types import Completion, Prompt, Sampling
 
 VOCABULARY, SEQUENCES, PROMPT, NEW = 151_936, 256, 64, 256
-LONGEST = 2048
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 CUDA = torch.device("cuda")
 DENSE = {
     "vocab_size": VOCABULARY,
@@ -208,7 +211,7 @@ def compare(model: Any, engine: LocalEngine, prompts: list[Prompt], new: int) ->
     print(text, flush=True)
 
 
-def bench_decode(repeats: int) -> None:
+def bench_decode(repeats: int, vllm: Path | None = None) -> None:
     rate = bandwidth()
     print(f"\nDecoding: {SEQUENCES} sequences, {PROMPT}-token prompts in groups of 8, bf16")
     print(f"copies at {rate / 1e12:.1f} TB/s")
@@ -218,58 +221,84 @@ def bench_decode(repeats: int) -> None:
         plain, least = generate_step(model), ceiling_step(model, rate)
         print(f"{name + ': generate':<66} {1e3 * plain:>8.2f} {SEQUENCES / plain:>8.0f}")
         print(f"{name + ': ceiling, weights and KV cache read once':<66} {1e3 * least:>8.2f} {SEQUENCES / least:>8.0f}")
-        engine, prompts = engine_of(model), prompts_of(SEQUENCES // 8)
-        time_generate(engine, prompts, 8, 8)
-        fixed = max((time_generate(engine, prompts, 8, NEW)[0] for _ in range(repeats)), key=lambda s: s.rate)
-        print_line(
-            f"{name}: local engine, {NEW} tokens each", fixed, f"{fixed.rate * plain / SEQUENCES:.0f} x generate"
-        )
-        # About one token in 256 is a stop token, so lengths are geometric.
-        stops = tuple(range(0, VOCABULARY, NEW))
-        mixed, _ = time_generate(engine_of(model, stops), prompts_of(256), 8, LONGEST)
-        print_line(
-            f"{name}: the same, 2048 completions of mixed length",
-            mixed,
-            f"mean length {mixed.tokens / 2048:.0f}, {mixed.rate / fixed.rate:.0%} of equal lengths",
-        )
-        compare(model, engine, prompts[:8], 128)
+        del model
+        model, engine = _bench_workloads(name, kind, fields, repeats, vllm)
+        compare(model, engine, prompts_of(8), 128)
         del model, engine
         model = build_model(kind, fields, torch.float32)
-        compare(model, engine_of(model), prompts[:8], 64)
+        compare(model, engine_of(model), prompts_of(8), 64)
         del model
 
 
-def bench_large(repeats: int) -> None:
+def bench_large(repeats: int, vllm: Path | None = None) -> None:
     """The same call for larger models, without and with adapters on every linear layer of attention and MLP."""
     print(f"\nDecoding large models: {PROMPT}-token prompts in groups of 8, bf16")
     print(f"{'variant':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
     for name, (kind, fields) in LARGE.items():
-        model = build_model(kind, fields)
-        base = _large_lines(name, model, repeats)
+        model, engine = _bench_workloads(name, kind, fields, repeats, vllm)
+        base = _equal_lengths(engine, repeats).rate
+        del engine
         attach(model, LoraConfig(rank=16), base="", seed=0)
         model.to(CUDA)
-        adapted = _large_lines(f"{name}, LoRA rank 16", model, repeats)
-        print(f"  with adapters {adapted / base:.0%} of the base model's rate", flush=True)
+        adapted = _equal_lengths(engine_of(model), repeats)
+        print_line(
+            f"{name}, LoRA rank 16: {SEQUENCES} x {NEW} tokens", adapted, f"{adapted.rate / base:.0%} of the base"
+        )
         del model
 
 
-def _large_lines(name: str, model: Any, repeats: int) -> float:
+def workloads_of(kind: str, fields: dict[str, Any]) -> list[dict[str, int]]:
+    """Equal lengths, long completions and mixed lengths; fewer and shorter ones for large models, which are slow."""
+    small = fields["hidden_size"] * fields["num_hidden_layers"] < 40_000
+    longest, mixed = (2048, 2048) if small or kind == "qwen3" else (1024, 768)
+    mean = NEW if small else NEW // 2
+    return [
+        {"prompts": SEQUENCES // 8, "samples": 8, "new": NEW, "stops": 0, "repeats": 2},
+        {"prompts": SEQUENCES // 16, "samples": 8, "new": longest, "stops": 0, "repeats": 1},
+        # About one token in `mean` is a stop token, so lengths are geometric.
+        {"prompts": mixed // 8, "samples": 8, "new": 8 * mean, "stops": mean, "repeats": 1},
+    ]
+
+
+def _bench_workloads(
+    name: str, kind: str, fields: dict[str, Any], repeats: int, vllm: Path | None
+) -> tuple[Any, LocalEngine]:
+    workloads = workloads_of(kind, fields)
+    peers: list[dict[str, float]] = []
+    torch.cuda.empty_cache()
+    if vllm is not None:
+        with TemporaryDirectory() as folder:
+            config = transformers.AutoConfig.for_model(kind, architectures=[ARCHITECTURES[kind]], **fields)
+            peers, note = peer_speeds(vllm, config, Path(folder), workloads)
+        print(f"  {note}", flush=True)
+    model = build_model(kind, fields)
     engine = engine_of(model)
-    time_generate(engine, prompts_of(SEQUENCES // 8), 8, 8)
-    rate = 0.0
-    for completions, new in ((SEQUENCES, NEW), (SEQUENCES // 2, 4 * NEW)):
+    equal = 0.0
+    for at, work in enumerate(workloads):
+        stops = tuple(range(0, VOCABULARY, work["stops"])) if work["stops"] else ()
+        one = engine_of(model, stops) if stops else engine
+        prompts = prompts_of(work["prompts"])
+        time_generate(one, prompts[:32], 8, 8)
         best = max(
-            (time_generate(engine, prompts_of(completions // 8), 8, new)[0] for _ in range(repeats)),
-            key=lambda s: s.rate,
+            (time_generate(one, prompts, 8, work["new"])[0] for _ in range(work["repeats"])), key=lambda s: s.rate
         )
-        print_line(
-            f"{name}: {completions} x {new} tokens",
-            best,
-            "paged" if engine.paged else "NOT paged",
-            sequences=completions,
+        equal = equal or best.rate
+        count = 8 * work["prompts"]
+        what = (
+            f"{count} of mixed length, mean {best.tokens / count:.0f}" if stops else f"{count} x {work['new']} tokens"
         )
-        rate = rate or best.rate
-    return rate
+        note = f"{best.rate / equal:.0%} of equal lengths" if stops else ("paged" if one.paged else "NOT paged")
+        if peers:
+            peer = peers[at]["tokens"] / peers[at]["seconds"]
+            note += f", {best.rate / peer:.2f} x vLLM's {peer:.0f}"
+        print_line(f"{name}: {what}", best, note, sequences=min(count, SEQUENCES))
+    return model, engine
+
+
+def _equal_lengths(engine: LocalEngine, repeats: int) -> Speed:
+    prompts = prompts_of(SEQUENCES // 8)
+    time_generate(engine, prompts, 8, 8)
+    return max((time_generate(engine, prompts, 8, NEW)[0] for _ in range(repeats)), key=lambda s: s.rate)
 
 
 def print_line(name: str, speed: Speed, note: str, sequences: int = SEQUENCES) -> None:

@@ -29,6 +29,7 @@ from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
+from gspo.model.compiled_layers import compile_seconds
 from gspo.model.load import reload_weights
 from gspo.objectives.adaptive_clip import at_limit, with_scaled_range
 from gspo.objectives.describe import resolved
@@ -132,8 +133,11 @@ class Loop:
             collected = buffer.take()
             assert collected.version == context.optimizer.updates, "the policy changed after it sampled this batch"
             self._check_scores(step, collected, state)
+            compiled_before = compile_seconds()
             with clock.measure("learn"):
                 learned = learn(context, collected.rollouts.groups, step=step)
+            if compile_seconds() > compiled_before:
+                clock.add("compile", compile_seconds() - compiled_before)
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
         in_row = state.skipped_in_row

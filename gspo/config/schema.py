@@ -109,6 +109,9 @@ class ModelConfig:
     `OMP_NUM_THREADS` or all cores."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Train with decoder layers that `torch.compile` has compiled. `auto` compiles on a GPU, except models below 50
+    million parameters, for which compiling takes longer than it saves."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. Enable it only for models that you trust as much as your own
     code."""

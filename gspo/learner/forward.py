@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo.learner.plan import Plan
+from gspo.model.compiled_layers import compiled_layers, prepare_layers
 from gspo.model.kernels.fused_linear_logprobs import LOWEST, fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
@@ -42,8 +43,10 @@ def completion_logprobs(
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
-    with bypass_head(head):
+    with bypass_head(head), compiled_layers(model):
         hidden = run_forward(model, batch)
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()  # compiled layers always have a graph
     # Read after the forward pass, while the layers that FSDP gathers for it are whole.
     weight = full(head.weight)
     logp_N, entropy_N = fused_linear_logprobs(
@@ -63,7 +66,10 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if supports_logits_to_keep(model) else 0
-    logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    with compiled_layers(model):
+        logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
+    if not torch.is_grad_enabled():
+        logits = logits.detach()  # compiled layers always have a graph
     # In float32 from here on: log-ratios are compared with clip ranges of a few 1e-4, which bfloat16 rounding reaches.
     logits_NV = logits[batch.output_N // width, column_N - first].float() / temperature
     if batch.excluded is not None:
@@ -92,7 +98,7 @@ def plan_logprobs(
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimizer steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
-    lm_head(model)  # its first call runs a trial forward, which must not be recorded by `routed`
+    _run_trials(model)
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     updates = plan.updates if update is None else plan.updates[update : update + 1]
     # A stack, so that the halves of a micro-batch that did not fit are computed next, in the plan's order.
@@ -109,6 +115,12 @@ def plan_logprobs(
                 raise
             waiting += reversed(halves)
     return logp_N, entropy_N
+
+
+def _run_trials(model: Any) -> None:
+    """Run the forwards that decide, once per model, how it is used. Watched routers would record them."""
+    lm_head(model)
+    prepare_layers(model)
 
 
 # ---- training forwards
@@ -173,6 +185,7 @@ def training_forward(
     context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
 ) -> Iterator[TrainForward]:
     """The forward of a micro-batch of an optimizer step. The backward pass belongs inside the context too."""
+    _run_trials(context.policy.model)
     # The first optimizer step has the weights of the old policy, so its forwards can be the old ones, too.
     is_old = update_index == 0 and batch.old.by_training
     # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.

@@ -25,10 +25,25 @@ def recompute_activations(model: Any) -> None:
     if not layers:
         raise ConfigError(f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.forward = checkpointed(layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose activations are recomputed."""
+    return partial(_recomputed, forward)
+
+
+def is_checkpointed(forward: Callable[..., Any]) -> bool:
+    """Whether a forward was made by `checkpointed`."""
+    return isinstance(forward, partial) and forward.func is _recomputed
+
+
+def without_checkpointing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that `checkpointed` was given; any other one as it is."""
+    return forward.args[0] if isinstance(forward, partial) and forward.func is _recomputed else forward
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # Without dropout there is no random state to restore.

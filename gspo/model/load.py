@@ -24,6 +24,7 @@ from gspo.config import ModelConfig, RoutingConfig
 from gspo.errors import ConfigError, panics_as_errors
 from gspo.model import adapter
 from gspo.model.causal import check_causal
+from gspo.model.compiled_layers import request_compilation
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
@@ -171,6 +172,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
     # Both run a trial once per model and remember its result: now, so that their warnings come before the first step.
     lm_head(model)
     supports_packing(model)
+    request_compilation(model, config.compile)
     policy = Policy(model=model, tokenizer=tokenizer, device=device, routers=_routers(model, routing))
     if not policy.stop_ids:
         raise ConfigError(

@@ -84,15 +84,7 @@ def _trial(model: Any) -> float:
     """The error of packed logits: their root-mean-square difference from padded ones, relative to the spread of the
     logits, as the third quartile over tokens. With trainable parameters the gradient must be finite too."""
     # Not the maximum: a near-tie in an MoE router may send a single token to another expert.
-    vocabulary = model.get_input_embeddings().num_embeddings
-    lengths = ((5, 4), (5, 2), (5, 3), (3, 5))
-    rows = [
-        TokenSequence(
-            prompt_ids=tuple((3 * j + p) % vocabulary for j in range(p)),
-            completion_ids=tuple((7 * i + 5 * j + 1) % vocabulary for j in range(r)),
-        )
-        for i, (p, r) in enumerate(lengths)
-    ]
+    rows = trial_sequences(model)
     norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
     outputs = []
     for packed in (False, True):
@@ -106,3 +98,16 @@ def _trial(model: Any) -> float:
         outputs.append(logits_NV.detach()[micro.at_N.argsort()])
     padded_NV, packed_NV = outputs
     return float(((packed_NV - padded_NV).square().mean(-1).sqrt() / padded_NV.std(-1)).quantile(0.75))
+
+
+def trial_sequences(model: Any) -> list[TokenSequence]:
+    """A few short sequences for trial forwards; three of them share a prompt."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    lengths = ((5, 4), (5, 2), (5, 3), (3, 5))
+    return [
+        TokenSequence(
+            prompt_ids=tuple((3 * j + p) % vocabulary for j in range(p)),
+            completion_ids=tuple((7 * i + 5 * j + 1) % vocabulary for j in range(r)),
+        )
+        for i, (p, r) in enumerate(lengths)
+    ]

@@ -1193,6 +1193,14 @@ TIMINGS = (
         label="training",
     ),
     Metric(
+        "time/compile_s",
+        "The part of `time/learn_s` that `torch.compile` takes (`model.compile`): most of it in the first step of a "
+        "process, less if an earlier run has filled the cache.",
+        present="if layers were compiled",
+        unit="seconds",
+        reduction=Reduction.MAX,
+    ),
+    Metric(
         "time/routing_s",
         "The part of `time/learn_s` that recording and replaying experts takes: unpacking those of the sampler, "
         "storing and forcing choices, counting flips, and the forward pass that measures flips after a single update. "
