@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gspo.model.attention_blocks import AttentionBlocks, attention_blocks
+
 Places = NDArray[np.int64]
 """Token indices. numpy, because a batch has thousands of short spans and torch takes ten times as long for each."""
 
@@ -92,6 +94,8 @@ class Packing:
     right."""
     place_I: Tensor
     """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
+    blocks: AttentionBlocks
+    """How attention kernels divide the packed row."""
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
@@ -198,6 +202,10 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         completions.append(np.arange(begin + len(given), len(ids)))
     lengths = [len(at) for at, _, _ in spans]
     positions = [np.arange(first, first + n) for (_, _, first), n in zip(spans, lengths, strict=True)]
+    lengths_by_group = [
+        (len(sequences[prompt].prompt_ids), [len(sequences[s].completion_ids) for s in group])
+        for prompt, group in members.items()
+    ]
     return MicroBatch(
         sequence_ids=tuple(order),
         owners=tuple(owner[s] for s in order),
@@ -205,12 +213,18 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
         times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
-        packing=_packing(where, parts, prompts, completions),
+        packing=_packing(where, parts, prompts, completions, attention_blocks(lengths_by_group)),
         **_sampled_tokens(sequences, order, where),
     )
 
 
-def _packing(where: list[Places], parts: list[Places], prompts: list[Places], completions: list[Places]) -> Packing:
+def _packing(
+    where: list[Places],
+    parts: list[Places],
+    prompts: list[Places],
+    completions: list[Places],
+    blocks: AttentionBlocks,
+) -> Packing:
     """Indices into the packed row: `where` each sequence is, all `parts`, each prompt, and all completions of each."""
     width = max(map(len, where))
     rows_RT = np.zeros((len(where), width), dtype=np.int64)
@@ -225,6 +239,7 @@ def _packing(where: list[Places], parts: list[Places], prompts: list[Places], co
         completions=_span(completions),
         rows_RT=torch.from_numpy(rows_RT),
         place_I=torch.from_numpy(place_I),
+        blocks=blocks,
     )
 
 

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from gspo.model.attention_blocks import AttentionBlocks
 from gspo.model.micro_batch import Packing, Span
 
 NAME = "gspo_packed"
@@ -103,6 +104,106 @@ def _as_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, packing: P
         query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).flatten(0, 1).index_select(0, packing.place_I).unsqueeze(0)
+
+
+def shared_prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: AttentionBlocks, window: int = 0
+) -> Tensor:
+    """The Triton kernels: [1, heads, I, size] in, [1, I, heads, size] out. `window` limits the distance between a query
+    and its keys; 0 disables it."""
+    size = query.shape[-1]
+    padded = max(16, 1 << (size - 1).bit_length())
+    # Zeros change neither scores nor outputs. Only head sizes that are not a power of two are copied.
+    parts = [torch.nn.functional.pad(t, (0, padded - size)) if padded > size else t for t in (query, key, value)]
+    query, key, value = (t[0].transpose(0, 1) for t in parts)
+    output, _ = _attend(query, key, value, scale, window, blocks.entries, blocks.layout)
+    return output[..., :size].unsqueeze(0)
+
+
+# Custom operations, so that `torch.compile` keeps a decoder layer in one graph: it does not look inside.
+@torch.library.custom_op("gspo::packed_attention", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, entries: Tensor, layout: Tensor
+) -> tuple[Tensor, Tensor]:
+    from gspo.model.kernels import packed_attention_triton
+
+    _check(query, key, value)
+    query, key, value = (_aligned(t) for t in (query, key, value))
+    return packed_attention_triton.forward(query, key, value, scale, window, entries, layout)
+
+
+@_attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, entries: Tensor, layout: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, heads, size = query.shape
+    return query.new_empty(rows, heads, size), query.new_empty(heads, rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("gspo::packed_attention_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    window: int,
+    entries: Tensor,
+    layout: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from gspo.model.kernels import packed_attention_triton
+
+    gradient, query, key, value = (_aligned(t) for t in (gradient, query, key, value))
+    return packed_attention_triton.backward(
+        gradient, query, key, value, output, log_sum, scale, window, entries, layout
+    )
+
+
+@_attend_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    window: int,
+    entries: Tensor,
+    layout: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty(t.shape) for t in (query, key, value))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale, ctx.window, entries, layout = inputs
+    ctx.save_for_backward(query, key, value, *output, entries, layout)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    query, key, value, output, log_sum, entries, layout = ctx.saved_tensors
+    found = _attend_backward(gradient, query, key, value, output, log_sum, ctx.scale, ctx.window, entries, layout)
+    return *found, None, None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"queries are {query.dtype}, keys {key.dtype} and values {value.dtype}: they must be the same")
+    if query.shape[1] % key.shape[1] or key.shape != value.shape:
+        raise ValueError(f"cannot attend with {list(query.shape)} queries to {list(key.shape)}, {list(value.shape)}")
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Kernels read 16 bytes at a time. Views of projections allow that; a copy is made of anything else."""
+    step = 16 // tensor.element_size()
+    aligned = tensor.stride(2) == 1 and all(stride % step == 0 for stride in tensor.stride()[:2])
+    return tensor if aligned and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Shared(torch.autograd.Function):
