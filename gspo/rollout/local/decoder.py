@@ -2,7 +2,7 @@
 
 In: an unmodified transformers causal language model. Out: logits, in float32 where the LM head is a plain matrix.
 Invariant: during decoding, the attention, norms and gated MLPs of the instance run as the kernels of `kernels.py`.
-Every weight is still applied by the model's own modules, so adapters and other replaced layers take effect.
+Linear layers are applied by `projections.py`, which leaves any replaced layer to its own module.
 `obstacle_to_paging` runs a trial before the decoder is used.
 """
 
@@ -24,6 +24,7 @@ from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
+from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Group, Projections, bytes_of_copies
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
@@ -45,9 +46,13 @@ CACHE = tuple[Tensor, Tensor]
 class Decoder:
     """The model's forward over `Slots`, and the KV cache that it reads and writes."""
 
-    def __init__(self, model: Any, slots: Slots, blocks: int, routers: Routers | None = None) -> None:
+    def __init__(
+        self, model: Any, slots: Slots, blocks: int, routers: Routers | None = None, *, copies: bool = True
+    ) -> None:
+        """`copies`: whether weights may be copied for fused projections (`linear_groups`)."""
         self.model = model
         self.slots = slots
+        self.projections = Projections(model, linear_groups(model) if copies else (), slots.count)
         self.attention = attention_modules(model)
         assert self.attention is not None
         self.kernels = kernels_for(model.device)
@@ -129,19 +134,37 @@ class Decoder:
         def forward(
             hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
         ) -> Any:
-            projected = (part(hidden_states).flatten(0, 1) for part in (module.q_proj, module.k_proj, module.v_proj))
+            projected = self.projections(module, QKV, hidden_states)
             rope = (position_embeddings[0].flatten(0, 1), position_embeddings[1].flatten(0, 1))
             query_RHD = self.kernels.rope_and_store(slots, *projected, rope, norms, eps, cache)
             output = self.kernels.paged_attention(slots, query_RHD, cache, module.scaling)
-            return module.o_proj(output[:, None]), None
+            return self.projections(module, OUTPUT, output[:, None])[0][:, None], None
 
         return forward
 
     def _norm(self, module: Any) -> Callable[..., Tensor]:
-        return lambda hidden_states: self.kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+        def forward(hidden_states: Tensor) -> Tensor:
+            out = self.projections.input_after(module, len(hidden_states))
+            out = None if out is None else out[:, None]
+            return self.kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon, out=out)  # type: ignore[no-any-return]
+
+        return forward
 
     def _gate(self, module: Any) -> Callable[..., Tensor]:
-        return lambda x: module.down_proj(self.kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
+        gate_up, down = self.projections.get(module, GATE_UP), self.projections.get(module, DOWN)
+
+        def forward(x: Tensor) -> Tensor:
+            rows = x.numel() // x.shape[-1]
+            if gate_up is None:
+                hidden = self.kernels.silu_mul(module.gate_proj(x), module.up_proj(x))
+            else:
+                out = None if down is None else down.input(rows)
+                hidden = self.kernels.silu_mul_halves(gate_up(x.view(rows, -1)), out=out)
+            if down is None:
+                return module.down_proj(hidden.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
+            return down(hidden.view(rows, -1)).view(*x.shape[:-1], -1)
+
+        return forward
 
     def _experts(self, module: Any) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -207,6 +230,20 @@ def bytes_per_block(model: Any) -> int:
     """Memory of one KV cache block in all layers together."""
     modules = attention_modules(model) or []
     return sum(2 * kv_heads(m) * m.head_dim * BLOCK_SIZE * model.dtype.itemsize for m in modules)
+
+
+def linear_groups(model: Any) -> list[Group]:
+    """The linear layers that `Projections` may fuse."""
+    attention = [(m, names) for m in attention_modules(model) or () for names in (QKV, OUTPUT)]
+    mlp = [(m, names) for m in model.modules() if _is_gated_mlp(m) for names in (GATE_UP, DOWN)]
+    return attention + mlp
+
+
+def _room_for_copies(model: Any) -> bool:
+    """Whether the copies of weights take at most half of the free memory."""
+    if model.device.type != "cuda":
+        return True
+    return bytes_of_copies(linear_groups(model)) <= torch.cuda.mem_get_info(model.device)[0] // 2
 
 
 # --- Which models the decoder supports ---
@@ -279,7 +316,7 @@ def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Calla
     rows = len(prompts)
     width = blocks_for(max(map(len, prompts)) + steps)
     slots = make_slots(rows, width, steps, model.device, None)
-    decoder = Decoder(model, slots, 1 + rows * width)
+    decoder = Decoder(model, slots, 1 + rows * width, copies=_room_for_copies(model))
     blocks = [list(range(1 + r * width, 1 + (r + 1) * width)) for r in range(rows)]
     decoder.prefill(prompts, blocks)
     slots.table_SW.copy_(torch.tensor(blocks, dtype=torch.int32))
