@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, linear
 from transformers.cache_utils import Cache
 
 from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.micro_batch import padded
 from gspo.model.patching import patched_forward
-from gspo.model.routing import Routers
+from gspo.model.routing import Routers, report_topk
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
 from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Group, Projections, bytes_of_copies
@@ -39,6 +39,10 @@ KNOWN = (
 """Attention classes of transformers that consist of projections, an optional norm per head, rotary embedding in halves
 and softmax. Others are refused even if they pass the trial: soft caps, sinks, layers without rotary embedding or
 position-dependent scaling may not show in the few tokens of a trial."""
+FEW_TOKENS = 32
+"""Tokens per expert, on average, up to which the products of experts are limited by reading the weights."""
+MOST_EXPERTS = 1024
+"""Experts up to which a router's scores fit into the registers of one program."""
 CACHE = tuple[Tensor, Tensor]
 """Keys and values of a layer, [blocks, heads, BLOCK_SIZE, head_dim]."""
 
@@ -120,6 +124,8 @@ class Decoder:
                     stack.enter_context(patched_forward(module, self._gate(module)))
                 elif _is_experts(module) and grouped_products(self.model):
                     stack.enter_context(patched_forward(module, self._experts(module)))
+                elif _is_router(module) and fused_routing(self.model):
+                    stack.enter_context(patched_forward(module, self._route(module)))
             yield
 
     @property
@@ -169,9 +175,25 @@ class Decoder:
     def _experts(self, module: Any) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             row_I, place_RK, ends_E = self.kernels.group_by_expert(top_k_index, module.num_experts)
+            if streams_experts(hidden_states, len(row_I), module.num_experts):
+                from gspo.rollout.local.kernels_experts_triton import expert_mlp
+
+                down = expert_mlp(hidden_states, row_I, ends_E, module.gate_up_proj, module.down_proj)
+                return self.kernels.combine_experts(down, place_RK, top_k_weights)  # type: ignore[no-any-return]
             gate_up = grouped_mm(hidden_states[row_I], module.gate_up_proj.transpose(1, 2), offs=ends_E)
             down = grouped_mm(self.kernels.silu_mul_halves(gate_up), module.down_proj.transpose(1, 2), offs=ends_E)
             return self.kernels.combine_experts(down, place_RK, top_k_weights)  # type: ignore[no-any-return]
+
+        return forward
+
+    def _route(self, module: Any) -> Callable[..., Any]:
+        from gspo.rollout.local.kernels_experts_triton import choose_experts
+
+        def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits_RE = linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
+            chosen = choose_experts(logits_RE, module.top_k, normalize=module.norm_topk_prob)
+            used = report_topk(logits_RE, torch.return_types.topk(chosen))
+            return logits_RE, used.values, used.indices
 
         return forward
 
@@ -285,9 +307,27 @@ def _is_experts(module: Any) -> bool:
     return _has_silu(module) and plain and all(isinstance(part, Tensor) and part.dim() == 3 for part in parts)
 
 
+def _is_router(module: Any) -> bool:
+    """Whether a module is Qwen's router: softmax over all experts, top-k, optional normalization."""
+    kind = type(module)
+    known = kind.__name__ in ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+    return known and kind.__module__.startswith("transformers.") and module.num_experts <= MOST_EXPERTS
+
+
 def grouped_products(model: Any) -> bool:
-    """Whether the matrix products of all experts can be one launch. `grouped_mm` supports bfloat16 only."""
-    return bool(model.dtype == torch.bfloat16)
+    """Whether the matrix products of all experts can be one launch. `grouped_mm` supports bfloat16 only, the Triton
+    kernel 16 bits on a GPU."""
+    return bool(model.dtype == torch.bfloat16 or (model.dtype == torch.float16 and model.device.type == "cuda"))
+
+
+def streams_experts(x: Tensor, choices: int, experts: int) -> bool:
+    """Whether the Triton kernel for few tokens per expert is used. With more tokens, `grouped_mm` is faster."""
+    return x.is_cuda and (x.dtype == torch.float16 or choices <= FEW_TOKENS * experts)
+
+
+def fused_routing(model: Any) -> bool:
+    """Whether routers run as one kernel after their product."""
+    return bool(model.device.type == "cuda" and model.dtype != torch.float64)
 
 
 def _has_silu(module: Any) -> bool:
