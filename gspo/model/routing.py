@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from gspo.clock import Clock
 from gspo.errors import ConfigError
@@ -214,10 +214,17 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.topk and func is not Tensor.topk:
+        if func not in (torch.topk, Tensor.topk, report_topk):
             return result
         score = args[0] if args else kwargs["input"]
         return self.choose(score, result) if score.dim() == 2 else result
+
+
+def report_topk(score_IE: Tensor, native: Any) -> Any:
+    """Report the top-k that a kernel has computed, so that `Routers.watch` records it like a call of `torch.topk`."""
+    if has_torch_function((score_IE,)):
+        return handle_torch_function(report_topk, (score_IE,), score_IE, native)
+    return native
 
 
 # --- Finding routers ---

@@ -2,7 +2,7 @@
 
 In: an unmodified transformers causal language model. Out: logits, in float32 where the LM head is a plain matrix.
 Invariant: during decoding, the attention, norms and gated MLPs of the instance run as the kernels of `kernels.py`.
-Every weight is still applied by the model's own modules, so adapters and other replaced layers take effect.
+Linear layers are applied by `projections.py`, which leaves any replaced layer to its own module.
 `obstacle_to_paging` runs a trial before the decoder is used.
 """
 
@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, linear
 from transformers.cache_utils import Cache
 
 from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.micro_batch import padded
 from gspo.model.patching import patched_forward
-from gspo.model.routing import Routers
+from gspo.model.routing import Routers, report_topk
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
+from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Group, Projections, bytes_of_copies
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
@@ -38,6 +39,10 @@ KNOWN = (
 """Attention classes of transformers that consist of projections, an optional norm per head, rotary embedding in halves
 and softmax. Others are refused even if they pass the trial: soft caps, sinks, layers without rotary embedding or
 position-dependent scaling may not show in the few tokens of a trial."""
+FEW_TOKENS = 32
+"""Tokens per expert, on average, up to which the products of experts are limited by reading the weights."""
+MOST_EXPERTS = 1024
+"""Experts up to which a router's scores fit into the registers of one program."""
 CACHE = tuple[Tensor, Tensor]
 """Keys and values of a layer, [blocks, heads, BLOCK_SIZE, head_dim]."""
 
@@ -45,9 +50,13 @@ CACHE = tuple[Tensor, Tensor]
 class Decoder:
     """The model's forward over `Slots`, and the KV cache that it reads and writes."""
 
-    def __init__(self, model: Any, slots: Slots, blocks: int, routers: Routers | None = None) -> None:
+    def __init__(
+        self, model: Any, slots: Slots, blocks: int, routers: Routers | None = None, *, copies: bool = True
+    ) -> None:
+        """`copies`: whether weights may be copied for fused projections (`linear_groups`)."""
         self.model = model
         self.slots = slots
+        self.projections = Projections(model, linear_groups(model) if copies else (), slots.count)
         self.attention = attention_modules(model)
         assert self.attention is not None
         self.kernels = kernels_for(model.device)
@@ -115,6 +124,8 @@ class Decoder:
                     stack.enter_context(patched_forward(module, self._gate(module)))
                 elif _is_experts(module) and grouped_products(self.model):
                     stack.enter_context(patched_forward(module, self._experts(module)))
+                elif _is_router(module) and fused_routing(self.model):
+                    stack.enter_context(patched_forward(module, self._route(module)))
             yield
 
     @property
@@ -129,26 +140,60 @@ class Decoder:
         def forward(
             hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
         ) -> Any:
-            projected = (part(hidden_states).flatten(0, 1) for part in (module.q_proj, module.k_proj, module.v_proj))
+            projected = self.projections(module, QKV, hidden_states)
             rope = (position_embeddings[0].flatten(0, 1), position_embeddings[1].flatten(0, 1))
             query_RHD = self.kernels.rope_and_store(slots, *projected, rope, norms, eps, cache)
             output = self.kernels.paged_attention(slots, query_RHD, cache, module.scaling)
-            return module.o_proj(output[:, None]), None
+            return self.projections(module, OUTPUT, output[:, None])[0][:, None], None
 
         return forward
 
     def _norm(self, module: Any) -> Callable[..., Tensor]:
-        return lambda hidden_states: self.kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+        def forward(hidden_states: Tensor) -> Tensor:
+            out = self.projections.input_after(module, len(hidden_states))
+            out = None if out is None else out[:, None]
+            return self.kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon, out=out)  # type: ignore[no-any-return]
+
+        return forward
 
     def _gate(self, module: Any) -> Callable[..., Tensor]:
-        return lambda x: module.down_proj(self.kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
+        gate_up, down = self.projections.get(module, GATE_UP), self.projections.get(module, DOWN)
+
+        def forward(x: Tensor) -> Tensor:
+            rows = x.numel() // x.shape[-1]
+            if gate_up is None:
+                hidden = self.kernels.silu_mul(module.gate_proj(x), module.up_proj(x))
+            else:
+                out = None if down is None else down.input(rows)
+                hidden = self.kernels.silu_mul_halves(gate_up(x.view(rows, -1)), out=out)
+            if down is None:
+                return module.down_proj(hidden.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
+            return down(hidden.view(rows, -1)).view(*x.shape[:-1], -1)
+
+        return forward
 
     def _experts(self, module: Any) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             row_I, place_RK, ends_E = self.kernels.group_by_expert(top_k_index, module.num_experts)
+            if streams_experts(hidden_states, len(row_I), module.num_experts):
+                from gspo.rollout.local.kernels_experts_triton import expert_mlp
+
+                down = expert_mlp(hidden_states, row_I, ends_E, module.gate_up_proj, module.down_proj)
+                return self.kernels.combine_experts(down, place_RK, top_k_weights)  # type: ignore[no-any-return]
             gate_up = grouped_mm(hidden_states[row_I], module.gate_up_proj.transpose(1, 2), offs=ends_E)
             down = grouped_mm(self.kernels.silu_mul_halves(gate_up), module.down_proj.transpose(1, 2), offs=ends_E)
             return self.kernels.combine_experts(down, place_RK, top_k_weights)  # type: ignore[no-any-return]
+
+        return forward
+
+    def _route(self, module: Any) -> Callable[..., Any]:
+        from gspo.rollout.local.kernels_experts_triton import choose_experts
+
+        def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits_RE = linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
+            chosen = choose_experts(logits_RE, module.top_k, normalize=module.norm_topk_prob)
+            used = report_topk(logits_RE, torch.return_types.topk(chosen))
+            return logits_RE, used.values, used.indices
 
         return forward
 
@@ -209,6 +254,20 @@ def bytes_per_block(model: Any) -> int:
     return sum(2 * kv_heads(m) * m.head_dim * BLOCK_SIZE * model.dtype.itemsize for m in modules)
 
 
+def linear_groups(model: Any) -> list[Group]:
+    """The linear layers that `Projections` may fuse."""
+    attention = [(m, names) for m in attention_modules(model) or () for names in (QKV, OUTPUT)]
+    mlp = [(m, names) for m in model.modules() if _is_gated_mlp(m) for names in (GATE_UP, DOWN)]
+    return attention + mlp
+
+
+def _room_for_copies(model: Any) -> bool:
+    """Whether the copies of weights take at most half of the free memory."""
+    if model.device.type != "cuda":
+        return True
+    return bytes_of_copies(linear_groups(model)) <= torch.cuda.mem_get_info(model.device)[0] // 2
+
+
 # --- Which models the decoder supports ---
 
 
@@ -248,9 +307,27 @@ def _is_experts(module: Any) -> bool:
     return _has_silu(module) and plain and all(isinstance(part, Tensor) and part.dim() == 3 for part in parts)
 
 
+def _is_router(module: Any) -> bool:
+    """Whether a module is Qwen's router: softmax over all experts, top-k, optional normalization."""
+    kind = type(module)
+    known = kind.__name__ in ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+    return known and kind.__module__.startswith("transformers.") and module.num_experts <= MOST_EXPERTS
+
+
 def grouped_products(model: Any) -> bool:
-    """Whether the matrix products of all experts can be one launch. `grouped_mm` supports bfloat16 only."""
-    return bool(model.dtype == torch.bfloat16)
+    """Whether the matrix products of all experts can be one launch. `grouped_mm` supports bfloat16 only, the Triton
+    kernel 16 bits on a GPU."""
+    return bool(model.dtype == torch.bfloat16 or (model.dtype == torch.float16 and model.device.type == "cuda"))
+
+
+def streams_experts(x: Tensor, choices: int, experts: int) -> bool:
+    """Whether the Triton kernel for few tokens per expert is used. With more tokens, `grouped_mm` is faster."""
+    return x.is_cuda and (x.dtype == torch.float16 or choices <= FEW_TOKENS * experts)
+
+
+def fused_routing(model: Any) -> bool:
+    """Whether routers run as one kernel after their product."""
+    return bool(model.device.type == "cuda" and model.dtype != torch.float64)
 
 
 def _has_silu(module: Any) -> bool:
@@ -279,7 +356,7 @@ def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Calla
     rows = len(prompts)
     width = blocks_for(max(map(len, prompts)) + steps)
     slots = make_slots(rows, width, steps, model.device, None)
-    decoder = Decoder(model, slots, 1 + rows * width)
+    decoder = Decoder(model, slots, 1 + rows * width, copies=_room_for_copies(model))
     blocks = [list(range(1 + r * width, 1 + (r + 1) * width)) for r in range(rows)]
     decoder.prefill(prompts, blocks)
     slots.table_SW.copy_(torch.tensor(blocks, dtype=torch.int32))

@@ -32,10 +32,12 @@ def kernels_for(device: torch.device) -> ModuleType:
     return gspo.rollout.local.kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in float32 and rounded before the multiplication, as in Llama."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """RMSNorm over the last dimension, computed in float32 and rounded before the multiplication, as in Llama. `out`
+    may be a part of wider rows."""
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    result = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -54,9 +56,10 @@ def group_by_expert(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
     return order // expert_RK.shape[1], place.view_as(expert_RK), ends_E.to(torch.int32)
 
 
-def silu_mul_halves(x: Tensor) -> Tensor:
-    """silu(first half) * second half."""
-    return silu_mul(*x.chunk(2, dim=-1))
+def silu_mul_halves(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(first half) * second half. `out` may be a part of wider rows."""
+    result = silu_mul(*x.chunk(2, dim=-1))
+    return result if out is None else out.copy_(result)
 
 
 def combine_experts(x_IH: Tensor, place_RK: Tensor, weight_RK: Tensor) -> Tensor:

@@ -27,13 +27,14 @@ SPLIT_BLOCKS = 32
 """KV cache blocks per program when there are enough programs, so that one long row does not delay all others."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """RMSNorm over the last dimension. `out` may be a part of wider rows."""
     x = x.contiguous()
-    out = torch.empty_like(x)
     size = x.shape[-1]
+    stride = size if out is None else out.stride(0)
+    out = torch.empty_like(x) if out is None else out
     block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, stride, eps, SIZE=size, BLOCK=block, num_warps=_warps(size))
     return out
 
 
@@ -58,11 +59,13 @@ def group_by_expert(expert_RK: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
     return row_I, place_RK, ends_E
 
 
-def silu_mul_halves(x: Tensor) -> Tensor:
-    """silu(first half) * second half."""
+def silu_mul_halves(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(first half) * second half. `out` may be a part of wider rows."""
     size = x.shape[-1] // 2
-    out = x.new_empty(len(x), size)
-    _silu_mul_halves_kernel[(len(x),)](x, out, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size))
+    out = x.new_empty(len(x), size) if out is None else out
+    block = min(2048, triton.next_power_of_2(size))
+    grid = (len(x), triton.cdiv(size, block))
+    _silu_mul_halves_kernel[grid](x, out, out.stride(0), SIZE=size, BLOCK=block, num_warps=_warps(block))
     return out
 
 
@@ -94,10 +97,15 @@ def rope_and_store(
     queries = query.shape[-1] // size
     out = query.new_empty(len(query), queries, size)
     weights = norms or (query, query)  # any pointer will do: the kernel does not read it without norms
+    # They may be parts of the rows of one product.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     _rope_and_store_kernel[(len(query), queries + heads)](
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+        query,
+        key,
+        value,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
         rope[0].contiguous(),
         rope[1].contiguous(),
         *weights,
@@ -227,15 +235,15 @@ def _warps(size: int) -> int:
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     # int64: rows times size exceeds 32 bits for large batches.
-    start = tl.program_id(0).to(tl.int64) * SIZE
+    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    given = tl.load(x + start + at, mask=at < SIZE, other=0.0)
+    given = tl.load(x + row * SIZE + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
     # Rounded before the multiplication with the weight, as the model does.
     normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
-    tl.store(out + start + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+    tl.store(out + row * stride + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
 
 
 @triton.jit
@@ -269,13 +277,13 @@ def _group_by_expert_kernel(expert, row, place, ends, count, K: tl.constexpr, BL
 
 
 @triton.jit
-def _silu_mul_halves_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+def _silu_mul_halves_kernel(x, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(x + row * 2 * SIZE + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
     opened = (wide / (1 + tl.exp(-wide))).to(given.dtype)
     tl.store(
-        out + row * SIZE + at,
+        out + row * stride + at,
         opened * tl.load(x + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0),
         mask=at < SIZE,
     )
@@ -317,6 +325,9 @@ def _rope_and_store_kernel(
     query,
     key,
     value,
+    query_stride,
+    key_stride,
+    value_stride,
     cosine,
     sine,
     query_weight,
@@ -341,19 +352,20 @@ def _rope_and_store_kernel(
     cosine += row * SIZE
     sine += row * SIZE
     if head < QUERIES:
-        start = (row * QUERIES + head) * SIZE
-        rotated = _rotate(query + start, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
-        tl.store(out + start + at, rotated, mask=at < SIZE)
+        start = query + row * query_stride + head * SIZE
+        rotated = _rotate(start, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+        tl.store(out + (row * QUERIES + head) * SIZE + at, rotated, mask=at < SIZE)
     else:
         if tl.load(live + row) != 0:
-            start = (row * HEADS + head - QUERIES) * SIZE
+            start = (head - QUERIES) * SIZE
             where = tl.load(position + row)
             # int64: the offset of an element in a large cache overflows int32.
             kv_block = tl.load(table + row * width + where // KV_BLOCK).to(tl.int64)
             to = ((kv_block * HEADS + head - QUERIES) * KV_BLOCK + where % KV_BLOCK) * SIZE + at
-            rotated = _rotate(key + start, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+            rotated = _rotate(key + row * key_stride + start, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
             tl.store(keys + to, rotated, mask=at < SIZE)
-            tl.store(values + to, tl.load(value + start + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+            new = tl.load(value + row * value_stride + start + at, mask=at < SIZE, other=0.0)
+            tl.store(values + to, new, mask=at < SIZE)
 
 
 @triton.jit

@@ -30,7 +30,8 @@ from gspo.model.routing import Routers
 from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
-from gspo.rollout.local.decoder import Decoder, bytes_per_block
+from gspo.rollout.local.decoder import Decoder, bytes_per_block, linear_groups
+from gspo.rollout.local.projections import bytes_of_copies
 from gspo.rollout.local.sampling import DecodeResult, DeviceControls, Queue, last_tokens, nan_error, tail_of
 from gspo.rollout.local.slots import FIELDS, FORCED, LIVE, SAMPLED, make_slots
 from gspo.types import Routes
@@ -125,9 +126,10 @@ class PagedBatch:
         self.width = blocks_for(max(map(len, queue.prompt_U)) + sampling.max_tokens)
         routed = (routers.layers, routers.top_k, routers.compact) if routers else None
         self.slots = make_slots(slots, self.width, sampling.max_tokens, model.device, routed)
-        count = blocks or self._block_budget(model, slots)
+        budget, copies = self._block_budget(model, slots)
+        count = blocks or budget
         self.blocks = BlockAllocator(count)
-        self.decoder = Decoder(model, self.slots, count, routers)
+        self.decoder = Decoder(model, self.slots, count, routers, copies=copies)
         self.on_device = DeviceControls(controls, model.device)
         self.launch = CudaGraphs(self._step) if model.device.type == "cuda" else self._step
         self.rows: list[_Row | None] = [None] * slots
@@ -154,11 +156,12 @@ class PagedBatch:
         """The search for stop strings that the host has not read."""
         self.finished: list[_FinishedRows] = []
 
-    def _block_budget(self, model: Any, slots: int) -> int:
-        """Blocks for all slots at full length and for prefilled prompts, or as many as fit into memory."""
+    def _block_budget(self, model: Any, slots: int) -> tuple[int, bool]:
+        """Blocks for all slots at full length and for prefilled prompts, or as many as fit into memory; and whether
+        copies of weights fit beside them all."""
         wanted = 2 + slots * self.width + 2 * (blocks_for(self.prefill_tokens) + self.width)
         if model.device.type != "cuda":
-            return wanted
+            return wanted, True
         # Memory that torch has cached but does not use counts as taken in `mem_get_info`.
         torch.cuda.empty_cache()
         filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
@@ -166,8 +169,10 @@ class PagedBatch:
         logits = slots * model.get_input_embeddings().num_embeddings * (40 if filtered else 8)
         room = int(MEMORY_SHARE * (torch.cuda.mem_get_info(model.device)[0] - logits))
         # Rounded to sixteenths, so that small changes in free memory do not change which completions share a batch.
-        parts = min(16, 16 * room // (bytes_per_block(model) * wanted))
-        return max(2 + 2 * self.width, wanted * parts // 16)
+        needed = bytes_per_block(model) * wanted
+        parts = min(16, 16 * room // needed)
+        # Sequences that decode together are worth more than fused projections.
+        return max(2 + 2 * self.width, wanted * parts // 16), room >= needed + bytes_of_copies(linear_groups(model))
 
     def run(self) -> DecodeResult:
         """Sample every completion of the queue."""
