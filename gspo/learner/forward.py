@@ -43,7 +43,7 @@ def completion_logprobs(
     head = lm_head(model)
     if head is None:
         return _from_logits(model, batch, temperature, entropy_gradient)
-    with bypass_head(head), compiled_layers(model):
+    with bypass_head(head), compiled_layers(model, batch):
         hidden = run_forward(model, batch)
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # compiled layers always have a graph
@@ -66,7 +66,7 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
     first = int(column_N.min()) if supports_logits_to_keep(model) else 0
-    with compiled_layers(model):
+    with compiled_layers(model, batch):
         logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     if not torch.is_grad_enabled():
         logits = logits.detach()  # compiled layers always have a graph
@@ -98,7 +98,7 @@ def plan_logprobs(
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimizer steps (0 elsewhere), without gradient.
 
     Each forward runs inside `routed(micro_batch)`."""
-    _run_trials(model)
+    lm_head(model)  # its first call runs a trial forward, which must not be recorded by `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     updates = plan.updates if update is None else plan.updates[update : update + 1]
     # A stack, so that the halves of a micro-batch that did not fit are computed next, in the plan's order.
@@ -107,6 +107,7 @@ def plan_logprobs(
         cpu_batch = waiting.pop()
         batch = cpu_batch.to(device)
         try:
+            prepare_layers(model, batch)  # likewise
             with routed(batch):
                 logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
         except Exception as error:
@@ -115,12 +116,6 @@ def plan_logprobs(
                 raise
             waiting += reversed(halves)
     return logp_N, entropy_N
-
-
-def _run_trials(model: Any) -> None:
-    """Run the forwards that decide, once per model, how it is used. Watched routers would record them."""
-    lm_head(model)
-    prepare_layers(model)
 
 
 # ---- training forwards
@@ -185,7 +180,9 @@ def training_forward(
     context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
 ) -> Iterator[TrainForward]:
     """The forward of a micro-batch of an optimizer step. The backward pass belongs inside the context too."""
-    _run_trials(context.policy.model)
+    # Their first calls run trial forwards, which routers that are being watched would record.
+    lm_head(context.policy.model)
+    prepare_layers(context.policy.model, micro)
     # The first optimizer step has the weights of the old policy, so its forwards can be the old ones, too.
     is_old = update_index == 0 and batch.old.by_training
     # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.

@@ -25,8 +25,10 @@ import torch
 
 from gspo.model.gradient_checkpointing import checkpointed, is_checkpointed, without_checkpointing
 from gspo.model.kernels.experts import experts_forward, supports_experts
-from gspo.model.micro_batch import micro_batch
-from gspo.model.packed_forward import run_forward, supports_packing, trial_sequences
+from gspo.model.lm_head import bypass_head, lm_head
+from gspo.model.micro_batch import MicroBatch
+from gspo.model.out_of_memory import out_of_memory
+from gspo.model.packed_forward import run_forward
 from gspo.model.patching import patched_forward
 from gspo.model.routing import MAY_ROUTE
 
@@ -47,39 +49,42 @@ def request_compilation(model: Any, when: str) -> None:
 
 
 @contextmanager
-def compiled_layers(model: Any) -> Iterator[None]:
+def compiled_layers(model: Any, batch: MicroBatch) -> Iterator[None]:
     """Inside, the decoder layers of a model whose compilation was requested run compiled."""
-    forwards = prepare_layers(model)
+    forwards = prepare_layers(model, batch)
     # With gradient in any case: the graph without one is another one, which rounds differently.
     with _patched(forwards), torch.enable_grad() if forwards else nullcontext():
         yield
 
 
-def prepare_layers(model: Any) -> Forwards:
+def prepare_layers(model: Any, batch: MicroBatch) -> Forwards:
     """The compiled forwards of a model; none if their compilation was not requested or failed.
 
-    The first call runs a trial, which must not happen while routers are being watched."""
+    The first call runs a trial with this micro-batch, which must not happen while routers are being watched."""
     if model not in _forwards:
         _forwards[model] = []  # until the trial has ended
         if _requested.get(model):
-            _forwards[model], obstacle = _try(model)
+            _forwards[model], obstacle = _try(model, batch)
             if obstacle is not None:
                 warnings.warn(f"training runs without compiled layers: {obstacle}", RuntimeWarning, stacklevel=2)
     return _forwards[model]
 
 
-def _try(model: Any) -> tuple[Forwards, str | None]:
+def _try(model: Any, batch: MicroBatch) -> tuple[Forwards, str | None]:
     """The compiled forwards of a model; none and the reason if they cannot be used."""
     name = type(model).__name__
     try:
         forwards = _compile(model)
         if not forwards:
             return [], f"{name} has no layers of the kind that transformers can checkpoint"
-        error = _trial(model, forwards)
+        error = _trial(model, batch, forwards)
     except Exception as problem:  # the compiler may fail in any way
+        if out_of_memory(problem):
+            _forwards.pop(model)  # tried again with a smaller micro-batch
+            raise
         return [], f"{name} does not compile ({type(problem).__name__}: {problem})".splitlines()[0]
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):  # `not <=`: NaN must fail
-        return [], f"{name} gives other logits when compiled (off by {error:.2g} of their spread)"
+        return [], f"{name} gives other results when compiled (off by {error:.2g} of their spread)"
     return forwards, None
 
 
@@ -152,19 +157,28 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspo" / "torchinductor"
 
 
-def _trial(model: Any, forwards: Forwards) -> float:
-    """The error of compiled logits: their root-mean-square difference from plain ones, relative to the spread of the
-    logits, as the third quartile over tokens. The gradient must be finite too."""
-    rows = trial_sequences(model)
-    micro = micro_batch(rows, range(len(rows)), 0, supports_packing(model)).to(model.device)
+def _trial(model: Any, batch: MicroBatch, forwards: Forwards) -> float:
+    """The error of compiled outputs: their root-mean-square difference from plain ones, relative to the spread of these,
+    as the third quartile over tokens. The gradient must be finite too.
+
+    The batch is that of the first training forward: a graph that was compiled for a few tokens would be compiled again
+    for thousands."""
+    head = lm_head(model)
     trained = next((p for p in model.parameters() if p.requires_grad), None)
-    plain = run_forward(model, micro).detach().float()
-    with _patched(forwards), torch.enable_grad():
-        logits = run_forward(model, micro).float()
-        if trained is not None and not bool(torch.autograd.grad(logits.square().mean(), trained)[0].isfinite().all()):
-            raise ArithmeticError("the gradient is not finite")
-    difference = (logits.detach() - plain).flatten(0, -2)[micro.output_N]
-    return float((difference.square().mean(-1).sqrt() / plain.flatten(0, -2)[micro.output_N].std(-1)).quantile(0.75))
+    with bypass_head(head) if head is not None else nullcontext():
+        with torch.no_grad():
+            plain_NH = run_forward(model, batch).flatten(0, -2)[batch.output_N].float()
+        with _patched(forwards), torch.enable_grad():
+            outputs_NH = run_forward(model, batch).flatten(0, -2)[batch.output_N].float()
+            # The mean, because the gradient of a sum would overflow float16.
+            if trained is not None and not _finite(torch.autograd.grad(outputs_NH.square().mean(), trained)[0]):
+                raise ArithmeticError("the gradient is not finite")
+    difference_N = (outputs_NH.detach() - plain_NH).square().mean(-1).sqrt()
+    return float((difference_N / plain_NH.std(-1)).quantile(0.75))
+
+
+def _finite(gradient: torch.Tensor) -> bool:
+    return bool(gradient.isfinite().all())
 
 
 class _Stopwatch:

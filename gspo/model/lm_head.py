@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gspo.model.patching import patched_forward
 from gspo.model.sharding import module_class
 
 _heads: WeakKeyDictionary[Any, torch.nn.Linear | None] = WeakKeyDictionary()
@@ -77,11 +78,8 @@ def obstacle_to_head(model: Any) -> str | None:
 @contextmanager
 def bypass_head(head: torch.nn.Linear) -> Iterator[None]:
     """Inside, the model's `logits` are the inputs of the LM head."""
-    head.forward = _identity  # type: ignore[method-assign, assignment]
-    try:
+    with patched_forward(head, _identity):
         yield
-    finally:
-        del head.forward
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:

@@ -120,7 +120,7 @@ def test_a_model_that_compiles_to_something_else_runs_as_it_is(monkeypatch: pyte
     )
     model = build("qwen3")
     compiled_layers.request_compilation(model, "on")
-    with pytest.warns(RuntimeWarning, match="gives other logits when compiled"):
+    with pytest.warns(RuntimeWarning, match="gives other results when compiled"):
         gradients(model, batch_of(model))
 
 
