@@ -1,14 +1,17 @@
 """Attention over packed rows: the completions of a group attend to one shared copy of their prompt.
 
 In: queries, keys and values of one packed row (`micro_batch.Packing`). Out: the attention of every token over its own
-sequence. Invariant: mathematically the attention of separate sequences. On a GPU, a completion attends to itself
-(causally) and to its prompt, for which all completions of the group form one long query; with the log-sums L of the
-two,
+sequence. Invariant: mathematically the attention of separate sequences. On a GPU, in half precision, Triton kernels
+read the packed row as it is (`packed_attention_triton.py`). Elsewhere keys and values are expanded to separate
+sequences for this one operation.
+
+`_Shared` is the same by two calls of flash attention, to compare with (`benchmarks/attention_gpu.py`): a completion
+attends to itself (causally) and to its prompt, for which all completions of the group form one long query; with the
+log-sums L of the two,
 
     output = (exp(L_own) output_own + exp(L_prompt) output_prompt) / (exp(L_own) + exp(L_prompt)),
 
 and the backward pass of each part is that of flash attention, given the combined output and the combined log-sum.
-Elsewhere keys and values are expanded to separate sequences for this one operation.
 
 It is registered with transformers under `NAME`. For forwards that are not packed it is `sdpa`, except that decoding
 on a CPU does not copy keys and values for every head that shares them. `attention_kinds` says which attention the
@@ -65,10 +68,9 @@ def attention(
     if unknown:
         raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # What the flash attention kernels of torch support.
+    # What the Triton kernels support.
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and key.shape[-1] == value.shape[-1] <= 256:
-        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-        return _Shared.apply(query, key, value, scale, packing).unsqueeze(0), None
+        return shared_prompt_attention(query, key, value, scale, packing.blocks), None
     return _as_rows(query, key, value, scale, packing), None
 
 
