@@ -385,7 +385,7 @@ def test_decoding_uses_cuda_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failing_kernel_is_reported_as_a_bug(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def broken(*args: Any, **options: Any) -> Tensor:
         raise ValueError("num_warps must be a power of 2")
 
     broken = FunctionType(broken.__code__, {"__name__": kernels.kernels_for(DEVICE).__name__, "ValueError": ValueError})
@@ -436,6 +436,23 @@ def test_norm_and_gate_on_triton(size: int) -> None:
     x, weight = random(7, 1, size), random(size, seed=1)
     torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
     torch.testing.assert_close(fused.silu_mul(x, x.flip(0)), plain.silu_mul(x, x.flip(0)))
+    for ours, theirs in zip(*(k.add_rms_norm(x, x.flip(0), weight, 1e-6) for k in (fused, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_triton
+def test_kernels_write_into_wider_rows_on_triton() -> None:
+    plain, fused = both_kernels()
+    x, weight, buffer = random(7, 1, 48), random(48, seed=1), torch.zeros(7, 64, device=DEVICE)
+    out = buffer[:, None, :48]
+    fused.rms_norm(x, weight, 1e-6, out=out)
+    torch.testing.assert_close(buffer[:, :48], plain.rms_norm(x, weight, 1e-6)[:, 0])
+    fused.add_rms_norm(x, x.flip(0), weight, 1e-6, out=out)
+    torch.testing.assert_close(buffer[:, :48], plain.add_rms_norm(x, x.flip(0), weight, 1e-6)[1][:, 0])
+    both = random(7, 96, seed=2)
+    fused.silu_mul_halves(both, out=buffer[:, :48])
+    torch.testing.assert_close(buffer[:, :48], plain.silu_mul_halves(both))
+    assert not buffer[:, 48:].any()
 
 
 @on_triton

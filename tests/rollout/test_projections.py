@@ -117,6 +117,18 @@ def test_adapters_of_the_attention_of_an_moe_model() -> None:
     assert_same_logits(model)
 
 
+def test_sums_and_the_norms_after_them_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3")
+    kernels = decoder.kernels_for(DEVICE)
+    calls: list[str] = []
+    for name in ("rms_norm", "add_rms_norm"):
+        whole = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, _n=name, _w=whole, **k: (calls.append(_n), _w(*a, **k))[1])
+    decoded(model)
+    # In each of the three steps: the first norm alone, then two per layer.
+    assert calls.count("add_rms_norm") == 3 * 2 * 2
+
+
 def test_several_ranks_and_scales() -> None:
     model = model_of("qwen2")
     from peft import LoraConfig as Settings

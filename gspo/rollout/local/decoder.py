@@ -24,7 +24,16 @@ from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers, report_topk
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
-from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Group, Projections, bytes_of_copies
+from gspo.rollout.local.projections import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    Group,
+    Projections,
+    bytes_of_copies,
+    is_plain_layer,
+)
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
@@ -61,6 +70,8 @@ class Decoder:
         assert self.attention is not None
         self.kernels = kernels_for(model.device)
         self.cache = [_cache(module, blocks, model) for module in self.attention]
+        self._ahead: tuple[Tensor, Tensor] | None = None
+        """The output of the layer before, and its norm."""
         self.recorder = RouteRecorder(routers)
         self.head = lm_head(model)
         self.options = {**forward_options(model), "use_cache": False}
@@ -117,6 +128,8 @@ class Decoder:
         with ExitStack() as stack:
             for module, cache in zip(self.attention, self.cache, strict=True):
                 stack.enter_context(patched_forward(module, self._attend(module, cache, slots)))
+            for layer, norm in self._plain_layers():
+                stack.enter_context(patched_forward(layer, self._layer(layer, norm)))
             for module in self.model.modules():
                 if _is_norm(module) and id(module) not in head_norms:
                     stack.enter_context(patched_forward(module, self._norm(module)))
@@ -126,7 +139,37 @@ class Decoder:
                     stack.enter_context(patched_forward(module, self._experts(module)))
                 elif _is_router(module) and fused_routing(self.model):
                     stack.enter_context(patched_forward(module, self._route(module)))
+            # A failed forward may leave one behind.
+            stack.callback(setattr, self, "_ahead", None)
             yield
+
+    def _plain_layers(self) -> list[tuple[Any, Any]]:
+        """The decoder layers, each with the norm that reads its output; empty if one is of another kind."""
+        base = getattr(self.model, "model", None)
+        layers, last = list(getattr(base, "layers", ())), getattr(base, "norm", None)
+        if not all(map(is_plain_layer, layers)) or not _is_norm(last):
+            return []
+        norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        return list(zip(layers, [*norms[2::2], last], strict=True)) if all(map(_is_norm, norms)) else []
+
+    def _layer(self, layer: Any, following: Any) -> Callable[..., Tensor]:
+        """A decoder layer whose sums and the norms after them are one kernel each."""
+
+        def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+            total, normed = self._add_norm(hidden_states, attended, layer.post_attention_layernorm)
+            total, normed = self._add_norm(total, layer.mlp(normed), following)
+            # The next layer, or the norm after the last one, calls the norm with this sum.
+            self._ahead = (total, normed)
+            return total
+
+        return forward
+
+    def _add_norm(self, x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        out = self.projections.input_after(norm, len(x))
+        out = None if out is None else out[:, None]
+        result: tuple[Tensor, Tensor] = self.kernels.add_rms_norm(x, y, norm.weight, norm.variance_epsilon, out=out)
+        return result
 
     @property
     def _has_head_norms(self) -> bool:
@@ -150,6 +193,9 @@ class Decoder:
 
     def _norm(self, module: Any) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor) -> Tensor:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[0] is hidden_states:
+                return ahead[1]
             out = self.projections.input_after(module, len(hidden_states))
             out = None if out is None else out[:, None]
             return self.kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon, out=out)  # type: ignore[no-any-return]

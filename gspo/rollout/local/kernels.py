@@ -40,6 +40,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     return result if out is None else out.copy_(result)
 
 
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + y, and its RMSNorm."""
+    total = x + y
+    return total, rms_norm(total, weight, eps, out=out)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return functional.silu(gate) * up

@@ -38,6 +38,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     return out
 
 
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + y, and its RMSNorm, in one launch."""
+    x, y = x.contiguous(), y.contiguous()
+    size = x.shape[-1]
+    stride = size if out is None else out.stride(0)
+    total, out = torch.empty_like(x), torch.empty_like(x) if out is None else out
+    _add_rms_norm_kernel[(x.numel() // size,)](
+        x, y, weight, total, out, stride, eps, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=_warps(size)
+    )
+    return total, out
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -242,6 +256,20 @@ def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.
     given = tl.load(x + row * SIZE + at, mask=at < SIZE, other=0.0)
     wide = given.to(tl.float32)
     # Rounded before the multiplication with the weight, as the model does.
+    normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
+    tl.store(out + row * stride + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+
+
+@triton.jit
+def _add_rms_norm_kernel(x, y, weight, total, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    first = tl.load(x + row * SIZE + at, mask=at < SIZE, other=0.0)
+    second = tl.load(y + row * SIZE + at, mask=at < SIZE, other=0.0)
+    # The norm reads the rounded sum, as in the model.
+    given = (first.to(tl.float32) + second.to(tl.float32)).to(first.dtype)
+    tl.store(total + row * SIZE + at, given, mask=at < SIZE)
+    wide = given.to(tl.float32)
     normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(given.dtype)
     tl.store(out + row * stride + at, normalized * tl.load(weight + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
 
