@@ -525,7 +525,7 @@ def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
 
 
 def _log_of_rest(logp_N: Tensor) -> Tensor:
-    """log(1 - p). A probability of 1 has a rest of 1e-8, so that nothing is infinite."""
+    """log(1 - p), with 1 - p at least about 1e-8, so that nothing is infinite."""
     return torch.log(-torch.expm1(logp_N.clamp(max=-1e-8)))
 
 
