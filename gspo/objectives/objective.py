@@ -395,6 +395,11 @@ def _unusual_settings(objective: Objective) -> Iterator[str]:
             )
     if text := objective.trust_region.warning():
         yield text
+    if objective.trust_region.range_grows_with_length and objective.ratio.length_normalized:
+        yield (
+            "the clip range grows with the length of a completion and length_norm=mean divides by it, so nothing is "
+            "clipped; use length_norm=none"
+        )
     if objective.ratio.length_normalized and objective.mismatch == "sequence_tis":
         yield (
             "the product of pi_old/mu over a long completion is heavy-tailed and undoes the length normalization; "
