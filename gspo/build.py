@@ -81,8 +81,8 @@ def _check_separate(config: Config, objective: Objective) -> None:
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     if objective.normalize == "separate" and sum(map(bool, weights)) < 2:
         raise ConfigError(
-            'objective.normalize: "separate" is for several reward functions, and only '
-            f'{sum(map(bool, weights))} has a weight (reward.functions, reward.weights); set "sum"'
+            'objective.normalize: "separate" needs two or more reward functions with a weight, and there are '
+            f'{sum(map(bool, weights))} (reward.functions, reward.weights); add one, or set "sum"'
         )
 
 

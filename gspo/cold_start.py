@@ -153,10 +153,20 @@ def _from_data(context: RunContext, display: Display) -> _Lessons:
         found = "; ".join(f"{n} {FAULTS[name]}" for name, n in counts.items() if name in FAULTS)
         raise DataError(
             f"data.solution_field: no demonstration of the data can be used "
-            f"({found or f'none of the {len(problems) - len(fresh)} rows for training has one'}); "
+            f"({found or _no_demonstrations(context, len(problems) - len(fresh))}); "
             "fix the field or the reward, or set cold_start.steps = 0"
         )
     return _Lessons(sequences=_epochs(usable, seed), fresh=lambda: fresh, counts=counts)
+
+
+def _no_demonstrations(context: RunContext, rows: int) -> str:
+    sources = context.config.data.sources.values()
+    named = sorted({repr(source.solution_field) for source in sources if source.solution_field})
+    fields = set().union(*(p.columns for p in context.problems.train))
+    if all(source.answer_field != "answer" for source in sources):
+        fields.discard("answer")  # a copy of the field that contains the answer
+    others = f"; other fields: {', '.join(sorted(fields))}" if fields else ""
+    return f"none of the {rows} training rows has one in field {' or '.join(named)}{others}"
 
 
 def _demonstration(context: RunContext, prompt: Prompt) -> Completion:

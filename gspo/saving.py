@@ -75,8 +75,13 @@ class Saver:
     def mark_best(self) -> None:
         """Write which checkpoint is the best, with `checkpoint.keep_best`."""
         if self._config.checkpoint.keep_best:
-            best = self._best()
+            best = self.best
             self._run_dir.write_best(None if best is None else to_json(best, self._config.eval.metric))
+
+    @property
+    def best(self) -> Score | None:
+        """The score of the best checkpoint; None without `checkpoint.keep_best` or an evaluation."""
+        return self._best() if self._config.checkpoint.keep_best else None
 
     def resume_point(self, latest: TrainerState | None) -> str:
         """From where a resume continues after a failed write, in words. `latest` is the state of the weights."""

@@ -39,6 +39,7 @@ from gspo.objectives.describe import resolved
 from gspo.objectives.objective import Objective
 from gspo.record import rollbacks
 from gspo.record.curves_image import draw_curves
+from gspo.record.held_out import Score
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.sinks import Sinks
@@ -75,6 +76,8 @@ class Outcome:
     """Greedy accuracy at the start and at the end."""
     evaluated_at: int
     """Step of the last evaluation."""
+    best: Score | None
+    """The score of the best checkpoint, if the run keeps it (`checkpoint.keep_best`)."""
     unscored: int
     """Completions that could not be scored, in the steps of this process."""
     picture: Path | None
@@ -240,6 +243,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         after=after,
         greedy=greedy,
         evaluated_at=evaluated_at,
+        best=loop.saver.best,
         unscored=loop.incidents.unscored,
         picture=picture,
         seconds=time.monotonic() - started,

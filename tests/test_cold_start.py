@@ -147,7 +147,10 @@ def test_demonstrations_that_cannot_be_used_are_left_out_and_counted(
     ("rows", "why"),
     [
         ([row | {"solution": "no"} for row in sums(20)], "8 are not scored as correct"),
-        ([{k: v for k, v in row.items() if k != "solution"} for row in sums(20)], "none of the 13 rows for training"),
+        (
+            [{k: v for k, v in row.items() if k != "solution"} for row in sums(20)],
+            "none of the 13 training rows has one in field 'solution'; other fields: answer",
+        ),
     ],
 )
 def test_no_usable_demonstration_is_an_error(

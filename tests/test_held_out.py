@@ -57,8 +57,9 @@ def accuracies(values: Sequence[float]) -> Iterator[None]:
 def test_the_best_checkpoint_is_kept_besides_the_newest(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny(*KEEP_BEST, "steps=6")
     with accuracies([0.1, 0.3, 0.2, 0.6, 0.6, 0.5, 0.4]):
-        train(config, display)
+        outcome = train(config, display)
     run = run_of(config)
+    assert outcome.best == Score(step=3, value=0.6)
     # Step 3 is no multiple of checkpoint.every; step 4 ties with it, and the earlier one stays.
     assert saved_steps(run) == [3, 6]
     assert json.loads((run / "best.json").read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.6}
@@ -69,7 +70,8 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tiny: Callable[..., Conf
 def test_without_the_setting_nothing_is_marked(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny("checkpoint.keep=1", "steps=2", "eval.every=1")
     with accuracies([0.5, 0.1, 0.1]):
-        train(config, display)
+        outcome = train(config, display)
+    assert outcome.best is None
     assert saved_steps(run_of(config)) == [2]
     assert not (run_of(config) / "best.json").exists()
 

@@ -11,6 +11,8 @@ from endpoints import Action, Endpoint, Request, chat
 
 import gspo.loop
 from gspo.config import Config, load
+from gspo.preflight.context import PreflightContext
+from gspo.preflight.examine import CHECKS, run_checks
 from gspo.record.metrics import step_metrics
 from gspo.record.run_dir import read_events, read_jsonl
 from gspo.reduction import Same
@@ -51,6 +53,18 @@ def test_both_sources_are_scored_by_their_own_rewards(tmp_path: Path, display: A
         assert 0 <= last[f"source/{source}/reward_mean"] <= 1
     assert last["samples/unscored"] == 0
     assert (tmp_path / "run" / "best.json").is_file()
+
+
+def test_the_doctor_counts_only_the_completions_that_the_judge_scores(tmp_path: Path) -> None:
+    with Endpoint(sorted_right) as judge:
+        context = PreflightContext(config=recipe(tmp_path, judge.url))
+        names = ("tokenizer", "data", "reward functions", "reward services")
+        with context.stack:
+            found = run_checks(context, [c for c in CHECKS if c.name in names], quick=True, show=lambda finding: None)
+    (finding,) = [f for f in found if f.check == "reward services"]
+    # One of three prompts is a sorting problem, and 16 requests are sent at a time.
+    assert "scores 8 of the 24 completions of a step" in finding.what
+    assert finding.numbers["step_s"] == finding.numbers["seconds"]
 
 
 def test_an_alarm_rolls_the_run_back(tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,8 @@ def test_a_rollback_of_adapters_equals_one_by_a_resume(
     [
         (("alarms.rollback=repetition", "alarms.stop=repetition"), "also in alarms.stop"),
         (("alarms.rollback=engine mismatch",), "alarms.rollback"),
+        (("alarms.rollback=held-out drop", "eval.every=0"), r"alarms.rollback: .* never raised without eval.every"),
+        (("alarms.stop=held-out drop", "eval.every=0"), r"alarms.stop: .* never raised without eval.every"),
         (("alarms.rollback_rate=0.3",), "no effect without alarms.rollback"),
         (("alarms.rollback=repetition", "alarms.rollback_rate=0"), "must be above 0"),
         (("alarms.rollback=repetition", "alarms.rollback_rate=2"), "between 0 and 1"),

@@ -554,7 +554,7 @@ def test_fewer_completions_than_mini_batches_is_reported_once(
     config = tiny(half, "learner.mini_batches=12", "steps=2", "reward.max_unscored_fraction=1")
     train(config, display)
     # 8 of 16 completions: half as many optimizer steps, each on as many completions as in a full batch, rounded down.
-    text = "only 8 of 16 completions could be trained on, so there were 6 optimizer steps instead of 12"
+    text = "only 8 of 16 completions could be trained on, so the step had 6 optimizer steps instead of 12"
     messages = [m for m in display.messages if f"{text} (learner.mini_batches)" in m]
     found = [e for e in read_jsonl(run_of(config) / "events.jsonl") if e["event"] == "fewer_updates"]
     assert [(e["step"], e["updates"], e["completions"]) for e in found] == [(1, 6, 8), (2, 6, 8)]

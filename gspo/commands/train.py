@@ -101,6 +101,9 @@ def _report_accuracy(outcome: Outcome) -> None:
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.best:
+        score = f"{outcome.best.value:.1%}"
+        print(f"Best checkpoint: step {outcome.best.step} with {score}; the best of several scores is biased upward.")
 
 
 def _resume_command(outcome: Outcome) -> str:

@@ -175,6 +175,11 @@ def _check_controls(config: Config) -> None:
     both = next((name for name in config.alarms.rollback if name in config.alarms.stop), None)
     if both:
         raise ConfigError(f"alarms.rollback: {both!r} is also in alarms.stop, which would win; leave it out of one")
+    for key in ("stop", "rollback"):
+        if "held-out drop" in getattr(config.alarms, key) and not config.eval.every:
+            raise ConfigError(
+                f"alarms.{key}: 'held-out drop' is never raised without eval.every; set it, or leave it out"
+            )
     if config.eval.metric == "accuracy":
         return
     if not (config.checkpoint.keep_best or config.eval.patience):

@@ -356,7 +356,7 @@ class LearnerConfig:
     that pass for all but one mini-batch; the run stops if the two differ by more than the clip range
     (`learner.allow_mismatch`)."""
     allow_mismatch: Annotated[bool, NotWith("learner.old_logp", "recompute")] = False
-    """With `old_logp = "sampler"`: train on although the engine's log-probs differ from the learner's by more than the
+    """With `old_logp = "sampler"`: continue although the engine's log-probs differ from the learner's by more than the
     clip range, with a warning. Rounding then decides much of what is clipped."""
     spike: NonNegativeFloat = 8.0
     """Skip an optimizer step whose gradient norm is this many standard deviations above the mean, in log space over

@@ -43,6 +43,8 @@ class Problems:
     """Number of bad rows that were skipped."""
     overlapping: int = 0
     """Number of training problems that were dropped because they duplicate one that is evaluated."""
+    replaced: int = 0
+    """How many of them a generated task replaced with other problems, so that none is missing."""
 
     @property
     def evaluated(self) -> tuple[Prompt, ...]:
@@ -86,6 +88,7 @@ def load_problems(
         sets=evaluated,
         skipped=skipped,
         overlapping=sum(one.overlapping for one in loaded),
+        replaced=sum(one.replaced for one in loaded),
     )
     # A single source has already removed the duplicates of its own held-out problems.
     return _without_duplicates(problems, list(config.sources)) if len(loaded) > 1 or evaluated else problems
@@ -559,7 +562,13 @@ def _generated(config: SourceConfig, tokenizer: Any, source: str, seed: int | st
         _from_task(held_out.problems, config, tokenizer, prefix=f"{inside}held_out", source=source) if keys else ([], 0)
     )
     trained, more = _from_task(train.problems, config, tokenizer, prefix=f"{inside}train", source=source)
-    return Problems(train=trained, held_out=evaluated, skipped=bad + more, overlapping=train.excluded)
+    return Problems(
+        train=trained,
+        held_out=evaluated,
+        skipped=bad + more,
+        overlapping=train.excluded,
+        replaced=train.excluded,
+    )
 
 
 def _distinct(task: Task, rng: random.Random, size: int, exclude: frozenset[str]) -> _GeneratedProblems:

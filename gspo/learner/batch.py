@@ -362,5 +362,5 @@ def _excess_mismatch(objective: Objective, tokens: Tokens) -> str:
     return (
         f'learner.old_logp: with "sampler" the ratios of {objective.name} are off by {noise:.2g} before any update '
         f"(root mean square of the log-ratio between learner and engine), more than {bound} of "
-        f"{region.noise_limit:.2g}: the engine's rounding acts as if the policy had changed"
+        f"{region.noise_limit:.2g}: this difference acts as if the policy had changed"
     )

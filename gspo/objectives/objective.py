@@ -333,6 +333,11 @@ def _check_pairs(objective: Objective) -> None:
     low, high = objective.mismatch_bounds
     if low is not None and high is not None and not 0 <= low < high:
         raise ConfigError(f"objective {objective.name!r}: mismatch_low={low:g} must be below mismatch_high={high:g}")
+    # pi_old/mu is 1 where engine and learner agree. A range without 1 would drop or scale down exactly those tokens.
+    if low is not None and low > 1:
+        raise ConfigError(f"objective {objective.name!r}: mismatch_low must be at most 1, not {low:g}")
+    if high is not None and high < 1:
+        raise ConfigError(f"objective {objective.name!r}: mismatch_high must be at least 1, not {high:g}")
 
 
 def _check_rewards(objective: Objective) -> None:
@@ -390,6 +395,11 @@ def _unusual_settings(objective: Objective) -> Iterator[str]:
             )
     if text := objective.trust_region.warning():
         yield text
+    if objective.trust_region.range_grows_with_length and objective.ratio.length_normalized:
+        yield (
+            "the clip range grows with the length of a completion and length_norm=mean divides by it, so nothing is "
+            "clipped; use length_norm=none"
+        )
     if objective.ratio.length_normalized and objective.mismatch == "sequence_tis":
         yield (
             "the product of pi_old/mu over a long completion is heavy-tailed and undoes the length normalization; "

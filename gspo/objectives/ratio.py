@@ -141,8 +141,9 @@ class ProductRatio(SequenceRatio):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("denominator", self.denominator, ("old", "sampler"))
-        if not (self.sampler_cap > 0 and math.isfinite(self.sampler_cap)):
-            raise ConfigError(f"sampler_cap: must be a finite number above 0, not {self.sampler_cap}")
+        # A cap below 1 would lower the weight of tokens on which engine and learner agree, once per token.
+        if not (self.sampler_cap >= 1 and math.isfinite(self.sampler_cap)):
+            raise ConfigError(f"sampler_cap: must be a finite number of at least 1, not {self.sampler_cap:g}")
 
     @property
     def needs_sampler(self) -> bool:

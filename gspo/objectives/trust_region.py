@@ -51,6 +51,8 @@ class TrustRegion:
     """Sensible clip ranges for a token-level ratio; `None` without a clip range."""
     clips_log_ratio: ClassVar[bool] = False
     """Whether the clip range bounds log r instead of r - 1."""
+    range_grows_with_length: ClassVar[bool] = False
+    """Whether the clip range is for a sum over the completion, and so far too wide for a mean."""
     needs_sampler: ClassVar[bool] = False
     """Whether the region compares the policy with the sampler mu, and so already corrects for its numerics."""
     selects_tokens: ClassVar[bool] = False
@@ -183,6 +185,7 @@ class LengthBand(ClipRange, TrustRegion):
     needs_zero_advantage: ClassVar[bool] = False
     usual_range: ClassVar[UsualRange | None] = UsualRange(1e-3, 1.0, "0.03, in log space and times sqrt(T)")
     clips_log_ratio: ClassVar[bool] = True
+    range_grows_with_length: ClassVar[bool] = True
     # A sum of T independent log-ratios spreads by sqrt(T), so a fixed range would clip long completions more often.
     clip_low: float = 0.03
     clip_high: float = 0.03
@@ -381,6 +384,14 @@ class TotalVariationMask(DivergenceMask):
     def divergence(self, logp_N: Tensor, log_mu_N: Tensor) -> Tensor:
         return (logp_N.exp() - log_mu_N.exp()).abs()
 
+    def warning(self) -> str | None:
+        if max(self.delta_low, self.delta_high) < 1:
+            return None
+        return (
+            f"|pi - mu| is never above 1, so delta_low={self.delta_low:g} and delta_high={self.delta_high:g} do not "
+            "bound both sides; use about 0.15"
+        )
+
 
 @dataclass(frozen=True)
 class BinaryKlMask(DivergenceMask):
@@ -405,6 +416,12 @@ class CompletionMask(TrustRegion):
     needs_sampler: ClassVar[bool] = True
     # The value in verl's example of this mask, whose authors are those of the paper.
     max_divergence: float = 2.5
+
+    def warning(self) -> str | None:
+        # Differences of 0.1 between the log-probs of engine and learner are common in bfloat16.
+        if self.max_divergence >= 0.01:
+            return None
+        return f"max_divergence={self.max_divergence:g} drops completions for rounding alone; use about 2.5"
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         sequences, ratio_N = tokens.sequences, log_ratio_N.exp()
@@ -525,7 +542,7 @@ def _either(where_N: Tensor, yes: float, no: float, like_N: Tensor) -> Tensor:
 
 
 def _log_of_rest(logp_N: Tensor) -> Tensor:
-    """log(1 - p). A probability of 1 has a rest of 1e-8, so that nothing is infinite."""
+    """log(1 - p), with 1 - p at least about 1e-8, so that nothing is infinite."""
     return torch.log(-torch.expm1(logp_N.clamp(max=-1e-8)))
 
 

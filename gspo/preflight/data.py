@@ -92,9 +92,9 @@ def _dropped(context: PreflightContext, problems: Problems, tokenizer: Any) -> I
     if problems.crowded:
         what, _, do = problems.crowded.partition("; ")
         yield warning(f"{what}.", f"{do.capitalize()}.", overlapping=problems.overlapping)
-    elif problems.overlapping:
+    elif removed := problems.overlapping - problems.replaced:
         yield note(
-            f"{problems.overlapping} training problems duplicate a held-out problem"
+            f"{removed} training problems duplicate a held-out problem"
             f"{' or one of an evaluation set' if problems.sets else ''} and will be dropped.",
             overlapping=problems.overlapping,
         )

@@ -74,6 +74,18 @@ def check_services(context: PreflightContext) -> Iterator[Finding]:
         yield _trial(context, name, service, score, time.monotonic() - started)
 
 
+def _asked(context: PreflightContext, name: str) -> int:
+    """Completions of a step that the function scores: those of the sources that use it."""
+    assert context.rewards is not None
+    weights = {source: section.weight for source, section in context.config.data.mix.items()} or {"": 1.0}
+    asking = sum(
+        weight
+        for source, weight in weights.items()
+        if name in [function.name for function in context.rewards.functions_of(source)]
+    )
+    return math.ceil(context.completions * asking / sum(weights.values()))
+
+
 def _trial(context: PreflightContext, name: str, service: Service, score: Score, seconds: float) -> Finding:
     assert context.rewards is not None
     about = context.rewards.about.get(name, name)
@@ -83,12 +95,14 @@ def _trial(context: PreflightContext, name: str, service: Service, score: Score,
             f"Correct reward.options.{name}, or raise reward.timeout_s (now {context.config.reward.timeout_s:g}).",
             seconds=seconds,
         )
-    rounds = math.ceil(context.completions / service.at_once)
-    said = "abstained" if score.reward is None else f"gave it {score.parts[name]:.3g}"
+    asked = _asked(context, name)
+    rounds = math.ceil(asked / service.at_once)
+    said = "abstained on" if score.reward is None else f"gave {score.parts[name]:.3g} to"
     memory = context.rewards.service_memory(name)
     return ok(
-        f"{name} ({about}) {said} after {duration(seconds)}. A step with {context.completions} completions takes about "
-        f"{duration(rounds * seconds)}, {service.at_once} at a time. Its process uses {human(memory)} of memory.",
+        f"{name} ({about}) {said} a made-up completion after {duration(seconds)}. It scores {asked} of the "
+        f"{context.completions} completions of a step, which takes about {duration(rounds * seconds)}, "
+        f"{service.at_once} at a time. Its process uses {human(memory)} of memory.",
         function=name,
         seconds=seconds,
         step_s=rounds * seconds,

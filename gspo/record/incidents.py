@@ -106,10 +106,13 @@ class Incidents:
         sampled = len(collected.rollouts.sampled)
         verdicts = [s.correct for g in collected.rollouts.sampled for s in g.scores if s.correct is not None]
         correct = f" {sum(verdicts)} of {len(verdicts)} completions were correct." if verdicts else ""
+        remedy = "Train the last checkpoint on other problems in a new run (model.path)"
+        if verdicts and not any(verdicts):
+            remedy = "Use easier problems, or start with demonstrations (cold_start.steps)"
         return DataError(
             f"step {step}: none of {sampled} groups, a whole pass over the training problems, has different rewards, "
             f'so there is nothing to train on (objective.keep = "mixed", rollout.refill_budget = "full").{correct} '
-            "Train the last checkpoint on other problems in a new run (model.path), or use a reward with partial credit"
+            f"{remedy}, or use a reward with partial credit"
         )
 
     def check_first_evaluation(self, evaluation: Evaluation) -> None:
@@ -211,7 +214,7 @@ class Incidents:
             rollout = self._config.rollout
             self._display.message(
                 f"warning: step {step}: only {completions} of {rollout.prompts * rollout.group_size} completions could "
-                f"be trained on, so there were {updates} optimizer steps instead of "
+                f"be trained on, so the step had {updates} optimizer step{'' if updates == 1 else 's'} instead of "
                 f"{self._config.learner.mini_batches} (learner.mini_batches)"
             )
 
@@ -226,8 +229,9 @@ class Incidents:
         budget = self._config.rollout.refill_budget
         more = "" if budget == "full" else 'raise rollout.refill_budget or set it to "full", or '
         self._display.message(
-            f"warning: step {step}: the batch is short: of {sampled} sampled groups only {groups} have different "
-            f"rewards and are trained on, not {collected.wanted} (rollout.refill_budget = {budget}); {more}use "
+            f"warning: step {step}: the batch is short: of {sampled} sampled groups only {groups} "
+            f"{'has' if groups == 1 else 'have'} different rewards, so the step trains on {groups} instead of "
+            f"{collected.wanted} (rollout.refill_budget = {budget}); {more}use "
             "problems that are neither too easy nor too hard. Later short batches are counted by groups/missing"
         )
 

@@ -198,8 +198,8 @@ PANELS = (
         title="KL divergence",
         log=True,
         what=(
-            "KL divergence in nats per token between sampler and learner, and between old and new policy. The first "
-            "should stay well below the second; otherwise rounding in the engine dominates the training signal."
+            "KL divergence in nats per token between old and new policy, and between sampler and learner. Sampler to "
+            "learner should stay well below old to new; otherwise the mismatch dominates the training signal."
         ),
     ),
     Panel(

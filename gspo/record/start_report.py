@@ -34,10 +34,13 @@ def report_setup(context: RunContext, run_dir: RunDir, display: Display, inciden
     )
     if problems.crowded:
         incidents.warn(problems.crowded)
-    elif problems.overlapping:
-        display.message(f"excluded {problems.overlapping} training problems that duplicate a held-out problem")
+    elif removed := problems.overlapping - problems.replaced:
+        which = "problem that duplicates" if removed == 1 else "problems that duplicate"
+        sets = " or one of an evaluation set" if problems.sets else ""
+        display.message(f"excluded {removed} training {which} a held-out problem{sets}")
     if problems.skipped:
-        display.message(f"skipped {problems.skipped} bad rows (data.on_bad_row = skip)")
+        rows = "1 bad row" if problems.skipped == 1 else f"{problems.skipped} bad rows"
+        display.message(f"skipped {rows} (data.on_bad_row = skip)")
     if config.rollout.top_p < 1 or config.rollout.top_k:
         incidents.warn(
             "with rollout.top_p or rollout.top_k the engine samples from a truncated distribution, and the learner's "

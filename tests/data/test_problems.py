@@ -466,6 +466,7 @@ def test_duplicates_of_held_out_prompts_are_not_trained_on(tmp_path, load):
     assert not {p.content for p in problems.train} & {p.content for p in problems.held_out}
     assert len(problems.train) + problems.overlapping + 5 == 60
     assert problems.overlapping >= 5
+    assert problems.replaced == 0
 
 
 def test_problems_that_differ_in_white_space_case_or_width_are_duplicates(tmp_path, load):
@@ -541,7 +542,8 @@ def test_no_held_out_problem_is_a_training_problem_in_another_order(load, task):
     options, meaning = SMALL_TASKS[task]
     problems = load(task=task, task_options=options, task_size=4000, held_out=256)
     assert (len(problems.train), len(problems.held_out)) == (4000, 256)
-    assert problems.overlapping > 0  # some training problems were dropped
+    # Some were dropped, and others generated in their place.
+    assert problems.overlapping == problems.replaced > 0
     held_out, train = ({meaning(p.content) for p in prompts} for prompts in (problems.held_out, problems.train))
     assert not held_out & train
 

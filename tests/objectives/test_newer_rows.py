@@ -248,6 +248,20 @@ def test_vespo_divides_by_the_recomputed_policy_unless_asked_for_the_sampler():
     assert other.loss.item() != pytest.approx(out.loss.item(), rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("row", "kw", "message"),
+    [
+        ("dppo_tv", {"delta_low": 2.0}, "never above 1"),
+        ("dppo_tv", {"delta_high": 1.0}, "never above 1"),
+        ("trm", {"max_divergence": 0.0}, "for rounding alone"),
+        ("fspo", {"length_norm": "mean"}, "length_norm=none"),
+    ],
+)
+def test_a_bound_that_never_or_always_acts_has_a_warning(row, kw, message):
+    with pytest.warns(gspo.ObjectiveWarning, match=message):
+        gspo.objective(row, **kw)
+
+
 @pytest.mark.parametrize("sampler_cap", [None, 1.02, 1.2])
 def test_vespo_to_the_sampler_truncates_the_correction_of_each_token(sampler_cap):
     given = {} if sampler_cap is None else {"sampler_cap": sampler_cap}

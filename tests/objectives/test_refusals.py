@@ -223,6 +223,21 @@ def test_refuses_a_setting_without_effect(row, kw, named):
         gspo.objective(row, **kw)
 
 
+@pytest.mark.parametrize(
+    ("row", "kw", "named"),
+    [
+        ("gspo", {"mismatch": "token_tis", "mismatch_high": 0.5}, "mismatch_high must be at least 1"),
+        ("grpo", {"mismatch": "icepop", "mismatch_low": 1.5}, "mismatch_low must be at most 1"),
+        ("gspo", {"mismatch": "sequence_mask", "mismatch_low": 1.0005}, "mismatch_low must be at most 1"),
+        ("grpo", {"mismatch": "icepop", "mismatch_high": 0.9}, "mismatch_high must be at least 1"),
+        ("vespo", {"denominator": "sampler", "sampler_cap": 0.5}, "sampler_cap: must be a finite number of at least 1"),
+    ],
+)
+def test_refuses_a_correction_that_changes_tokens_on_which_engine_and_learner_agree(row, kw, named):
+    with pytest.raises(ConfigError, match=named):
+        gspo.objective(row, **kw)
+
+
 @dataclass(frozen=True)
 class _RegionWithText(Clip):
     side: str = "both"

@@ -222,5 +222,5 @@ def test_separate_needs_two_functions_with_a_weight(
     two: Callable[..., Config], tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     given = [o.replace("{one}", f"{tmp_path}/two.py:length") for o in overrides]
-    with pytest.raises(ConfigError, match="only 1 has a weight"):
+    with pytest.raises(ConfigError, match="two or more reward functions with a weight, and there are 1"):
         run_objective(two(*given))

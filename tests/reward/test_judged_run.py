@@ -143,7 +143,7 @@ def test_the_doctor_asks_once_and_not_about_the_data(server: Endpoint, judged: A
     assert "What is 2 + 2?" in server.posts[0].question
     if works:
         assert finding.level is Level.OK
-        assert "gave it 0.8" in finding.what
+        assert "gave 0.8 to a made-up completion" in finding.what
         assert finding.numbers["step_s"] == pytest.approx(2 * finding.numbers["seconds"])
     else:
         assert finding.level is Level.FAIL

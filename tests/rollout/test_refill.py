@@ -170,7 +170,8 @@ def test_a_short_batch_is_reported(rare: Callable[..., Config], display: Any) ->
 @pytest.mark.parametrize(
     ("body", "kind", "what"),
     [
-        ("[1.0] * len(completions)", DataError, "none of 60 groups, a whole pass over the training problems"),
+        ("[1.0] * len(completions)", DataError, "none of 60 groups, a whole pass .*Train the last checkpoint on other"),
+        ("[0.0] * len(completions)", DataError, "0 of 240 completions were correct. Use easier problems, .*cold_start"),
         ("[float('nan')] * len(completions)", RewardError, "16 of 16 completions could not be scored"),
     ],
 )
