@@ -158,7 +158,7 @@ def _cache_dir() -> Path:
 
 
 def _trial(model: Any, batch: MicroBatch, forwards: Forwards) -> float:
-    """The error of compiled outputs: their root-mean-square difference from plain ones, relative to the spread of these,
+    """The error of compiled outputs: their root-mean-square difference from plain ones, relative to their spread,
     as the third quartile over tokens. The gradient must be finite too.
 
     The batch is that of the first training forward: a graph that was compiled for a few tokens would be compiled again

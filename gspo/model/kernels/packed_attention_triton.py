@@ -67,8 +67,8 @@ LARGE: dict[int, Tiling] = {
     ),
     128: Tiling(
         forward=Tile(queries=128, keys=64, warps=8, stages=3),
-        dq=Tile(queries=128, keys=64, warps=8, stages=2),
-        dkdv=Tile(queries=64, keys=128, warps=8, stages=2),
+        dq=Tile(queries=128, keys=64, warps=8, stages=3),
+        dkdv=Tile(queries=32, keys=128, warps=8, stages=3),
     ),
     256: Tiling(
         forward=Tile(queries=128, keys=64, warps=8, stages=2),

@@ -51,7 +51,7 @@ GATE_UP = {
 half."""
 DOWN = {
     16: Tiles(tokens=16, outputs=64, inputs=128, stages=4),
-    32: Tiles(tokens=32, outputs=64, inputs=128, stages=4),
+    32: Tiles(tokens=32, outputs=128, inputs=64, stages=5),
     64: Tiles(tokens=64, outputs=64, inputs=128, stages=3),
 }
 """By tokens per program, for `down_proj`."""

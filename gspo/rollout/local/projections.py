@@ -31,7 +31,7 @@ QKV: Names = ("q_proj", "k_proj", "v_proj")
 OUTPUT: Names = ("o_proj",)
 GATE_UP: Names = ("gate_proj", "up_proj")
 DOWN: Names = ("down_proj",)
-ALIGNMENT = 16
+ALIGNMENT = 64
 """The columns of all adapters of an input are padded to a multiple of this, which keeps rows of weights aligned."""
 
 
