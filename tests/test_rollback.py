@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import gspo.loop
 from gspo.config import Config, ModelConfig
 from gspo.data.difficulty import Difficulty
-from gspo.errors import AlarmError, ConfigError, NumericalError
+from gspo.errors import AlarmError, ConfigError, DiskError, NumericalError
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.model.load import build_model, char_tokenizer
@@ -29,7 +29,7 @@ from gspo.record.alarms import ALARMS, before_skipped
 from gspo.record.metrics import step_metrics
 from gspo.record.retention import for_rollback
 from gspo.record.rollbacks import Rollback, horizon
-from gspo.record.run_dir import read_events, read_jsonl, read_metrics
+from gspo.record.run_dir import RunDir, read_events, read_jsonl, read_metrics
 from gspo.reduction import Same
 from gspo.rollback import with_rollback
 from gspo.rollout.gather import RolloutState
@@ -292,6 +292,34 @@ def test_a_stop_during_a_rollback_is_exact(rolled_back: Path, tiny: Callable[...
         stopped = train(config, StopAtRollback())
     assert (stopped.step, stopped.stopped_by) == (2, signal.SIGTERM)
     resume(run_of(config), display)
+    same_end(rolled_back, run_of(config))
+
+
+@pytest.mark.parametrize("kind", ["alarm", "checkpoint_damaged"])
+def test_a_full_disk_at_the_alarm_does_not_lose_the_rollback(
+    kind: str, rolled_back: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the bad weights would still fit, but a resume would not roll back from it."""
+    config = tiny(*SETTINGS, "checkpoint.every=2", run_dir="full")
+    event = RunDir.event
+
+    def full(run_dir: RunDir, written: str, **values: Any) -> None:
+        if written == kind:
+            raise DiskError("events.jsonl: cannot be written")
+        event(run_dir, written, **values)
+
+    def damaged(*arguments: Any, **options: Any) -> Any:
+        return newest(*arguments, **options)[0], ["damaged"]
+
+    newest = checkpoint.newest
+    with monkeypatch.context() as patch, repetition_in({4, 5}):
+        patch.setattr(RunDir, "event", full)
+        patch.setattr(checkpoint, "newest", damaged)
+        with pytest.raises(DiskError, match=r"a resume continues from step 4\)"):
+            train(config, display)
+    assert saved_steps(run_of(config))[-1] == 4
+    with repetition_in({4, 5}):
+        resume(run_of(config), display)
     same_end(rolled_back, run_of(config))
 
 
