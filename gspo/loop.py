@@ -43,7 +43,14 @@ from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
 from gspo.reduction import combined
-from gspo.resume_checks import change_texts, changed_settings, check_data_and_model, check_may_change, initial_state
+from gspo.resume_checks import (
+    change_texts,
+    changed_objective,
+    changed_settings,
+    check_data_and_model,
+    check_may_change,
+    initial_state,
+)
 from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
@@ -384,8 +391,11 @@ class Loop:
         if changed:
             self.display.message("settings changed since the checkpoint: " + "; ".join(change_texts(changed).values()))
         check_may_change(changed, self.run_dir.path)
+        objective_text = changed_objective(self.run_dir.path, self.context.objective)
         state = self._restore(path, state)
-        self._write_changes(state, changed)
+        if objective_text:
+            self.incidents.warn(objective_text)
+        self._write_changes(state, changed, objective=bool(objective_text))
         self.run_dir.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
         self.display.message(f"resumed {self.run_dir.path} at step {state.step}")
@@ -421,14 +431,15 @@ class Loop:
         reload_weights(self.context.policy, saved_model(self.config.model, path))
         return self._set_state(self._restore(path, restored))
 
-    def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
-        """Write changed settings into the run directory, once every check has accepted them."""
+    def _write_changes(self, state: TrainerState, changed: Mapping[str, Any], *, objective: bool) -> None:
+        """Write changed settings into the run directory, once every check has accepted them. `objective` says whether
+        the objective does something else than the run recorded."""
         before = state.settings.get("steps")
         steps = self.config.steps
         if steps != before:
             self.run_dir.event("steps_changed", steps=steps, before=before)
         # Names of settings may have changed since a directory of an older format was written.
-        if steps != before or changed or self.run_dir.format < FORMAT:
+        if steps != before or changed or objective or self.run_dir.format < FORMAT:
             self.run_dir.describe(self.config, resolved(self.context.objective))
 
     # ---- checkpoints

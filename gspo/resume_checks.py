@@ -23,6 +23,8 @@ from gspo.learner.optimizer import TUNABLE
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.custom import fingerprint as objective_fingerprint
+from gspo.objectives.objective import Objective
+from gspo.record import run_format
 from gspo.reward.traits import reward_traits
 from gspo.rollout.gather import RolloutState
 
@@ -119,6 +121,18 @@ def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[A
     before, after = flat(Config()) | dict(saved.settings), now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
+
+
+def changed_objective(run: Path, now: Objective) -> str | None:
+    """What a version of gspo after the run's own does otherwise with its objective; None if nothing."""
+    before = run_format.read(run).objective
+    ratio = before.ratio if before else ""  # format 1 does not record it
+    if now.name != "vespo" or ratio == type(now.ratio).__name__:
+        return None
+    return (
+        "objective.name: 'vespo' of the version that began the run measured against the sampler; from here on it "
+        "measures against the recomputed old policy. To keep the run as it was, resume with that version of gspo"
+    )
 
 
 def change_texts(changed: Mapping[str, list[Any]]) -> dict[str, str]:
