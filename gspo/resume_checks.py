@@ -126,12 +126,12 @@ def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[A
 def changed_objective(run: Path, now: Objective) -> str | None:
     """What a version of gspo after the run's own does otherwise with its objective; None if nothing."""
     before = run_format.read(run).objective
-    ratio = before.ratio if before else ""  # format 1 does not record it
-    if now.name != "vespo" or ratio == type(now.ratio).__name__:
+    text = now.ratio.changed_from.get(before.ratio if before else "")
+    if text is None:
         return None
     return (
-        "objective.name: 'vespo' of the version that began the run measured against the sampler; from here on it "
-        "measures against the recomputed old policy. To keep the run as it was, resume with that version of gspo"
+        f"objective.name: {now.name!r} of the version that began the run {text}. To keep the run as it was, resume "
+        "with that version of gspo"
     )
 
 
