@@ -35,7 +35,7 @@ from gspo.objectives.adaptive_clip import at_limit, with_scaled_range
 from gspo.objectives.describe import resolved
 from gspo.record.eval_metrics import eval_metrics, source_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
-from gspo.record.incidents import Incidents
+from gspo.record.incidents import Incidents, skipped_in_row
 from gspo.record.metrics import rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.rollbacks import SKIPPED, Rollback
@@ -44,7 +44,14 @@ from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
 from gspo.reduction import combined
-from gspo.resume_checks import change_texts, changed_settings, check_data_and_model, check_may_change, initial_state
+from gspo.resume_checks import (
+    change_texts,
+    changed_objective,
+    changed_settings,
+    check_data_and_model,
+    check_may_change,
+    initial_state,
+)
 from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
@@ -73,7 +80,8 @@ class Loop:
         self.start_step = 0
         """The step from which this process started or resumed."""
         self._latest: TrainerState | None = None
-        """The state that matches the current weights; `None` until the cold start has finished."""
+        """The state that matches the current weights; `None` until the cold start has finished, and if the weights must
+        not be saved."""
 
     def run_from(self, begin: Path | None) -> TrainerState:
         """Start, or resume from the checkpoint `begin`, and train until the last step or a request to stop.
@@ -140,30 +148,40 @@ class Loop:
                 clock.add("compile", compile_seconds() - compiled_before)
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
-        in_row = state.skipped_in_row
-        skipped, error = self.incidents.check_updates(step, context.objective, collected, learned, in_row)
-        tokens = state.tokens + collected.tokens
-        if error is not None:
-            sampled = replace(state, rollout=collected.after, tokens=tokens)
-            last_good = self.incidents.last_good_before_skipped(step, in_row)
-            raise rollback_or(error, self.run_dir, self.config, sampled, alarm=SKIPPED, step=step, last_good=last_good)
         # The metrics of every rank are combined. A run has one rank.
         metrics = combined([step_metrics(context.objective, collected, learned, self.config.rollout.sampling)])
-        pending = {"step": step, "tokens/sampled": tokens, **metrics}
-        self._write_rollouts(step, context, collected, learned)
-        learned_state = replace(
-            state,
-            step=step,
-            rollout=collected.after,
-            updates=context.optimizer.updates,
-            skipped_in_row=skipped,
-            tokens=tokens,
-            clip_scale=self._next_clip_scale(step, state.clip_scale, learned),
-            pending=pending,
+        tokens = state.tokens + collected.tokens
+        # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or
+        # one of the reports below cannot be written.
+        learned_state = self._set_state(
+            replace(
+                state,
+                step=step,
+                rollout=collected.after,
+                updates=context.optimizer.updates,
+                skipped_in_row=skipped_in_row(learned, state.skipped_in_row),
+                tokens=tokens,
+                clip_scale=self._next_clip_scale(state.clip_scale, learned),
+                pending={"step": step, "tokens/sampled": tokens, **metrics},
+            )
         )
+        self._write_rollouts(step, context, collected, learned)
+        self._check_updates(state, context, collected, learned)
+        self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
         self._keep_micro_batch_size(step, learned)
-        # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted.
-        return self._evaluate_and_record(self._set_state(learned_state), clock)
+        return self._evaluate_and_record(learned_state, clock)
+
+    def _check_updates(
+        self, state: TrainerState, context: RunContext, collected: CollectResult, learned: LearnResult | None
+    ) -> None:
+        """Report the updates after `state`, and stop or roll back if too many were skipped."""
+        step, in_row = state.step + 1, state.skipped_in_row
+        error = self.incidents.check_updates(step, context.objective, collected, learned, in_row)
+        if error is None:
+            return
+        sampled = replace(state, rollout=collected.after, tokens=state.tokens + collected.tokens)
+        last_good = self.incidents.last_good_before_skipped(step, in_row)
+        raise rollback_or(error, self.run_dir, self.config, sampled, alarm=SKIPPED, step=step, last_good=last_good)
 
     def _fill(self, buffer: RolloutBuffer, context: RunContext, clock: Clock) -> None:
         """Collect batches until the buffer is full. A stop discards the batch that is being collected."""
@@ -190,6 +208,10 @@ class Loop:
 
     def _check_alarms(self, state: TrainerState, metrics: Mapping[str, Any]) -> None:
         """Report new alarms, and stop or roll back for one that is to."""
+        if any(alarm.name in self.config.alarms.rollback for alarm in self.incidents.new_alarms(metrics)):
+            # Until the rollback is decided: if a report cannot be written (a full disk), these weights must not be
+            # saved. A resume would continue with them, because it does not raise the alarms of a checkpoint again.
+            self._latest = None
         alarm = self.incidents.check_alarms(state.step, metrics)
         if alarm is None:
             return
@@ -202,6 +224,7 @@ class Loop:
             step=state.step,
             last_good=self.incidents.last_good(alarm),
         )
+        self._set_state(state)
         if not isinstance(error, RollBack):
             self.saver.save(state)
         raise error
@@ -296,15 +319,17 @@ class Loop:
             return self.context
         return replace(self.context, objective=with_scaled_range(objective, state.clip_factor))
 
-    def _next_clip_scale(self, step: int, scale: float, learned: LearnResult | None) -> float:
-        """The scale of the next step's clip range. Reports when it reaches its limit."""
+    def _next_clip_scale(self, scale: float, learned: LearnResult | None) -> float:
+        """The scale of the next step's clip range."""
         if self.context.adaptive_clip is None or learned is None:
             return scale
-        next_scale = self.context.adaptive_clip.next_scale(self.context.objective, scale, learned.tokens)
+        return self.context.adaptive_clip.next_scale(self.context.objective, scale, learned.tokens)
+
+    def _report_clip_limit(self, step: int, scale: float, next_scale: float) -> None:
+        """Report when the scale of the clip range reaches its limit."""
         limit = at_limit(next_scale)
         if limit and not at_limit(scale):
             self.incidents.report_clip_limit(step, limit)
-        return next_scale
 
     def _keep_micro_batch_size(self, step: int, learned: LearnResult | None) -> None:
         """Keep the smaller micro-batches of a step that ran out of memory for the rest of this process."""
@@ -370,8 +395,11 @@ class Loop:
         if changed:
             self.display.message("settings changed since the checkpoint: " + "; ".join(change_texts(changed).values()))
         check_may_change(changed, self.run_dir.path)
+        objective_text = changed_objective(self.run_dir.path, self.context.objective)
         state = self._restore(path, state)
-        self._write_changes(state, changed)
+        if objective_text:
+            self.incidents.warn(objective_text)
+        self._write_changes(state, changed, objective=bool(objective_text))
         self.run_dir.event("resume", step=state.step, **({"changed": changed} if changed else {}))
         self._preflight(done=state.step)
         self.display.message(f"resumed {self.run_dir.path} at step {state.step}")
@@ -407,14 +435,15 @@ class Loop:
         reload_weights(self.context.policy, saved_model(self.config.model, path))
         return self._set_state(self._restore(path, restored))
 
-    def _write_changes(self, state: TrainerState, changed: Mapping[str, Any]) -> None:
-        """Write changed settings into the run directory, once every check has accepted them."""
+    def _write_changes(self, state: TrainerState, changed: Mapping[str, Any], *, objective: bool) -> None:
+        """Write changed settings into the run directory, once every check has accepted them. `objective` says whether
+        the objective does something else than the run recorded."""
         before = state.settings.get("steps")
         steps = self.config.steps
         if steps != before:
             self.run_dir.event("steps_changed", steps=steps, before=before)
         # Names of settings may have changed since a directory of an older format was written.
-        if steps != before or changed or self.run_dir.format < FORMAT:
+        if steps != before or changed or objective or self.run_dir.format < FORMAT:
             self.run_dir.describe(self.config, resolved(self.context.objective))
 
     # ---- checkpoints

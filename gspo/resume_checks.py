@@ -23,6 +23,8 @@ from gspo.learner.optimizer import TUNABLE
 from gspo.model.adapter import adapted
 from gspo.model.source import weights_fingerprint
 from gspo.objectives.custom import fingerprint as objective_fingerprint
+from gspo.objectives.objective import Objective
+from gspo.record import run_format
 from gspo.reward.traits import reward_traits
 from gspo.rollout.gather import RolloutState
 
@@ -119,6 +121,18 @@ def changed_settings(saved: TrainerState, now: TrainerState) -> dict[str, list[A
     before, after = flat(Config()) | dict(saved.settings), now.settings
     keys = [key for key in differing([before, after]) if key not in ("steps", "run_dir")]
     return {key: [before.get(key), after.get(key)] for key in keys}
+
+
+def changed_objective(run: Path, now: Objective) -> str | None:
+    """What a version of gspo after the run's own does otherwise with its objective; None if nothing."""
+    before = run_format.read(run).objective
+    text = now.ratio.changed_from.get(before.ratio if before else "")
+    if text is None:
+        return None
+    return (
+        f"objective.name: {now.name!r} of the version that began the run {text}. To keep the run as it was, resume "
+        "with that version of gspo"
+    )
 
 
 def change_texts(changed: Mapping[str, list[Any]]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 In: an alarm and the state of the run. Out: a `Rollback` record, or why there is none; the state to continue from.
 Invariant: writing the record is the decision. `carry_out` does the rest and may be repeated: a run that is killed in
 between resumes from the same checkpoint with the same state. Abandoned steps are moved, never deleted. What they
-sampled stays spent: the count of tokens and the position in the data do not go back.
+sampled stays spent: the count of tokens and the position in the data do not go back. Measured pass rates do go back,
+because the abandoned weights measured them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import Config
-from gspo.errors import CheckpointError
+from gspo.errors import CheckpointError, ConfigError
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.record import rollbacks
@@ -60,6 +61,7 @@ def decide(run_dir: RunDir, config: Config, state: TrainerState, *, alarm: str, 
         tokens=state.tokens,
         rate_factor=state.rate_factor * config.alarms.rollback_rate,
         clip_factor=state.clip_factor * config.alarms.rollback_clip,
+        skipped=() if state.rollout.difficulty is None else state.rollout.difficulty.skipped,
     )
 
 
@@ -88,21 +90,30 @@ def carry_out(run_dir: RunDir, display: Display, config: Config, state: TrainerS
     pending = records[state.rollbacks :]
     # A resume may have found only an earlier checkpoint intact.
     moved = [replace(r, to=min(r.to, state.step)) for r in pending]
+    after = with_rollback(state, moved[-1]) if moved else state
     if list(pending) != moved:
         run_dir.write_rollbacks([*records[: state.rollbacks], *moved])
     for rollback in moved:
         run_dir.abandon(rollback.number, state.step, state.offsets)
         _report(run_dir, display, config, rollback)
     checkpoint.delete(abandoned_checkpoints(run_dir.checkpoints, moved, state))
-    return with_rollback(state, moved[-1]) if moved else state
+    return after
 
 
 def with_rollback(state: TrainerState, record: Rollback) -> TrainerState:
     """The state of a checkpoint from before a rollback, after it."""
+    difficulty = state.rollout.difficulty
+    if difficulty is not None:
+        if len(record.skipped) != len(difficulty.skipped):
+            raise ConfigError(
+                f"{rollbacks.FILE}: rollback {record.number} has {len(record.skipped)} numbers of skipped visits for "
+                f"{len(difficulty.skipped)} sources of problems; restore the file from a copy"
+            )
+        difficulty = replace(difficulty, skipped=record.skipped)
     return replace(
         state,
         # Sampling does not go back: the same batches would lead to the same failure.
-        rollout=RolloutState(batch=record.batch, cursor=record.cursor),
+        rollout=RolloutState(batch=record.batch, cursor=record.cursor, difficulty=difficulty),
         tokens=record.tokens,
         rollbacks=record.number,
         rate_factor=record.rate_factor,

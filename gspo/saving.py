@@ -84,11 +84,14 @@ class Saver:
         return self._best() if self._config.checkpoint.keep_best else None
 
     def resume_point(self, latest: TrainerState | None) -> str:
-        """From where a resume continues after a failed write, in words. `latest` is the state of the weights."""
-        if self.saved_step is None or latest is None:
+        """From where a resume continues after a failed write, in words. `latest` is the state of the weights; None if
+        they are not to be saved."""
+        if self.saved_step is None:
             return "no step was finished before that"
-        lost = f", because there was no room for a checkpoint of step {latest.step}"
-        return f"a resume continues from step {self.saved_step}{lost if self.saved_step != latest.step else ''}"
+        point = f"a resume continues from step {self.saved_step}"
+        if latest is None or self.saved_step == latest.step:
+            return point
+        return f"{point}, because there was no room for a checkpoint of step {latest.step}"
 
     def _protected(self, step: int) -> set[int]:
         """The steps whose checkpoints stay, besides the newest, once `step` is saved."""

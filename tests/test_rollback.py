@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 import gspo.loop
 from gspo.config import Config, ModelConfig
-from gspo.errors import AlarmError, ConfigError, NumericalError
+from gspo.data.difficulty import Difficulty
+from gspo.errors import AlarmError, ConfigError, DiskError, NumericalError
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.model.load import build_model, char_tokenizer
@@ -28,8 +29,10 @@ from gspo.record.alarms import ALARMS, before_skipped
 from gspo.record.metrics import step_metrics
 from gspo.record.retention import for_rollback
 from gspo.record.rollbacks import Rollback, horizon
-from gspo.record.run_dir import read_events, read_jsonl, read_metrics
+from gspo.record.run_dir import RunDir, read_events, read_jsonl, read_metrics
 from gspo.reduction import Same
+from gspo.rollback import with_rollback
+from gspo.rollout.gather import RolloutState
 from gspo.trainer import resume, train
 from gspo.view.replay.replay import Request, compute
 
@@ -152,6 +155,39 @@ def test_abandoned_steps_are_kept_and_their_tokens_stay_spent(rolled_back: Path)
     assert rows[-1]["tokens/sampled"] == kept + lost
 
 
+def test_pass_rates_go_back_and_the_position_in_the_data_does_not(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny(*SETTINGS, "checkpoint.keep=0", "data.sampling=difficulty", "data.task_size=16")
+    rolled_back: list[TrainerState] = []
+    carry_out = gspo.loop.carry_out
+
+    def observed(*arguments: Any) -> TrainerState:
+        rolled_back.append(carry_out(*arguments))
+        return rolled_back[-1]
+
+    with repetition_in({4, 5}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gspo.loop, "carry_out", observed)
+        train(config, display)
+    run = run_of(config)
+    [record] = rollbacks.read(run)
+    [after] = [state.rollout for state in rolled_back]
+    before = checkpoint.read_state(run / "checkpoints/000002").rollout
+    last = checkpoint.read_state(run / "checkpoints/000007").rollout
+    assert before.difficulty
+    assert after.difficulty
+    assert last.difficulty
+    assert after.difficulty.judged.tolist() == before.difficulty.judged.tolist()
+    assert after.difficulty.skipped == record.skipped != before.difficulty.skipped
+    # Measured on from there: 5 batches of 4 prompts, whose groups count half for each later one of the same problem.
+    assert last.difficulty.judged.sum() > before.difficulty.judged.sum()
+
+
+def test_a_rollback_of_another_mixture_is_refused(tmp_path: Path, rolled_back: Path) -> None:
+    [record] = rollbacks.read(rolled_back)
+    state = TrainerState(rollout=RolloutState(difficulty=Difficulty.unknown(problems=3, sources=2)))
+    with pytest.raises(ConfigError, match=r"rollbacks.json: rollback 1 has 0 numbers .* 2 sources"):
+        with_rollback(state, record)
+
+
 def prompts(file: Path) -> set[str]:
     return {record["prompt_id"] for record in read_jsonl(file)}
 
@@ -259,6 +295,34 @@ def test_a_stop_during_a_rollback_is_exact(rolled_back: Path, tiny: Callable[...
     same_end(rolled_back, run_of(config))
 
 
+@pytest.mark.parametrize("kind", ["alarm", "checkpoint_damaged"])
+def test_a_full_disk_at_the_alarm_does_not_lose_the_rollback(
+    kind: str, rolled_back: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the bad weights would still fit, but a resume would not roll back from it."""
+    config = tiny(*SETTINGS, "checkpoint.every=2", run_dir="full")
+    event = RunDir.event
+
+    def full(run_dir: RunDir, written: str, **values: Any) -> None:
+        if written == kind:
+            raise DiskError("events.jsonl: cannot be written")
+        event(run_dir, written, **values)
+
+    def damaged(*arguments: Any, **options: Any) -> Any:
+        return newest(*arguments, **options)[0], ["damaged"]
+
+    newest = checkpoint.newest
+    with monkeypatch.context() as patch, repetition_in({4, 5}):
+        patch.setattr(RunDir, "event", full)
+        patch.setattr(checkpoint, "newest", damaged)
+        with pytest.raises(DiskError, match=r"a resume continues from step 4\)"):
+            train(config, display)
+    assert saved_steps(run_of(config))[-1] == 4
+    with repetition_in({4, 5}):
+        resume(run_of(config), display)
+    same_end(rolled_back, run_of(config))
+
+
 def test_after_max_rollbacks_the_alarm_stops_the_run(tiny: Callable[..., Config], display: Any) -> None:
     config = tiny(*SETTINGS, "steps=8", "alarms.max_rollbacks=2")
     # Steps 4 and 5; after the first rollback steps 5 and 6; after the second one steps 6 and 7.
@@ -322,8 +386,22 @@ def test_skipped_updates_roll_back(tiny: Callable[..., Config], display: Any, mo
 
 @pytest.mark.parametrize(
     "overrides",
-    [("model.build=tiny_moe",), ("model.dtype=bfloat16",), ("objective.kl=0.01",), ("learner.schedule=cosine",)],
-    ids=["mixture of experts", "bfloat16 with float32 master weights", "KL to a reference", "schedule"],
+    [
+        ("model.build=tiny_moe",),
+        ("model.dtype=bfloat16",),
+        ("model.dtype=float16",),
+        ("objective.kl=0.01",),
+        ("learner.schedule=cosine",),
+        ("data.sampling=difficulty",),
+    ],
+    ids=[
+        "mixture of experts",
+        "bfloat16 with float32 master weights",
+        "float16 with a loss scale",
+        "KL to a reference",
+        "schedule",
+        "measured difficulty",
+    ],
 )
 def test_a_rollback_in_the_process_equals_one_by_a_resume(
     overrides: tuple[str, ...], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
 from gspo.learner import checkpoint
-from gspo.record.run_dir import read_jsonl
+from gspo.record.run_dir import read_events, read_jsonl
 from gspo.trainer import resume, train
 
 
@@ -769,3 +769,22 @@ def test_ctrl_c_stops_cleanly_and_prints_how_to_resume(tmp_path: Path) -> None:
     assert f"train --resume {tmp_path}/run" in output
     assert "Traceback" not in output
     assert checkpoint.newest(tmp_path / "run/checkpoints")[0].name >= "000002"
+
+
+def test_a_resumed_vespo_run_of_an_earlier_version_warns_of_its_denominator(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    """Once: the run then records what its objective does now."""
+    config = tiny("steps=1", "eval.every=0", "objective.name=vespo")
+    train(config, display)
+    file = Path(config.run_dir) / "run.json"
+    recorded = json.loads(file.read_text())
+    assert recorded["objective"]["ratio"] == "ProductRatio"
+    recorded["objective"]["ratio"] = "product"
+    file.write_text(json.dumps(recorded))
+    resume(config.run_dir, display)
+    warnings = [e["message"] for e in read_events(Path(config.run_dir)) if e["event"] == "warning"]
+    assert sum("measures against the recomputed old policy" in text for text in warnings) == 1
+    assert any("recomputed old policy" in text for text in display.messages)
+    resume(config.run_dir, display)
+    assert [e["message"] for e in read_events(Path(config.run_dir)) if e["event"] == "warning"] == warnings

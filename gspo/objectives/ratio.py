@@ -13,7 +13,7 @@ A ratio is a function with the decorator `@ratio`, or a frozen dataclass whose f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, ClassVar
@@ -35,6 +35,9 @@ class Ratio:
 
     per_sequence: ClassVar[bool] = False
     """Whether all tokens of a completion have the same ratio."""
+    changed_from: ClassVar[Mapping[str, str]] = {}
+    """The names that it had in runs of earlier versions, if it was another ratio then -> what is different now. The
+    name is empty where a run does not record it."""
 
     @property
     def length_normalized(self) -> bool:
@@ -132,9 +135,12 @@ class ProductRatio(SequenceRatio):
     """W = prod_t pi/pi_old, the exact ratio of the whole completion (`length_norm` can change that). With
     `denominator = "sampler"` it is prod_t (pi/pi_old) min(pi_old/mu, sampler_cap)."""
 
+    changed_from: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("product", ""), "measured against the sampler; from here on it measures against the recomputed old policy"
+    )
+    length_norm: str = "none"
     # The learner's own log-probs, as in VESPO's scripts. The engine's differ from them by rounding, which the product
     # multiplies up over the completion until it outweighs what the policy has changed.
-    length_norm: str = "none"
     denominator: str = "old"
     sampler_cap: float = 2.0
 

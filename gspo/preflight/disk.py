@@ -15,7 +15,7 @@ from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
 from gspo.preflight.step_time import batches_per_step
-from gspo.record.retention import extra_checkpoints, most_checkpoints
+from gspo.record.retention import abandoned_steps, extra_checkpoints, most_checkpoints
 
 TOKEN_BYTES = 64
 """Bytes per completion token in `rollouts/`: its id, three log-probs, flags. Measured on demo runs: 62."""
@@ -30,8 +30,8 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     each, count = checkpoint_bytes(context), checkpoints(context)
     logged = rollout_bytes(context)
-    steps = context.config.steps
-    need = each * count + logged * steps
+    steps, abandoned = context.config.steps, abandoned_steps(context.config)
+    need = each * count + logged * (steps + abandoned)
     masters = ", float32 masters" if _low_precision(context) else ""
     disabled = "" if context.config.log.rollouts else " (log.rollouts = false)"
     detail = [
@@ -39,6 +39,11 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
         f"{_kept(context)}",
         f"{'rollouts':<24} {human(logged * steps):>8}   {steps} steps x {human(logged)}{disabled}",
     ]
+    if abandoned:
+        detail.append(
+            f"{'abandoned rollouts':<24} {human(logged * abandoned):>8}   up to about {abandoned} steps that "
+            f"alarms.max_rollbacks = {context.config.alarms.max_rollbacks} rollbacks keep"
+        )
     sentence = f"The run writes about {human(need)}; {human(free)} are free at {place}."
     numbers = {"need": round(need), "free": free, "checkpoint": round(each), "checkpoints": count}
     if need > free:

@@ -38,6 +38,16 @@ DROP_REASONS = {
 """Drop reason -> how a message states it, with the dropped completions as the subject."""
 
 
+def skipped_in_row(learned: LearnResult | None, in_row: int) -> int:
+    """The number of skipped updates in a row after a step, which was `in_row` before it."""
+    if learned is None:
+        # No update was tried, so nothing is known about the numerics: the count neither grows nor restarts.
+        return in_row
+    for update in learned.updates:
+        in_row = 0 if update.applied else in_row + 1
+    return in_row
+
+
 class Incidents:
     """The incidents of one run in this process."""
 
@@ -137,17 +147,15 @@ class Incidents:
 
     def check_updates(
         self, step: int, objective: Objective, collected: CollectResult, learned: LearnResult | None, in_row: int
-    ) -> tuple[int, NumericalError | None]:
+    ) -> NumericalError | None:
         """Report skipped updates and steps without data to train on.
 
-        Returns the number of skipped updates in a row, which was `in_row` before this step, and the error if there are
-        too many."""
+        Returns the error if too many updates in a row were skipped; there were `in_row` before this step."""
         if collected.missing:
             self._report_short(step, collected, idle=learned is None)
         if learned is None:
             self._report_idle(step, drop_reasons(objective, collected, None))
-            # No update was tried, so nothing is known about the numerics: the count neither grows nor restarts.
-            return in_row, None
+            return None
         if len(learned.updates) < self._config.learner.mini_batches:
             self._report_few_updates(step, learned)
         if learned.excess and not self._excess_shown:
@@ -163,12 +171,12 @@ class Incidents:
             # A single skip is harmless, but a policy whose weights have diverged is skipped forever and never recovers.
             if in_row >= self._config.learner.max_skipped:
                 lower = self._config.learner.learning_rate / 3
-                return in_row, NumericalError(
+                return NumericalError(
                     f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
                     "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
                     f"gspo train --resume {self._run_dir.path} --learner.learning_rate={lower:.1g}"
                 )
-        return in_row, None
+        return None
 
     def last_good_before_skipped(self, step: int, in_row: int) -> int:
         """The last step whose weights were good, when a step has skipped updates after `in_row` in a row before it."""
@@ -256,11 +264,16 @@ class Incidents:
         self._recent.extend(rows)
         self._active_alarms = {alarm.name for alarm in active_alarms(rows, self._config.alarms.steps)}
 
+    def new_alarms(self, metrics: Mapping[str, Any]) -> list[Alarm]:
+        """The alarms that the metrics of a step raise newly."""
+        now = active_alarms([*self._recent, metrics], self._config.alarms.steps)
+        return [alarm for alarm in now if alarm.name not in self._active_alarms]
+
     def check_alarms(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Report alarms that are newly raised. Returns the one that stops the run or rolls it back, if any."""
+        new = self.new_alarms(metrics)
         self._recent.append(metrics)
         now = active_alarms(list(self._recent), self._config.alarms.steps)
-        new = [alarm for alarm in now if alarm.name not in self._active_alarms]
         dtype = self._config.model.dtype
         for alarm in new:
             self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.message(dtype))

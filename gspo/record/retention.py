@@ -50,3 +50,10 @@ def most_checkpoints(config: Config) -> int:
     # An old checkpoint is deleted only after the newest is complete.
     most = config.checkpoint.keep + extra_checkpoints(config) + 1
     return min(planned_saves(config), most) if config.checkpoint.keep else planned_saves(config)
+
+
+def abandoned_steps(config: Config) -> int:
+    """About how many steps rollbacks may abandon. What they wrote stays in `abandoned/`."""
+    reach = horizon(config)
+    # From the alarm back to weights that were good, and from there to the checkpoint before.
+    return config.alarms.max_rollbacks * (reach + config.checkpoint.every) if reach else 0

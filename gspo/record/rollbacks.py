@@ -53,6 +53,9 @@ class Rollback:
     """Factor on the learning rate from here on, with that of all earlier rollbacks."""
     clip_factor: float
     """The same for the clip range."""
+    skipped: tuple[int, ...] = ()
+    """Visits of each source that were skipped so far (`Difficulty`), which are part of where sampling continues; empty
+    if sampling is uniform."""
 
 
 def to_json(records: Sequence[Rollback]) -> str:
@@ -74,11 +77,16 @@ def read(run: Path) -> tuple[Rollback, ...]:
         raise ConfigError(f"{file}: not valid JSON ({type(error).__name__}); restore it from a copy") from None
     if not isinstance(values, list) or not all(_valid(record, i + 1) for i, record in enumerate(values)):
         raise ConfigError(f"{file}: no run writes such records; restore it from a copy")
-    return tuple(Rollback(**record) for record in values)
+    return tuple(Rollback(**{**record, "skipped": tuple(record.get("skipped", ()))}) for record in values)
 
 
 def _valid(record: Any, number: int) -> bool:
-    if not isinstance(record, dict) or record.keys() != {f.name for f in dataclasses.fields(Rollback)}:
+    names = {f.name for f in dataclasses.fields(Rollback)}
+    # The first versions with rollbacks did not write `skipped`.
+    if not isinstance(record, dict) or {*record, "skipped"} != names:
+        return False
+    skipped = record.get("skipped", [])
+    if not isinstance(skipped, list) or not all(type(n) is int and 0 <= n <= MOST for n in skipped):
         return False
     # Not isinstance: JSON's `true` is a bool, which is a subclass of int.
     counts = all(

@@ -45,6 +45,8 @@ class ObjectiveFacts:
     """The settings that the objective takes, of those that a diagnosis may advise."""
     takes_penalties: bool = True
     """Whether penalties may be subtracted from its rewards."""
+    ratio: str = ""
+    """The name of its ratio; empty if it is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def read(run: Path) -> RunFormat:
 def _facts(values: Any, file: Path) -> ObjectiveFacts:
     found = values if isinstance(values, dict) else {}
     facts = {f.name: found.get(f.name) for f in dataclasses.fields(ObjectiveFacts)}
-    settings, penalties = facts.pop("settings"), facts.pop("takes_penalties")
+    settings, penalties, ratio = (facts.pop(name) for name in ("settings", "takes_penalties", "ratio"))
     for name, value in facts.items():
         # Other texts than those of a run match no rule, so they need no check here.
         valid = isinstance(value, bool) if name == "clips_log_ratio" else isinstance(value, str)
@@ -101,6 +103,7 @@ def _facts(values: Any, file: Path) -> ObjectiveFacts:
         **facts,  # type: ignore[arg-type]
         settings=tuple(s for s in settings if isinstance(s, str)) if isinstance(settings, list | tuple) else (),
         takes_penalties=penalties is not False,
+        ratio=ratio[:LONGEST_TEXT] if isinstance(ratio, str) else "",
     )
 
 

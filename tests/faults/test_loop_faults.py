@@ -27,6 +27,7 @@ from gspo.errors import AlarmError, CheckpointError, ConfigError, DiskError, Mem
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import Optimizer
 from gspo.record.alarms import ALARMS, active_alarms
+from gspo.record.incidents import Incidents
 from gspo.record.run_dir import read_jsonl
 from gspo.reward.reward import RewardPool
 from gspo.rollout.buffer import RolloutBuffer
@@ -632,6 +633,25 @@ def test_f4_a_full_disk_at_a_log_is_reported_and_the_run_resumes_exactly(
         assert file.read_bytes().endswith(b"\n") or not file.stat().st_size
         assert all(json.loads(line) for line in file.read_text().splitlines())
     assert not list(run_of(cut).rglob(".tmp-*"))
+    resume(run_of(cut), display)
+    same_end(whole, run_of(cut))
+
+
+def test_f4_a_full_disk_at_a_report_right_after_an_update_leaves_a_state_that_fits_the_weights(
+    whole_run: Callable[..., Path], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of skipped updates, for example. The checkpoint that still fits must not hold the earlier step."""
+    options = ("steps=3", "checkpoint.every=5")
+    whole, cut = whole_run(*options), tiny(*options, run_dir="cut")
+
+    def full(incidents: Incidents, step: int, *arguments: Any) -> None:
+        if step == 2:
+            raise DiskError("events.jsonl: cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Incidents, "check_updates", full)
+        with pytest.raises(DiskError, match=r"a resume continues from step 2"):
+            train(cut, display)
     resume(run_of(cut), display)
     same_end(whole, run_of(cut))
 

@@ -276,6 +276,20 @@ def test_the_number_of_checkpoints_on_disk(tiny: Callable[..., Config], examined
     assert count("steps=100", "checkpoint.every=10", "checkpoint.keep=2", "objective.name=grpo") == 4
 
 
+def test_rollbacks_keep_the_completions_of_abandoned_steps(tiny: Callable[..., Config], examined: Any) -> None:
+    def need(*overrides: str) -> float:
+        config = tiny("steps=100", "checkpoint.every=10", "checkpoint.keep=5", *overrides)
+        finding = examined(config, *PLAN, "disk").only("disk")
+        return float(finding.numbers["need"] - finding.numbers["checkpoint"] * finding.numbers["checkpoints"])
+
+    rollback = ("alarms.rollback=repetition", "alarms.steps=4")
+    plain = need()
+    assert plain > 0
+    # Each rollback abandons the steps of the alarm and those back to a checkpoint: 4 + 1 + 10.
+    assert need(*rollback, "alarms.max_rollbacks=2") == pytest.approx(1.3 * plain, rel=1e-3)
+    assert need(*rollback, "alarms.max_rollbacks=4") == pytest.approx(1.6 * plain, rel=1e-3)
+
+
 def test_the_run_directory(tiny: Callable[..., Config], examined: Any, tmp_path: Path, monkeypatch: Any) -> None:
     config = tiny()
     assert examined(config, "run directory").levels("run directory") == ["ok"]

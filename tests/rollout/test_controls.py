@@ -137,6 +137,16 @@ def test_a_token_may_contain_more_than_the_stop_string() -> None:
     assert rules.fields(ids, [-1.0] * len(ids), end)["token_ids"] == tuple(ids[:3])
 
 
+@pytest.mark.parametrize("before", ["日" * 12, "終" + "🙂" * 9])
+def test_a_stop_string_is_found_if_the_decoded_window_starts_inside_a_character(before: str) -> None:
+    """Byte fallback writes a whole run of byte tokens as invalid if it starts inside a character."""
+    for shift in range(4):
+        text = "ab"[:shift] + "é" * (shift > 1) + before + "本"
+        ids = encoded("sentencepiece", text)
+        (end,) = controls("sentencepiece", stop=("本",)).ends([[*ids, *encoded("sentencepiece", "xy")]], [False])
+        assert (end.length, end.stop) == (len(ids), StopReason.STOP), shift
+
+
 def test_only_what_is_completed_after_min_tokens_counts() -> None:
     ids = encoded("byte_level", "ab ab ab")
     for min_tokens, length in ((0, 2), (1, 2), (2, 5), (4, 5), (5, 8), (8, 8)):
