@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +15,57 @@ from paged_cases import DEVICE, assert_same, decode_paged, logprob_error
 from torch import Tensor
 
 from gspo.model.load import position_limit
-from gspo.model.packed_forward import supports_packing
+from gspo.model.packed_forward import obstacle_to_packing, supports_packing
 from gspo.model.routing import find_routers
 from gspo.rollout.local import attention, decoder, paged
 from gspo.rollout.local.attention import UnsupportedAttention, attention_layers, window_of
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import fused_modules, obstacle_to_paging
+from gspo.rollout.local.states import obstacle_to_cache
 from gspo.types import Sampling
 
 ALL = {**FAMILIES, **SMOKE, **ATTENTION}
 REFUSED = ("llama4", "qwen3-next")
 PAGED = [name for name in ALL if name not in REFUSED]
-FUSED = ("llama", "llama, dynamic rotary embedding", "qwen3, some windows", "mistral, window", "qwen2-moe", "qwen3-moe")
+FUSED = {
+    *("llama", "llama, dynamic rotary embedding", "qwen2-moe", "qwen3-moe", "qwen3-moe, some layers dense"),
+    *("qwen3, some windows", "mistral, window", "mixtral", "mixtral, window", "granite", "granitemoe"),
+}
+DOCUMENTED = {
+    "Llama": "llama",
+    "Qwen2-MoE": "qwen2-moe",
+    "Qwen3 with sliding windows": "qwen3, some windows",
+    "Qwen3-MoE": "qwen3-moe",
+    "Mistral with a sliding window": "mistral, window",
+    "Ministral 3": "ministral3",
+    "Mixtral": "mixtral",
+    "Granite": "granite",
+    "Granite-MoE": "granitemoe",
+    "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3",
+    "Gemma 3n": "gemma3n",
+    "Gemma 4": "gemma4",
+    "Gemma 4 with a shared KV cache": "gemma4, shared KV cache",
+    "GPT-OSS": "gpt-oss",
+    "OLMo 2": "olmo2",
+    "OLMo 3": "olmo3",
+    "OLMoE": "olmoe",
+    "Phi-3, Phi-4-mini": "phi3, longrope",
+    "Phi-3 with a sliding window": "phi3, window",
+    "GLM-4": "glm4",
+    "GLM-4-MoE": "glm4-moe",
+    "SmolLM3": "smollm3",
+    "Command R7B (Cohere 2)": "cohere2",
+    "ERNIE 4.5": "ernie4.5",
+    "Hunyuan": "hunyuan",
+    "MiniMax-M2": "minimax-m2",
+    "DeepSeek-V2": "deepseek-v2",
+    "DeepSeek-V3": "deepseek-v3",
+    "GPT-2": "gpt2",
+    "Llama 4": "llama4",
+    "Qwen3-Next": "qwen3-next",
+}
+"""Rows of the table in docs/engines.md, and their models."""
 LENGTHS = (3, 70, 130)
 """Of prompts: within one block, beyond it, beyond two. The window of all families has 8 tokens."""
 SAMPLING = Sampling(max_tokens=24)
@@ -43,7 +83,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 def test_log_probs_are_those_of_plain_forwards_beyond_the_window(name: str) -> None:
     model = build(name)
     assert obstacle_to_paging(model) is None
-    assert (fused_modules(model) is not None) == (name.removesuffix(", some layers dense") in FUSED)
+    assert (fused_modules(model) is not None) == (name in FUSED)
     own = model.config._attn_implementation
     result = decode_paged(model, LENGTHS, 2, SAMPLING, slots=4)
     assert model.config._attn_implementation == own
@@ -91,7 +131,38 @@ def test_experts_in_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert launches
 
 
+def documented() -> dict[str, tuple[str, str]]:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    table = page.split("| family | decoding | training |\n", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    return {family: (decoding, training) for family, decoding, training, *_ in rows}
+
+
+def test_the_table_names_all_families() -> None:
+    assert list(documented()) == list(DOCUMENTED)
+
+
+@pytest.mark.parametrize("label", DOCUMENTED)
+def test_the_table_says_what_a_family_gets(label: str) -> None:
+    """With the model as it is loaded. To update the table, replace what differs."""
+    model = ALL[DOCUMENTED[label]].model().to(DEVICE)
+    if obstacle_to_paging(model) is None:
+        decoding = "paged, fused" if fused_modules(model) else "paged"
+    else:
+        decoding = "KV cache" if obstacle_to_cache(model) is None else "recompute"
+    training = "packed" if obstacle_to_packing(model) is None else "padded"
+    assert documented()[label] == (decoding, training)
+
+
 # --- What the layers compute ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_that_round_otherwise_are_not_replaced(dtype: torch.dtype) -> None:
+    """GPT-OSS multiplies with the weight before it rounds; weights of 1, as at the start, would hide that."""
+    for name, plain in (("phi3", True), ("gpt-oss", dtype == torch.float32), ("gemma3", False)):
+        norm = build(name, dtype).model.norm
+        assert decoder._is_norm(norm) == plain
 
 
 def test_windows_sinks_and_shared_caches_are_found() -> None:

@@ -6,14 +6,15 @@ still applied by the model's own modules, so adapters and other replaced layers 
 a trial before the decoder is used.
 
 Attention runs in one of two ways. *Fused*: for the classes in `FUSED`, norms, rotary embedding, KV cache and softmax
-are two kernels, and norms are kernels as well. *Generic*: in all other families, the attention layer is the model's
-own code up to the call of the attention function, which is replaced (`attention.py`).
+are two kernels. *Generic*: in all other families, the attention layer is the model's own code up to the call of the
+attention function, which is replaced (`attention.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.micro_batch import padded
 from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers
+from gspo.rollout.local import kernels
 from gspo.rollout.local.attention import (
     AttentionLayer,
     OwnAttention,
@@ -43,8 +45,11 @@ from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
 FUSED = (
+    "GraniteAttention",
+    "GraniteMoeAttention",
     "LlamaAttention",
     "MistralAttention",
+    "MixtralAttention",
     "Qwen2Attention",
     "Qwen2MoeAttention",
     "Qwen3Attention",
@@ -132,7 +137,7 @@ class Decoder:
             for rope, forward in self.ropes:
                 stack.enter_context(patched_forward(rope, forward))
             for module in self.model.modules():
-                if fused and _is_norm(module) and id(module) not in head_norms:
+                if _is_norm(module) and id(module) not in head_norms:
                     stack.enter_context(patched_forward(module, self._norm(module)))
                 elif _is_gated_mlp(module):
                     stack.enter_context(patched_forward(module, self._gate(module)))
@@ -278,9 +283,28 @@ def _head_norms(module: Any) -> list[Any]:
 
 
 def _is_norm(module: Any) -> bool:
-    return (
-        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and hasattr(module, "weight")
-    )
+    """Whether a module is the RMSNorm of Llama."""
+    named = type(module).__name__.endswith("RMSNorm")
+    if not named or not hasattr(module, "variance_epsilon") or getattr(module, "weight", None) is None:
+        return False
+    kind = (type(module), module.weight.dtype)
+    if kind not in _norm_kinds:
+        _norm_kinds[kind] = _rounds_like_llama(module)
+    return _norm_kinds[kind]
+
+
+_norm_kinds: dict[tuple[type, torch.dtype], bool] = {}
+
+
+@torch.no_grad()
+def _rounds_like_llama(module: Any) -> bool:
+    """Whether a norm gives the bits of our kernel for random weights. Some families add 1 to the weight, or round only
+    after the multiplication."""
+    generator = torch.Generator().manual_seed(0)
+    norm = deepcopy(module).cpu()
+    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
+    x = torch.randn(4, norm.weight.numel(), generator=generator).to(norm.weight.dtype)
+    return torch.equal(norm(x), kernels.rms_norm(x, norm.weight, norm.variance_epsilon))
 
 
 def _is_gated_mlp(module: Any) -> bool:
