@@ -33,6 +33,7 @@ if "GSPO_TESTS_OFFSET" in os.environ:
 
 LONGEST = (
     "test_paged.py",
+    "test_paged_families.py",
     "test_sandbox_clock.py",
     "test_sandbox_attacks.py",
     "test_misaligned.py",

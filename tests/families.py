@@ -183,6 +183,52 @@ SMOKE = {
 }
 """Further families that work."""
 
+WINDOW = {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 4}
+GEMMA4 = {
+    **{**WINDOW, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "num_kv_shared_layers": 0},
+}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [8.0] * 4}
+ATTENTION = {
+    "llama": Family(kind="llama"),
+    "llama, dynamic rotary embedding": Family(
+        kind="llama", fields={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    ),
+    "qwen3, some windows": Family(
+        kind="qwen3",
+        fields={**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "mistral, window": Family(kind="mistral", fields={**WINDOW}),
+    "ministral3": Family(kind="ministral3", fields={"head_dim": 8}),
+    "mixtral, window": Family(kind="mixtral", fields={"num_local_experts": 4, "sliding_window": 8}),
+    "gemma2": Family(kind="gemma2", fields={**WINDOW, "attn_logit_softcapping": 2.0}),
+    "gemma3": Family(kind="gemma3_text", fields={**WINDOW, "sliding_window_pattern": 2}),
+    "gemma3n": Family(
+        kind="gemma3n_text",
+        fields={**GEMMA4, "num_kv_shared_layers": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
+    ),
+    "gemma4": Family(kind="gemma4_text", fields=GEMMA4),
+    "gemma4, shared KV cache": Family(kind="gemma4_text", fields={**GEMMA4, "num_kv_shared_layers": 2}),
+    "olmo2": Family(kind="olmo2"),
+    "olmo3": Family(kind="olmo3", fields={"sliding_window": 8, "num_hidden_layers": 4}),
+    "cohere2": Family(kind="cohere2", fields={"sliding_window": 8, "num_hidden_layers": 4}),
+    "phi3": Family(kind="phi3"),
+    "phi3, window": Family(kind="phi3", fields={"sliding_window": 8}),
+    "phi3, longrope": Family(
+        kind="phi3",
+        fields={
+            **{"max_position_embeddings": 512, "original_max_position_embeddings": 256},
+            **{"rope_parameters": {**LONG, "original_max_position_embeddings": 256, "partial_rotary_factor": 1.0}},
+        },
+    ),
+    "granite": Family(kind="granite", fields={"attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "glm4": Family(kind="glm4", fields={"head_dim": 8}),
+    "smollm3": Family(kind="smollm3", fields={"num_hidden_layers": 4}),
+    "gpt2": Family(kind="gpt2", fields={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+}
+"""Families by their attention: windows, soft caps, a KV cache shared by layers, rotary embeddings. Attention sinks
+(GPT-OSS) and values of another size than keys (DeepSeek) are above."""
+
 
 def blocks_of(model: Any) -> list[Any]:
     """The MoE layers, in order."""

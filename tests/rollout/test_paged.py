@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from types import FunctionType
@@ -14,23 +14,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import CUDA, INTERPRETED, run_interpreted
+from paged_cases import (
+    DEVICE,
+    LENGTHS,
+    SAMPLING,
+    VOCABULARY,
+    Letters,
+    assert_same,
+    controls_of,
+    decode_paged,
+    decode_plain,
+    model_of,
+    prompt_of,
+)
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import Controls, DecodeStats, EngineContext, controls_for
-from gspo.rollout.engines import local
+from gspo.rollout.engine import DecodeStats, EngineContext, controls_for
 from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_paging
 from gspo.rollout.local.sampling import GREEDY, DecodeResult, make_queue, sample_from_logits, uniform
 from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots, make_slots
-from gspo.types import Prompt, Sampling, StopReason
+from gspo.types import Sampling, StopReason
 
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-VOCABULARY, EOS = 48, 0
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -49,31 +58,6 @@ PLAIN = {
     "llama": ("llama", SIZES),
     "qwen2 (biases)": ("qwen2", SIZES),
 }
-OTHER = {
-    "qwen3, sliding": ("qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "gemma2 (capped, other norms)": ("gemma2", {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
-    "smollm3 (layers without rotary embedding)": ("smollm3", {**SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
-    "glm (partial rotary embedding)": ("glm", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
-    "ministral3 (scaled by position)": ("ministral3", {**SIZES, "head_dim": 16}),
-    "olmoe (norm over all heads)": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
-}
-
-
-def model_of(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=dtype).eval()
-    return model.to(DEVICE)
-
-
-class Letters:
-    """A tokenizer with one letter per token."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - ord("A") for letter in text]}
-
-    def batch_decode(self, ids_B: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        return ["".join(chr(ord("A") + i) for i in ids) for ids in ids_B]
 
 
 @pytest.fixture(scope="module")
@@ -81,54 +65,10 @@ def model() -> Any:
     return model_of(*PLAIN["qwen3_moe"])
 
 
-def prompt_of(length: int) -> Prompt:
-    ids = tuple((5 * length + 3 * j + 2) % VOCABULARY for j in range(length))
-    return Prompt(id=f"p/{length}", content="", text="", token_ids=ids)
-
-
-LENGTHS = (1, 3, 65, 64, 130, 7, 2, 66)
-
-
-SAMPLING = Sampling(max_tokens=90)
-
-
-def controls_of(sampling: Sampling) -> Controls:
-    return controls_for(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
-
-
-def decode_paged(
-    model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
-) -> DecodeResult:
-    queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
-    sampling = sampling or SAMPLING
-    settings = {"slots": 8, "prefill_tokens": 100, **options}
-    with torch.no_grad():
-        return paged.PagedBatch(model, queue, controls_of(sampling), **settings).run()
-
-
-def decode_plain(
-    model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
-) -> DecodeResult:
-    """The same with the loop for models that cannot use a paged KV cache."""
-    context = EngineContext(model=model, tokenizer=None, stop_ids=(EOS,))
-    engine = local.LocalEngine(context, slots=5, prefill_tokens=64)
-    engine.paged = False
-    queue = make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
-    with torch.no_grad():
-        return engine._decode(model, queue, controls_of(sampling or SAMPLING), options.get("routers"))
-
-
 @pytest.fixture(scope="module")
 def plain_completions(model: Any) -> Callable[[int], DecodeResult]:
     """What plain decoding gives for the module's model, computed once for each limit."""
     return cache(lambda max_tokens: decode_plain(model, sampling=Sampling(max_tokens=max_tokens)))
-
-
-def assert_same(ours: DecodeResult, theirs: DecodeResult, tolerance: float = 2e-5) -> None:
-    assert ours.token_ids == theirs.token_ids
-    assert ours.ends == theirs.ends
-    for a, b in zip(ours.logp, theirs.logp, strict=True):
-        assert a == pytest.approx(b, abs=tolerance)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -140,15 +80,10 @@ def test_completions_match_plain_decoding(name: str) -> None:
     assert_same(ours, decode_plain(model))
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_unsupported_models_are_refused(name: str) -> None:
-    assert obstacle_to_paging(model_of(*OTHER[name])) is not None
-
-
 def test_an_attention_class_from_remote_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = model_of(*PLAIN["qwen3"])
     monkeypatch.setattr(type(other.model.layers[0].self_attn), "__module__", "remote_code")
-    assert "not of the kind" in (obstacle_to_paging(other) or "")
+    assert "not a class of transformers" in (obstacle_to_paging(other) or "")
 
 
 def test_the_trial_detects_attention_that_does_more(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,26 +436,104 @@ def test_rope_and_store_on_triton(with_norms: bool, queries: int, heads: int, si
 
 
 @on_triton
+@pytest.mark.parametrize(("heads", "size", "value_size"), [(2, 16, 16), (3, 24, 8)])
+def test_store_on_triton(heads: int, size: int, value_size: int) -> None:
+    slots = filled(9, 3)
+    # Not contiguous, as the attention modules of transformers hand them over.
+    key, value = random(heads, 9, size).transpose(0, 1), random(heads, 9, value_size, seed=1).transpose(0, 1)
+    caches = [tuple(torch.zeros(28, heads, BLOCK_SIZE, n, device=DEVICE) for n in (size, value_size)) for _ in range(2)]
+    for k, pair in zip(both_kernels(), caches, strict=True):
+        k.store(slots, key, value, pair)
+    for ours, theirs in zip(caches[1], caches[0], strict=True):
+        assert torch.equal(ours[1:], theirs[1:])
+        assert ours[1:].abs().sum() > 0
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window in a block": {"window": 5},
+    "window of a block": {"window": BLOCK_SIZE},
+    "window beyond a block": {"window": BLOCK_SIZE + 7},
+    "window beyond the row": {"window": 1000},
+    "soft cap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "all": {"window": 70, "softcap": 1.5, "sinks": True},
+}
+
+
+@on_triton
 @pytest.mark.parametrize("programs", [1, 1000])
-@pytest.mark.parametrize(("queries", "heads", "size"), [(4, 2, 16), (6, 2, 24), (32, 1, 16)])
+@pytest.mark.parametrize(
+    ("name", "queries", "heads", "size", "value_size"),
+    [
+        ("plain", 4, 2, 16, 16),
+        ("plain", 6, 2, 24, 24),
+        ("plain", 32, 1, 16, 16),
+        ("plain", 4, 4, 24, 16),
+        *((name, 4, 2, 24, 16) for name in OPTIONS),
+    ],
+)
 def test_attention_on_triton(
-    programs: int, queries: int, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, name: str, queries: int, heads: int, size: int, value_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, fused = both_kernels()
     monkeypatch.setattr(fused, "PROGRAMS", programs)
     monkeypatch.setattr(fused, "SPLIT_BLOCKS", 2)
+    if name == "all":
+        # As large heads have.
+        monkeypatch.setattr(fused, "_tile", lambda *_: (16, 2))
     slots = filled(6, 3)
-    cache = (random(19, heads, BLOCK_SIZE, size), random(19, heads, BLOCK_SIZE, size, seed=1))
+    options = {"window": None, "softcap": None, "sinks": False, **OPTIONS[name]}
+    sink = random(queries, seed=4) if options.pop("sinks") else None
+    cache = (random(19, heads, BLOCK_SIZE, size), random(19, heads, BLOCK_SIZE, value_size, seed=1))
     query = random(6, queries, size, seed=2)
-    expected = plain.paged_attention(slots, query, cache, 0.3)
-    torch.testing.assert_close(fused.paged_attention(slots, query, cache, 0.3), expected, atol=2e-6, rtol=1e-5)
+    expected = plain.paged_attention(slots, query, cache, 0.3, **options, sink_H=sink)
+    found = fused.paged_attention(slots, query, cache, 0.3, **options, sink_H=sink)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
     assert not expected[slots.state[LIVE] == 0].any()
     # Against a formula without blocks and kernels.
     row, head = 2, queries - 1
     keys, values = (store[slots.table_SW[row].long(), head // (queries // heads)].flatten(0, 1) for store in cache)
-    seen = int(slots.state[POSITION, row]) + 1
-    weight = (0.3 * keys[:seen] @ query[row, head]).softmax(0)
-    torch.testing.assert_close(expected[row].view(queries, size)[head], weight @ values[:seen], atol=2e-6, rtol=1e-5)
+    length = int(slots.state[POSITION, row]) + 1
+    start = max(0, length - (options["window"] or length))
+    score = 0.3 * keys[start:length] @ query[row, head]
+    if options["softcap"]:
+        score = options["softcap"] * (score / options["softcap"]).tanh()
+    if sink is not None:
+        score = torch.cat([score, sink[head : head + 1]])
+    weight = score.softmax(0)[: length - start]
+    torch.testing.assert_close(
+        expected[row].view(queries, value_size)[head], weight @ values[start:length], atol=2e-6, rtol=1e-5
+    )
+
+
+@on_triton
+def test_blocks_before_the_window_are_not_read_on_triton() -> None:
+    for k in both_kernels():
+        slots = filled(6, 3)
+        slots.state[POSITION], slots.state[LIVE] = 3 * BLOCK_SIZE - 1, 1
+        cache = (random(19, 2, BLOCK_SIZE, 16), random(19, 2, BLOCK_SIZE, 16, seed=1))
+        query = random(6, 4, 16, seed=2)
+        expected = k.paged_attention(slots, query, cache, 0.3, window=BLOCK_SIZE)
+        if k is not kernels:
+            slots.table_SW[:, :2] = 10**6  # no such block
+        assert torch.equal(k.paged_attention(slots, query, cache, 0.3, window=BLOCK_SIZE), expected)
+
+
+@on_triton
+@pytest.mark.parametrize(
+    ("size", "value_size", "itemsize", "tile"),
+    [
+        (128, 128, 2, (64, 3)),
+        (64, 64, 2, (64, 3)),
+        (256, 256, 2, (64, 2)),
+        (512, 512, 2, (32, 2)),
+        (512, 512, 4, (16, 2)),
+    ],
+)
+def test_large_heads_have_small_tiles_on_triton(size: int, value_size: int, itemsize: int, tile: Any) -> None:
+    _, fused = both_kernels()
+    assert fused._tile(itemsize * (size + value_size), fused.SHARED_MEMORY) == tile
 
 
 @on_triton

@@ -1,27 +1,45 @@
 """One decoding step of a model: the forward pass of one token per row over a paged KV cache.
 
 In: an unmodified transformers causal language model. Out: logits, in float32 where the LM head is a plain matrix.
-Invariant: during decoding, the attention, norms and gated MLPs of the instance run as the kernels of `kernels.py`.
-Linear layers are applied by `projections.py`, which leaves any replaced layer to its own module.
-`obstacle_to_paging` runs a trial before the decoder is used.
+Invariant: during decoding, attention, norms and gated MLPs of the instance run as the kernels of `kernels.py`. Linear
+layers are applied by `projections.py`, which leaves any replaced layer to its own module. `obstacle_to_paging` runs a
+trial before the decoder is used.
+
+Attention runs in one of two ways. *Fused*: for the classes in `FUSED`, norms, rotary embedding, KV cache and softmax
+are two kernels. *Generic*: in all other families, the attention layer is the model's own code up to the call of the
+attention function, which is replaced (`attention.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
-from transformers.cache_utils import Cache
 
+from gspo.model.kernels.experts import is_gated_experts
 from gspo.model.kernels.packed_attention import attention_kinds
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.micro_batch import padded
 from gspo.model.patching import patched_forward
 from gspo.model.routing import Routers, report_topk
+from gspo.rollout.local import kernels
+from gspo.rollout.local.attention import (
+    AttentionLayer,
+    OwnAttention,
+    PositionsOnly,
+    UnsupportedAttention,
+    attention_layers,
+    check_attention,
+    constant_rope,
+    length_dependent_ropes,
+    make_cache,
+    replaced_attention,
+)
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
 from gspo.rollout.local.projections import (
@@ -37,16 +55,19 @@ from gspo.rollout.local.projections import (
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
 from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
 
-KNOWN = (
+FUSED = (
+    "GraniteAttention",
+    "GraniteMoeAttention",
     "LlamaAttention",
     "MistralAttention",
+    "MixtralAttention",
     "Qwen2Attention",
     "Qwen2MoeAttention",
     "Qwen3Attention",
     "Qwen3MoeAttention",
 )
 """Attention classes of transformers that consist of projections, an optional norm per head, rotary embedding in halves
-and softmax. Others are refused even if they pass the trial: soft caps, sinks, layers without rotary embedding or
+and softmax, possibly over a window. Others run as their own code: layers without rotary embedding or
 position-dependent scaling may not show in the few tokens of a trial."""
 FEW_TOKENS = 32
 """Tokens per expert, on average, up to which the products of experts are limited by reading the weights."""
@@ -66,15 +87,18 @@ class Decoder:
         self.model = model
         self.slots = slots
         self.projections = Projections(model, linear_groups(model) if copies else (), slots.count)
-        self.attention = attention_modules(model)
-        assert self.attention is not None
+        self.layers = {layer.index: layer for layer in attention_layers(model)}
+        self.fused = fused_modules(model)
+        self.own = OwnAttention(model)
         self.kernels = kernels_for(model.device)
-        self.cache = [_cache(module, blocks, model) for module in self.attention]
+        # A layer that reads the keys and values of another one has no cache of its own.
+        self.cache = {i: make_cache(a, blocks, model.device) for i, a in self.layers.items() if a.source == i}
+        self.ropes = [(rope, constant_rope(rope)) for rope in length_dependent_ropes(model)]
         self._ahead: tuple[Tensor, Tensor] | None = None
         """The output of the layer before, and its norm."""
         self.recorder = RouteRecorder(routers)
         self.head = lm_head(model)
-        self.options = {**forward_options(model), "use_cache": False}
+        self.options = forward_options(model)
         # The kernels do not read the mask. It is passed so that the model does not build one.
         self.mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
 
@@ -88,14 +112,15 @@ class Decoder:
         table = [[*blocks, *[0] * (width - len(blocks))] for blocks in block_U]
         table_UW = torch.tensor(table, device=self.model.device)
         column_T = torch.arange(ids_UT.shape[1], device=self.model.device)
-        cache = _PrefillCache(self.cache, table_UW[:, column_T // BLOCK_SIZE], column_T % BLOCK_SIZE)
-        options = {**prefill_options(self.model), "past_key_values": cache, "use_cache": True}
-        _, routes_ILK = self.recorder(lambda: self.model(input_ids=ids_UT, **options))
+        attention = _PrefillAttention(self, table_UW[:, column_T // BLOCK_SIZE], column_T % BLOCK_SIZE)
+        options = {**prefill_options(self.model), "use_cache": False}
+        with replaced_attention(self.model, attention):
+            _, routes_ILK = self.recorder(lambda: self.model(input_ids=ids_UT, **options))
         return None if routes_ILK is None else routes_ILK.unflatten(0, ids_UT.shape)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy blocks `source` to blocks `target`."""
-        for pair in self.cache:
+        for pair in self.cache.values():
             for store in pair:
                 store[target] = store[source]
 
@@ -110,6 +135,8 @@ class Decoder:
                     input_ids=slots.state[INPUT][:, None],
                     position_ids=slots.state[POSITION][:, None],
                     attention_mask=self.mask,
+                    past_key_values=PositionsOnly(),
+                    use_cache=True,
                     **self.options,
                 )
             )
@@ -120,14 +147,16 @@ class Decoder:
     @contextmanager
     def _patched(self, slots: Slots) -> Iterator[None]:
         """Run the model's small operations as kernels, for one forward."""
-        assert self.attention is not None
-        # The attention kernel applies the norms per head itself.
-        head_norms: set[int] = set()
-        if self._has_head_norms:
-            head_norms = {id(part) for module in self.attention for part in (module.q_norm, module.k_norm) if part}
+        # The fused attention applies the norms per head itself.
+        fused = self.fused or {}
+        head_norms = {id(part) for module in fused.values() for part in _head_norms(module)}
         with ExitStack() as stack:
-            for module, cache in zip(self.attention, self.cache, strict=True):
-                stack.enter_context(patched_forward(module, self._attend(module, cache, slots)))
+            for index, module in fused.items():
+                stack.enter_context(patched_forward(module, self._attend(module, self.layers[index], slots)))
+            if not fused:
+                stack.enter_context(replaced_attention(self.model, _DecodeAttention(self, slots)))
+            for rope, forward in self.ropes:
+                stack.enter_context(patched_forward(rope, forward))
             for layer, norm in self._plain_layers():
                 stack.enter_context(patched_forward(layer, self._layer(layer, norm)))
             for module in self.model.modules():
@@ -135,7 +164,7 @@ class Decoder:
                     stack.enter_context(patched_forward(module, self._norm(module)))
                 elif _is_gated_mlp(module):
                     stack.enter_context(patched_forward(module, self._gate(module)))
-                elif _is_experts(module) and grouped_products(self.model):
+                elif is_gated_experts(module) and grouped_products(self.model):
                     stack.enter_context(patched_forward(module, self._experts(module)))
                 elif _is_router(module) and fused_routing(self.model):
                     stack.enter_context(patched_forward(module, self._route(module)))
@@ -171,14 +200,11 @@ class Decoder:
         result: tuple[Tensor, Tensor] = self.kernels.add_rms_norm(x, y, norm.weight, norm.variance_epsilon, out=out)
         return result
 
-    @property
-    def _has_head_norms(self) -> bool:
-        assert self.attention is not None
-        return hasattr(self.attention[0], "q_norm")
-
-    def _attend(self, module: Any, cache: CACHE, slots: Slots) -> Callable[..., Any]:
-        norms = (module.q_norm.weight, module.k_norm.weight) if self._has_head_norms else None
-        eps = module.q_norm.variance_epsilon if self._has_head_norms else 0.0
+    def _attend(self, module: Any, layer: AttentionLayer, slots: Slots) -> Callable[..., Any]:
+        normed = _head_norms(module)
+        norms = (normed[0].weight, normed[1].weight) if normed else None
+        eps = normed[0].variance_epsilon if normed else 0.0
+        cache = self.cache[layer.index]
 
         def forward(
             hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
@@ -186,7 +212,7 @@ class Decoder:
             projected = self.projections(module, QKV, hidden_states)
             rope = (position_embeddings[0].flatten(0, 1), position_embeddings[1].flatten(0, 1))
             query_RHD = self.kernels.rope_and_store(slots, *projected, rope, norms, eps, cache)
-            output = self.kernels.paged_attention(slots, query_RHD, cache, module.scaling)
+            output = layer.attend(self.kernels, slots, query_RHD, cache, None)
             return self.projections(module, OUTPUT, output[:, None])[0][:, None], None
 
         return forward
@@ -244,32 +270,72 @@ class Decoder:
         return forward
 
 
-class _PrefillCache(Cache):
-    """Writes the keys and values of prompts into KV cache blocks as the model computes them."""
+class _PagedAttention:
+    """The attention function of one forward pass. A layer may read the keys and values of an earlier one."""
 
-    def __init__(self, cache: Sequence[CACHE], block_UT: Tensor, column_T: Tensor) -> None:
-        super().__init__(layers=[])
-        self.cache = cache
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.stored: dict[int, Tensor] = {}
+        """The keys of each layer that has stored its own in this forward."""
+
+    def _layer(self, module: Any, key: Tensor, value: Tensor) -> AttentionLayer:
+        """The layer of this call. Stores its keys and values, unless it reads those of another."""
+        layer = self.decoder.layers[module.layer_idx]
+        if layer.source != layer.index:
+            if self.stored.get(layer.source) is not key:
+                raise UnsupportedAttention(f"layer {layer.index} does not read the keys of layer {layer.source}")
+        else:
+            self.stored[layer.index] = key
+            self._store(self.decoder.cache[layer.index], key, value)
+        return layer
+
+    def _store(self, cache: CACHE, key: Tensor, value: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _PrefillAttention(_PagedAttention):
+    """Attention of prompts to themselves by the model's own function. Writes keys and values into KV cache blocks."""
+
+    def __init__(self, decoder: Decoder, block_UT: Tensor, column_T: Tensor) -> None:
+        super().__init__(decoder)
         self.block_UT = block_UT
         self.column_T = column_T
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        for store, new in zip(self.cache[layer_idx], (key_states, value_states), strict=True):
-            # Indices around a slice move to the front: [U, T, heads, head_dim].
-            store[self.block_UT, :, self.column_T] = new.transpose(1, 2)
-        # Prefill attends to the prompt itself, which the model has just computed.
-        return key_states, value_states
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        self._layer(module, key, value)
+        return self.decoder.own(module, query, key, value, mask, options)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self.decoder.own.mask(*args, **kwargs)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+    def _store(self, cache: CACHE, key: Tensor, value: Tensor) -> None:
+        for blocks, new in zip(cache, (key, value), strict=True):
+            # Indices around a slice move to the front: [U, T, heads, size].
+            blocks[self.block_UT, :, self.column_T] = new.transpose(1, 2)
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
+
+class _DecodeAttention(_PagedAttention):
+    """Attention of one token per row to the KV cache blocks of the row."""
+
+    def __init__(self, decoder: Decoder, slots: Slots) -> None:
+        super().__init__(decoder)
+        self.slots = slots
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        layer = self._layer(module, key, value)
+        cache = self.decoder.cache[layer.source]
+        output = layer.attend(self.decoder.kernels, self.slots, query[:, :, 0], cache, options.get("s_aux"))
+        return output.unflatten(-1, (query.shape[1], -1))[:, None]
+
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self.decoder.mask
+
+    def _store(self, cache: CACHE, key: Tensor, value: Tensor) -> None:
+        self.decoder.kernels.store(self.slots, key[:, :, 0], value[:, :, 0], cache)
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -280,29 +346,14 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(hidden, weight.T, out_dtype=torch.float32)
 
 
-def _cache(module: Any, blocks: int, model: Any) -> CACHE:
-    shape = (blocks, kv_heads(module), BLOCK_SIZE, module.head_dim)
-    # Zeros: attention reads whole blocks, and entries that were never written must not be NaN.
-    keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    values = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    return keys, values
-
-
-def kv_heads(module: Any) -> int:
-    """Number of key-value heads of an attention layer."""
-    heads: int = module.k_proj.out_features // module.head_dim
-    return heads
-
-
 def bytes_per_block(model: Any) -> int:
     """Memory of one KV cache block in all layers together."""
-    modules = attention_modules(model) or []
-    return sum(2 * kv_heads(m) * m.head_dim * BLOCK_SIZE * model.dtype.itemsize for m in modules)
+    return sum(layer.bytes_per_block for layer in attention_layers(model))
 
 
 def linear_groups(model: Any) -> list[Group]:
     """The linear layers that `Projections` may fuse."""
-    attention = [(m, names) for m in attention_modules(model) or () for names in (QKV, OUTPUT)]
+    attention = [(m, names) for m in (fused_modules(model) or {}).values() for names in (QKV, OUTPUT)]
     mlp = [(m, names) for m in model.modules() if _is_gated_mlp(m) for names in (GATE_UP, DOWN)]
     return attention + mlp
 
@@ -317,40 +368,54 @@ def _room_for_copies(model: Any) -> bool:
 # --- Which models the decoder supports ---
 
 
-def attention_modules(model: Any) -> list[Any] | None:
-    """The attention layers in order; None if one of them is not in `KNOWN`."""
-    found = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
-    if not found or not all(
-        type(m).__name__ in KNOWN and type(m).__module__.startswith("transformers.") for m in found
-    ):
-        return None
-    # Each layer must have exactly one: a hybrid model has other layers in between.
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if [m.layer_idx for m in found] != list(range(layers)):
-        return None
-    norms = {hasattr(m, "q_norm") and m.q_norm is not None for m in found}
-    plain = [
-        _is_norm(n) and n.weight.numel() == m.head_dim for m in found if True in norms for n in (m.q_norm, m.k_norm)
-    ]
-    return found if len(norms) == 1 and all(plain) else None
+def fused_modules(model: Any) -> dict[int, Any] | None:
+    """The attention modules by layer, if all of them can run as fused kernels; None if not."""
+    modules = {m.layer_idx: m for m in model.modules() if _is_fused(m)}
+    layers = attention_layers(model)
+    plain = all(a.softcap is None and not a.has_sinks and a.source == a.index for a in layers)
+    return modules if plain and modules.keys() == {layer.index for layer in layers} else None
+
+
+def _is_fused(module: Any) -> bool:
+    known = type(module).__name__ in FUSED and type(module).__module__.startswith("transformers.")
+    norms = _head_norms(module)
+    plain = all(_is_norm(norm) and norm.weight.numel() == module.head_dim for norm in norms)
+    return known and plain and len(norms) in (0, 2)
+
+
+def _head_norms(module: Any) -> list[Any]:
+    """The norms of queries and keys, if the attention has them."""
+    return [n for n in (getattr(module, "q_norm", None), getattr(module, "k_norm", None)) if n is not None]
 
 
 def _is_norm(module: Any) -> bool:
-    return (
-        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and hasattr(module, "weight")
-    )
+    """Whether a module is the RMSNorm of Llama."""
+    named = type(module).__name__.endswith("RMSNorm")
+    if not named or not hasattr(module, "variance_epsilon") or getattr(module, "weight", None) is None:
+        return False
+    kind = (type(module), module.weight.dtype)
+    if kind not in _norm_kinds:
+        _norm_kinds[kind] = _rounds_like_llama(module)
+    return _norm_kinds[kind]
+
+
+_norm_kinds: dict[tuple[type, torch.dtype], bool] = {}
+
+
+@torch.no_grad()
+def _rounds_like_llama(module: Any) -> bool:
+    """Whether a norm gives the bits of our kernel for random weights. Some families add 1 to the weight, or round only
+    after the multiplication."""
+    generator = torch.Generator().manual_seed(0)
+    norm = deepcopy(module).cpu()
+    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
+    x = torch.randn(4, norm.weight.numel(), generator=generator).to(norm.weight.dtype)
+    return torch.equal(norm(x), kernels.rms_norm(x, norm.weight, norm.variance_epsilon))
 
 
 def _is_gated_mlp(module: Any) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj")
     return _has_silu(module) and all(isinstance(getattr(module, part, None), torch.nn.Module) for part in parts)
-
-
-def _is_experts(module: Any) -> bool:
-    """Whether a module holds all experts of a layer in two tensors, as Qwen's does, without biases and clamps."""
-    parts = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
-    plain = not any(getattr(module, extra, False) for extra in ("has_bias", "is_transposed", "limit"))
-    return _has_silu(module) and plain and all(isinstance(part, Tensor) and part.dim() == 3 for part in parts)
 
 
 def _is_router(module: Any) -> bool:
@@ -381,20 +446,21 @@ def _has_silu(module: Any) -> bool:
 
 
 def obstacle_to_paging(model: Any) -> str | None:
-    """Why `Decoder` cannot be used for this model; None if it can. Checks declared properties first, then runs a
-    trial."""
-    name = type(model).__name__
-    kinds = attention_kinds(model.config)
-    if kinds is None or any(window is not None for window in kinds.values()):
-        return f"{name} has layers other than full attention"
-    if attention_modules(model) is None:
-        return f"the attention layers of {name} are not of the kind that Llama and Qwen have"
+    """Why `Decoder` cannot be used for this model; None if it can. Checks declared properties first, then its attention
+    layers, then runs a trial."""
+    if attention_kinds(model.config) is None:
+        return f"{type(model).__name__} has layers other than full and sliding-window attention"
     if model.device.type == "cuda":
         try:
             import triton  # noqa: F401
         except ImportError:
             return "Triton is not installed"
-    return obstacle_in_trial(model, lambda prompts, steps: _open_trial(model, prompts, steps))
+
+    def open_trial(prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
+        check_attention(model)
+        return _open_trial(model, prompts, steps)
+
+    return obstacle_in_trial(model, open_trial)
 
 
 def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:

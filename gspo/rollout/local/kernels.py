@@ -4,7 +4,8 @@ In: activations of `R` rows with one token each, and their `Slots`. Out: the res
 at the same places. Invariant: a row attends to its own KV cache blocks up to its position, and a row that is not live
 writes to no block but block 0.
 
-Shape suffixes: `R` rows, `H` heads, `D` head dimension.
+Shape suffixes: `R` rows, `H` heads, `D` head dimension, `E` head dimension of values where it may differ, `C` columns
+(tokens of a row).
 """
 
 from __future__ import annotations
@@ -95,13 +96,18 @@ def rope_and_store(
     if norms is not None:
         query_RHD, key_RHD = rms_norm(query_RHD, norms[0], eps), rms_norm(key_RHD, norms[1], eps)
     query_RHD, key_RHD = _rotate(query_RHD, *rope), _rotate(key_RHD, *rope)
+    assert key_RHD.shape[1] == heads
+    store(slots, key_RHD, value_RHD, cache)
+    return query_RHD
+
+
+def store(slots: Slots, key_RHD: Tensor, value_RHE: Tensor, cache: tuple[Tensor, Tensor]) -> None:
+    """Store the key and the value of every row at its position."""
     position_R = slots.state[POSITION]
     block_R = slots.table_SW.gather(1, (position_R // BLOCK_SIZE)[:, None]).squeeze(1)
     block_R = torch.where(slots.state[LIVE] > 0, block_R, 0)  # an idle row must not write to blocks it no longer owns
-    for store, new_RHD in zip(cache, (key_RHD, value_RHD), strict=True):
-        assert store.shape[1] == heads
-        store[block_R.long(), :, position_R % BLOCK_SIZE] = new_RHD
-    return query_RHD
+    for blocks, new_RHD in zip(cache, (key_RHD, value_RHE), strict=True):
+        blocks[block_R.long(), :, position_R % BLOCK_SIZE] = new_RHD
 
 
 def _rotate(x_RHD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -109,21 +115,56 @@ def _rotate(x_RHD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x_RHD * cosine[:, None] + torch.cat([-high, low], dim=-1) * sine[:, None]
 
 
-def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Attention of every row to its own blocks, [R, H * D]; 0 for rows that are not live."""
-    keys, values = (store[slots.table_SW.long()].transpose(1, 2).flatten(2, 3) for store in cache)
-    length_R = torch.where(slots.state[LIVE] > 0, slots.state[POSITION] + 1, 0)
-    seen_RC = torch.arange(keys.shape[2], device=keys.device) < length_R[:, None]
-    live_R = (length_R > 0)[:, None, None]
-    output = functional.scaled_dot_product_attention(
-        query_RHD[:, :, None],
-        keys,
-        values.where(seen_RC[:, None, :, None], 0),  # a masked value still enters the sum, and 0 * NaN is NaN
-        attn_mask=seen_RC[:, None, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return output.squeeze(2).where(live_R, 0).flatten(1)
+def paged_attention(
+    slots: Slots,
+    query_RHD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """Attention of every row to the last `window` tokens of its own blocks, [R, H * E]; 0 for rows that are not live.
+
+    `softcap` bounds the scores, softcap * tanh(score / softcap). `sink_H` is one more score per query head: it takes
+    part in the softmax and has no value."""
+    keys, values = (blocks[slots.table_SW.long()].transpose(1, 2).flatten(2, 3) for blocks in cache)
+    length_R1 = torch.where(slots.state[LIVE] > 0, slots.state[POSITION] + 1, 0)[:, None]
+    column_C = torch.arange(keys.shape[2], device=keys.device)
+    seen_RC = column_C < length_R1
+    if window is not None:
+        seen_RC &= column_C >= length_R1 - window
+    values = values.where(seen_RC[:, None, :, None], 0)  # a masked value still enters the sum, and 0 * NaN is NaN
+    if softcap is None and sink_H is None:
+        output = functional.scaled_dot_product_attention(
+            query_RHD[:, :, None], keys, values, attn_mask=seen_RC[:, None, None], scale=scale, enable_gqa=True
+        ).squeeze(2)
+    else:
+        output = _capped_attention(query_RHD, keys, values, seen_RC, scale, softcap, sink_H)
+    return output.where((length_R1 > 0)[..., None], 0).flatten(1)
+
+
+def _capped_attention(
+    query_RHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen_RC: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_H: Tensor | None,
+) -> Tensor:
+    rows, queries, _ = query_RHD.shape
+    # The query heads that share a key-value head are the rows of one product.
+    grouped = query_RHD.unflatten(1, (keys.shape[1], -1)).float()
+    score_RHC = (grouped @ keys.float().transpose(2, 3)).flatten(1, 2) * scale
+    if softcap is not None:
+        score_RHC = softcap * torch.tanh(score_RHC / softcap)
+    score_RHC = score_RHC.masked_fill(~seen_RC[:, None], -1e30)
+    if sink_H is not None:
+        score_RHC = torch.cat([score_RHC, sink_H.float()[:, None].expand(rows, -1, 1)], dim=-1)
+    weight_RHC = score_RHC.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    return (weight_RHC.unflatten(1, (keys.shape[1], -1)) @ values).reshape(rows, queries, -1)
 
 
 def sample_tokens(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

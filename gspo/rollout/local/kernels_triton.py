@@ -7,6 +7,7 @@ float32, and a launch depends on tensors alone, so that a CUDA graph of a step c
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo.rollout.local.blocks import BLOCK_SIZE
+from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.sampling import sample_from_logits, uniform, with_greedy
 from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots
 from gspo.types import Sampling
@@ -25,6 +26,8 @@ PROGRAMS = 1024
 """Attention is split into about this many programs or more, so that few rows also occupy the whole GPU."""
 SPLIT_BLOCKS = 32
 """KV cache blocks per program when there are enough programs, so that one long row does not delay all others."""
+SHARED_MEMORY = 128 * 1024
+"""At most as many bytes of keys and values in the shared memory of an attention program. An H200 has 227 KiB."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -141,24 +144,61 @@ def rope_and_store(
     return out
 
 
-def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Attention of every row to its own blocks, split over programs as in flash-decoding."""
+def store(slots: Slots, key_RHD: Tensor, value_RHE: Tensor, cache: tuple[Tensor, Tensor]) -> None:
+    """Store the key and the value of every row at its position."""
+    rows, heads, size = key_RHD.shape
+    value_size = value_RHE.shape[-1]
+    _store_kernel[(rows, heads)](
+        key_RHD.contiguous(),
+        value_RHE.contiguous(),
+        slots.state[POSITION],
+        slots.state[LIVE],
+        slots.table_SW,
+        slots.table_SW.stride(0),
+        *cache,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        VALUE_SIZE=value_size,
+        VALUE_BLOCK=triton.next_power_of_2(value_size),
+        KV_BLOCK=BLOCK_SIZE,
+        num_warps=1,
+    )
+
+
+def paged_attention(
+    slots: Slots,
+    query_RHD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """Attention of every row to the last `window` tokens of its own blocks, split over programs as in
+    flash-decoding."""
     rows, queries, size = query_RHD.shape
-    heads, width = cache[0].shape[1], slots.table_SW.shape[1]
+    heads, value_size = cache[0].shape[1], cache[1].shape[3]
+    # A window of n tokens touches at most one block more than n tokens fill.
+    width = slots.table_SW.shape[1] if window is None else min(slots.table_SW.shape[1], blocks_for(window) + 1)
     split_blocks = SPLIT_BLOCKS if rows * heads >= PROGRAMS else 1
     wanted = max(triton.cdiv(width, split_blocks) if split_blocks > 1 else triton.cdiv(PROGRAMS, rows * heads), 1)
     # A power of two, as tl.arange needs. Each number compiles a kernel of its own, so there are few.
     splits = min(triton.next_power_of_2(wanted), triton.next_power_of_2(width), 16)
     sums = torch.float64 if query_RHD.dtype == torch.float64 else torch.float32
-    out = torch.empty_like(query_RHD)
-    parts = out if splits == 1 else out.new_empty(splits, rows, queries, size, dtype=sums)
+    query_RHD = query_RHD.contiguous()
+    out = query_RHD.new_empty(rows, queries, value_size)
+    parts = out if splits == 1 else out.new_empty(splits, rows, queries, value_size, dtype=sums)
     # With one split nothing is written to it; any pointer will do.
     logs = parts if splits == 1 else parts.new_empty(splits, rows, queries)
     group = queries // heads
+    block, value_block = (max(16, triton.next_power_of_2(n)) for n in (size, value_size))
+    tile, stages = _tile(cache[0].element_size() * (block + value_block), _shared_memory(query_RHD.device))
     common: dict[str, Any] = {
         "QUERIES": queries,
-        "SIZE": size,
-        "BLOCK": max(16, triton.next_power_of_2(size)),
+        "VALUE_SIZE": value_size,
+        "VALUE_BLOCK": value_block,
         "SPLITS": splits,
     }
     _paged_attention_kernel[(rows, heads, splits)](
@@ -171,19 +211,52 @@ def paged_attention(slots: Slots, query_RHD: Tensor, cache: tuple[Tensor, Tensor
         slots.state[POSITION],
         slots.state[LIVE],
         scale,
+        # Without the option, the kernel does not read it; any value or pointer will do.
+        0 if window is None else window,
+        1.0 if softcap is None else softcap,
+        query_RHD if sink_H is None else sink_H,
         HEADS=heads,
         SPLIT_BLOCKS=split_blocks,
         GROUP=group,
         # tl.dot needs at least 16 rows; the rest is masked.
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
         KV_BLOCK=BLOCK_SIZE,
+        TILE=tile,
+        SIZE=size,
+        BLOCK=block,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        SINKS=sink_H is not None,
         **common,
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )
     if splits > 1:
-        _combine_splits_kernel[(rows, queries)](parts, logs, out, rows, **common, num_warps=1)
+        warps = 1 if splits * value_block <= 2048 else 4
+        _combine_splits_kernel[(rows, queries)](parts, logs, out, rows, **common, num_warps=warps)
     return out.flatten(1)
+
+
+def _tile(bytes_per_token: int, shared_memory: int) -> tuple[int, int]:
+    """Tokens that the attention kernel reads at a time, and the number of pipeline stages: as many as fit into shared
+    memory. Large heads (256 in Gemma 3, 512 in Gemma 4) need smaller tiles."""
+    if BLOCK_SIZE * bytes_per_token * 3 <= shared_memory:
+        return BLOCK_SIZE, 3
+    tile = BLOCK_SIZE
+    # tl.dot needs at least 16 tokens.
+    while tile > 16 and tile * bytes_per_token * 2 > shared_memory:
+        tile //= 2
+    return tile, 2
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of keys and values that an attention program may hold. A fifth of the GPU's is left for other uses."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    # Missing in torch's type stubs.
+    available: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**18)
+    return min(SHARED_MEMORY, available * 4 // 5)
 
 
 def sample_tokens(slots: Slots, logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -397,6 +470,37 @@ def _rope_and_store_kernel(
 
 
 @triton.jit
+def _store_kernel(
+    key,
+    value,
+    position,
+    live,
+    table,
+    width,
+    keys,
+    values,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(live + row) != 0:
+        where = tl.load(position + row)
+        # int64: the offset of an element in a large cache overflows int32.
+        kv_block = tl.load(table + row * width + where // KV_BLOCK).to(tl.int64)
+        to = (kv_block * HEADS + head) * KV_BLOCK + where % KV_BLOCK
+        start = row * HEADS + head
+        at, value_at = tl.arange(0, BLOCK), tl.arange(0, VALUE_BLOCK)
+        new = tl.load(key + start * SIZE + at, mask=at < SIZE, other=0.0)
+        tl.store(keys + to * SIZE + at, new, mask=at < SIZE)
+        new_value = tl.load(value + start * VALUE_SIZE + value_at, mask=value_at < VALUE_SIZE, other=0.0)
+        tl.store(values + to * VALUE_SIZE + value_at, new_value, mask=value_at < VALUE_SIZE)
+
+
+@triton.jit
 def _paged_attention_kernel(
     query,
     parts,
@@ -408,72 +512,115 @@ def _paged_attention_kernel(
     position,
     live,
     scale,
+    window,
+    softcap,
+    sinks,
     HEADS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """One row, the query heads of one key-value head, over one split of the row's blocks: online softmax."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.where(tl.load(live + row) != 0, tl.load(position + row) + 1, 0).to(tl.int32)
     kv_blocks = tl.cdiv(length, KV_BLOCK)
-    per_split = tl.maximum(tl.cdiv(kv_blocks, SPLITS), SPLIT_BLOCKS)
-    first, last = per_split * split, tl.minimum(per_split * (split + 1), kv_blocks)
-    at, member, token = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, KV_BLOCK)
-    mine = (row * QUERIES + head * GROUP + member[:, None]) * SIZE + at[None, :]
-    real = (member[:, None] < GROUP) & (at[None, :] < SIZE)
-    own_query = tl.load(query + mine, mask=real, other=0.0)
+    if WINDOWED:
+        # Blocks before the window are not read at all.
+        start = tl.maximum(length - window, 0).to(tl.int32)
+        skipped = start // KV_BLOCK
+        per_split = tl.maximum(tl.cdiv(kv_blocks - skipped, SPLITS), SPLIT_BLOCKS)
+        first = skipped + per_split * split
+    else:
+        per_split = tl.maximum(tl.cdiv(kv_blocks, SPLITS), SPLIT_BLOCKS)
+        first = per_split * split
+    last = tl.minimum(first + per_split, kv_blocks)
+    at, member, token = tl.arange(0, BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
+    value_at = tl.arange(0, VALUE_BLOCK)
+    own_head = row * QUERIES + head * GROUP + member
+    real = member[:, None] < GROUP
+    own_query = tl.load(query + own_head[:, None] * SIZE + at[None, :], mask=real & (at[None, :] < SIZE), other=0.0)
     # A large finite number instead of -inf: exp(-inf - -inf) would be NaN.
     most = tl.full([GROUP_BLOCK], -1.0e30, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
-    output = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
-    for index in range(first, last):
-        kv_block = tl.load(table + row * width + index).to(tl.int64)
-        held = (kv_block * HEADS + head) * KV_BLOCK * SIZE + token[:, None] * SIZE + at[None, :]
-        seen = index * KV_BLOCK + token < length
-        there = seen[:, None] & (at[None, :] < SIZE)
-        read = tl.load(keys + held, mask=there, other=0.0)
+    if SINKS:
+        # A score without a value. It is counted once, in the first split.
+        sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32)
+        most = tl.where(split == 0, sink, most)
+        total = tl.where(split == 0, 1.0, total)
+    output = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    # TILE divides KV_BLOCK, so that a tile lies in one block.
+    for index in range(first * (KV_BLOCK // TILE), last * (KV_BLOCK // TILE)):
+        kv_block = tl.load(table + row * width + index // (KV_BLOCK // TILE)).to(tl.int64)
+        held = (kv_block * HEADS + head) * KV_BLOCK + index % (KV_BLOCK // TILE) * TILE
+        seen = index * TILE + token < length
+        if WINDOWED:
+            seen = seen & (index * TILE + token >= start)
+        offset = held * SIZE + token[:, None] * SIZE + at[None, :]
+        read = tl.load(keys + offset, mask=seen[:, None] & (at[None, :] < SIZE), other=0.0)
         # ieee: the default rounds float32 inputs to TF32, with 10 bits of mantissa.
         score = tl.dot(own_query, tl.trans(read), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh by exponentials, which do not overflow for a negative argument.
+            shrunk = tl.exp(-2.0 * tl.abs(score) / softcap)
+            score = tl.where(score < 0, -softcap, softcap) * (1 - shrunk) / (1 + shrunk)
         score = tl.where(seen[None, :], score, -1.0e30)
         peak = tl.maximum(most, tl.max(score, 1))
         # Online softmax: earlier sums were relative to the old maximum.
         shrink = tl.exp(most - peak)
         weight = tl.exp(score - peak[:, None])
+        if WINDOWED:
+            # A tile may lie before the window as a whole. Then its scores are all equal to the maximum.
+            weight = tl.where(seen[None, :], weight, 0.0)
         total = total * shrink + tl.sum(weight, 1)
-        read = tl.load(values + held, mask=there, other=0.0)
+        offset = held * VALUE_SIZE + token[:, None] * VALUE_SIZE + value_at[None, :]
+        read = tl.load(values + offset, mask=seen[:, None] & (value_at[None, :] < VALUE_SIZE), other=0.0)
         output = output * shrink[:, None] + tl.dot(weight.to(read.dtype), read, input_precision="ieee")
         most = peak
     output = output / tl.where(total > 0, total, 1.0)[:, None]
     log = tl.where(total > 0, most + tl.log(tl.where(total > 0, total, 1.0)), -1.0e30)
+    mine = own_head[:, None] * VALUE_SIZE + value_at[None, :]
+    real = real & (value_at[None, :] < VALUE_SIZE)
     if SPLITS == 1:
         tl.store(parts + mine, output.to(parts.dtype.element_ty), mask=real)
     else:
         rows = tl.num_programs(0)
-        tl.store(parts + split * rows * QUERIES * SIZE + mine, output, mask=real & (total > 0)[:, None])
-        tl.store(logs + split * rows * QUERIES + row * QUERIES + head * GROUP + member, log, mask=member < GROUP)
+        tl.store(parts + split * rows * QUERIES * VALUE_SIZE + mine, output, mask=real & (total > 0)[:, None])
+        tl.store(logs + split * rows * QUERIES + own_head, log, mask=member < GROUP)
 
 
 @triton.jit
 def _combine_splits_kernel(
-    parts, logs, out, rows, QUERIES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
+    parts,
+    logs,
+    out,
+    rows,
+    QUERIES: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Combine the outputs of the splits, weighted by their sums of exponentials."""
     row, head = tl.program_id(0), tl.program_id(1)
-    at, split = tl.arange(0, BLOCK), tl.arange(0, SPLITS)
+    at, split = tl.arange(0, VALUE_BLOCK), tl.arange(0, SPLITS)
     place = row * QUERIES + head
     log = tl.load(logs + split * rows * QUERIES + place)
     weight = tl.exp(log - tl.max(log, 0))
     # An empty split wrote nothing: its output is uninitialized memory.
-    real = (log[:, None] > -1.0e29) & (at[None, :] < SIZE)
-    part = tl.load(parts + (split[:, None] * rows * QUERIES + place) * SIZE + at[None, :], mask=real, other=0.0)
+    real = (log[:, None] > -1.0e29) & (at[None, :] < VALUE_SIZE)
+    part = tl.load(parts + (split[:, None] * rows * QUERIES + place) * VALUE_SIZE + at[None, :], mask=real, other=0.0)
     output = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + place * SIZE + at, output.to(out.dtype.element_ty), mask=at < SIZE)
+    tl.store(out + place * VALUE_SIZE + at, output.to(out.dtype.element_ty), mask=at < VALUE_SIZE)
 
 
 @triton.jit
