@@ -7,10 +7,10 @@ model reads every token of a completion; log-probs exist only for the tokens tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +77,16 @@ class Span:
         return replace(self, at=self.at.to(device), starts=self.starts.to(device))
 
 
+class Part(NamedTuple):
+    """One prompt or completion of a packed row, as a range of its tokens, and the range of its prompt."""
+
+    start: int
+    stop: int
+    prompt_start: int
+    prompt_stop: int
+    """Equal to `prompt_start` if the part is a prompt itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """Sequences in one packed row: a prompt, its completions one after the other, the next prompt, and so on."""
@@ -92,10 +102,31 @@ class Packing:
     right."""
     place_I: Tensor
     """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
+    ranges: tuple[Part, ...]
+    """Where the segments of `parts` are."""
+    windows: Mapping[int, Span] = field(default_factory=dict)
+    """For layers with a sliding window, the keys of each of `parts`: the end of its prompt, and its own."""
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
-        return Packing(**{k: v.to(device) for k, v in vars(self).items()})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Span)}
+        windows = {window: span.to(device) for window, span in self.windows.items()}
+        return replace(self, **moved, windows=windows)
+
+    def with_windows(self, windows: Iterable[int | None]) -> Packing:
+        """The same with `windows` for layers with these sliding windows. Longer windows than all sequences need
+        nothing."""
+        missing = {w for w in windows if w is not None and w < self.rows_RT.shape[1]} - set(self.windows)
+        spans = {window: self._keys_within(window).to(self.rows_RT.device) for window in missing}
+        return replace(self, windows={**self.windows, **spans}) if spans else self
+
+    def _keys_within(self, window: int) -> Span:
+        keys = []
+        for part in self.ranges:
+            # The first token of a completion attends to itself and to the last `window` - 1 tokens of its prompt.
+            first = max(part.prompt_start, part.prompt_stop - (window - 1))
+            keys.append(np.concatenate([np.arange(first, part.prompt_stop), np.arange(part.start, part.stop)]))
+        return _span(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,17 +213,21 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
     prompts: list[Places] = []
     completions: list[Places] = []
     parts: list[Places] = []
+    ranges: list[Part] = []
     for prompt, group in members.items():
         given = sequences[prompt].prompt_ids
         begin = len(ids)
         prompts.append(np.arange(begin, begin + len(given)))
         parts.append(prompts[-1])
         ids += given
+        end = len(ids)
+        ranges.append(Part(begin, end, begin, begin))
         spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
         for s in group:
             here = np.arange(len(ids), len(ids) + len(sequences[s].completion_ids))
             where.append(np.concatenate([prompts[-1], here]))
             parts.append(here)
+            ranges.append(Part(len(ids), len(ids) + len(here), begin, end))
             ids += sequences[s].completion_ids
             spans.append((range(starts[s] + len(given), starts[s + 1]), 1, len(given)))
         completions.append(np.arange(begin + len(given), len(ids)))
@@ -205,12 +240,18 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
         times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
-        packing=_packing(where, parts, prompts, completions),
+        packing=_packing(where, parts, prompts, completions, tuple(ranges)),
         **_sampled_tokens(sequences, order, where),
     )
 
 
-def _packing(where: list[Places], parts: list[Places], prompts: list[Places], completions: list[Places]) -> Packing:
+def _packing(
+    where: list[Places],
+    parts: list[Places],
+    prompts: list[Places],
+    completions: list[Places],
+    ranges: tuple[Part, ...],
+) -> Packing:
     """Indices into the packed row: `where` each sequence is, all `parts`, each prompt, and all completions of each."""
     width = max(map(len, where))
     rows_RT = np.zeros((len(where), width), dtype=np.int64)
@@ -225,6 +266,7 @@ def _packing(where: list[Places], parts: list[Places], prompts: list[Places], co
         completions=_span(completions),
         rows_RT=torch.from_numpy(rows_RT),
         place_I=torch.from_numpy(place_I),
+        ranges=ranges,
     )
 
 

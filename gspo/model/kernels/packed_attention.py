@@ -8,11 +8,15 @@ two,
     output = (exp(L_own) output_own + exp(L_prompt) output_prompt) / (exp(L_own) + exp(L_prompt)),
 
 and the backward pass of each part is that of flash attention, given the combined output and the combined log-sum.
-Elsewhere keys and values are expanded to separate sequences for this one operation.
+In a layer with a sliding window, each completion attends to a copy of the end of its prompt instead. Elsewhere keys
+and values are expanded to separate sequences for this one operation.
+
+An attention sink is one more logit per head in the denominator of the softmax: it multiplies the output by
+sigmoid(L - sink). Soft caps (Gemma 2) need all scores, because the flash attention of torch does not support them.
 
 It is registered with transformers under `NAME`. For forwards that are not packed it is `sdpa`, except that decoding
-on a CPU does not copy keys and values for every head that shares them. `attention_kinds` says which attention the
-layers of a model have.
+on a CPU does not copy keys and values for every head that shares them, and that sinks and soft caps are applied, which
+`sdpa` ignores. `attention_kinds` says which attention the layers of a model have.
 """
 
 from __future__ import annotations
@@ -23,15 +27,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from gspo.model.kernels.attention_probe import observe_layer, probed_mask
 from gspo.model.micro_batch import Packing, Span
 
 NAME = "gspo_packed"
-UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""Options of some families that packed attention does not support."""
+HARMLESS = ("position_ids", "use_cache", "output_router_logits")
+"""Options that reach the attention of some families and do not affect it."""
+SCORES = 2**26
+"""The number of attention scores that are in memory at a time, if they cannot be avoided."""
 
 
 def attention_kinds(config: Any) -> dict[str, int | None] | None:
@@ -52,35 +59,53 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: [1, heads, I, size] in, [1, I, heads, size] out."""
-    if packing is None and _is_decoding(query, key, attention_mask, options):
-        return _grouped(query, key, value, attention_mask, scaling), None
-    if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
-    # Refused, because ignoring them would silently compute another model.
-    unknown = [name for name in UNKNOWN if options.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    observe_layer(module, attention_mask, sliding_window, packed=packing is not None)
+    if packing is None:
+        if softcap is not None or s_aux is not None:
+            _refuse_unknown(options)
+            return _with_scores(query, key, value, _seen(query, key, attention_mask), scale, softcap, s_aux), None
+        if _is_decoding(query, key, attention_mask, options):
+            return _grouped(query, key, value, attention_mask, scaling), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
+    _refuse_unknown(options)
+    longest = packing.rows_RT.shape[1]
+    window = None if sliding_window is None or sliding_window >= longest else sliding_window
     # What the flash attention kernels of torch support.
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and key.shape[-1] == value.shape[-1] <= 256:
+    fits = key.shape[-1] == value.shape[-1] <= 256 and softcap is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and fits:
         query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-        return _Shared.apply(query, key, value, scale, packing).unsqueeze(0), None
-    return _as_rows(query, key, value, scale, packing), None
+        if window is None:
+            return _Shared.apply(query, key, value, s_aux, scale, packing).unsqueeze(0), None
+        return _windowed(query, key, value, s_aux, scale, packing, window).unsqueeze(0), None
+    return _as_rows(query, key, value, scale, packing, window, softcap, s_aux), None
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, probed_mask)
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Refuse options that are not implemented, because ignoring them would silently compute another model."""
+    unknown = [
+        name
+        for name, value in options.items()
+        if name not in HARMLESS and (isinstance(value, Tensor) or value not in (None, False, 0.0))
+    ]
+    if unknown:
+        raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
     """Whether each row has one new token with shared key-value heads, and a mask that says what it attends to."""
     shares = query.shape[2] == 1 < query.shape[1] // key.shape[1] and not query.is_cuda
-    return (
-        shares and mask is not None and not any(options.get(name) for name in ("dropout", "softcap", "position_bias"))
-    )
+    return shares and mask is not None and not any(options.get(name) for name in ("dropout", "position_bias"))
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -92,24 +117,173 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     return output.reshape(rows, 1, heads, -1)
 
 
-def _as_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
+def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask of a forward that is not packed. As for `sdpa`, no mask means causal attention."""
+    if mask is not None or query.shape[2] == 1:
+        return mask
+    return _causal(key.shape[2], None, key.device)[: query.shape[2]]
+
+
+def _causal(width: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys (columns) each query (row) attends to."""
+    seen = torch.ones(width, width, dtype=torch.bool, device=device).tril_()
+    return seen if window is None else seen.triu_(1 - window)
+
+
+def _as_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    packing: Packing,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Expand to separate sequences, padded on the right. For a prompt that occurs in several, one output is used."""
     rows, width = packing.rows_RT.shape
     at = packing.rows_RT.flatten()
     # On a GPU, the backward of `index_select` sums in any order; that of indexing is deterministic.
     expanded = (t[0][:, at] if t.is_cuda else t[0].index_select(1, at) for t in (query, key, value))
     query, key, value = (t.unflatten(1, (rows, width)).transpose(0, 1) for t in expanded)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2).flatten(0, 1).index_select(0, packing.place_I).unsqueeze(0)
+    if softcap is not None or sink is not None:
+        seen = _causal(width, window, query.device)
+        output = _with_scores(query, key, value, seen, scale, softcap, sink)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if window is None else _causal(width, window, query.device),
+            is_causal=window is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
+    return output.flatten(0, 1).index_select(0, packing.place_I).unsqueeze(0)
+
+
+def _with_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """Attention as its formula, for soft caps and sinks; [rows, T, heads, size]. A few rows at a time, and the backward
+    pass computes the scores again, so that memory does not grow with their number."""
+    count = max(1, SCORES // (query.shape[1] * query.shape[2] * key.shape[2]))
+    shared = mask is None or mask.dim() < 4 or len(mask) == 1
+    recompute = torch.is_grad_enabled() and (query.requires_grad or (sink is not None and sink.requires_grad))
+    outputs = []
+    for i in range(0, len(query), count):
+        part = slice(i, i + count)
+        seen = mask if shared or mask is None else mask[part]
+        arguments = (query[part], key[part], value[part], seen, scale, softcap, sink)
+        outputs.append(
+            checkpoint(_scored, *arguments, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else _scored(*arguments)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    rows, heads, length, size = query.shape
+    # Heads that share keys and values are several queries of one head.
+    score = query.reshape(rows, key.shape[1], -1, size) @ key.transpose(2, 3)
+    exact = torch.promote_types(score.dtype, torch.float32)
+    score = scale * score.view(rows, heads, length, -1).to(exact)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        score = score.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        score = score + mask
+    if sink is not None:
+        logit = sink.to(exact).view(1, heads, 1, 1).expand(rows, heads, length, 1)
+        share = torch.cat([score, logit], dim=-1).softmax(-1)[..., :-1]
+    else:
+        share = score.softmax(-1)
+    output = share.to(value.dtype).view(rows, key.shape[1], -1, key.shape[2]) @ value
+    return output.view(rows, heads, length, -1).transpose(1, 2)
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scale: float, packing: Packing, window: int
+) -> Tensor:
+    """Attention with a sliding window by one flash attention call. The keys of a completion are the end of its prompt
+    and its own, so that queries and keys end at the same position, where flash attention aligns them."""
+    keys = packing.windows[window]
+    # Plain indexing, because its backward pass is deterministic.
+    return _Flash.apply(query, key[keys.at], value[keys.at], sink, scale, packing.parts, keys, window)  # type: ignore[no-any-return]
+
+
+class _Flash(torch.autograd.Function):
+    """Causal attention of each query sequence over its key sequence, with a window; [I, heads, size] in and out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        scale: float,
+        of_query: Span,
+        of_key: Span,
+        window: int,
+    ) -> Tensor:
+        output, log_sum = _flash(query, key, value, of_query, of_key, scale, causal=True, window=window)
+        output, log_sum = _with_sink(output, log_sum, sink)
+        ctx.save_for_backward(query, key, value, output, log_sum, sink)
+        ctx.arguments = (of_query, of_key, scale)
+        ctx.window = window
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum, sink = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        tensors = (gradient, query, key, value, output, log_sum)
+        dq, dk, dv = _flash_backward(*tensors, *ctx.arguments, causal=True, window=ctx.window)
+        return dq, dk, dv, _sink_gradient(gradient, output, log_sum, sink), None, None, None, None
+
+
+def _with_sink(output: Tensor, log_sum: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the sink to the denominator: a key with the logit `sink` and the value 0."""
+    if sink is None:
+        return output, log_sum
+    total = torch.logaddexp(log_sum, sink.to(log_sum.dtype).unsqueeze(-1))
+    share = (log_sum - total).exp().T.unsqueeze(-1)
+    return (output.to(log_sum.dtype) * share).to(output.dtype), total
+
+
+def _sink_gradient(gradient: Tensor, output: Tensor, log_sum: Tensor, sink: Tensor | None) -> Tensor | None:
+    """The gradient of a softmax logit whose value is 0: -p_sink (gradient . output), summed over all queries."""
+    if sink is None:
+        return None
+    along = (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1).T
+    share = (sink.to(log_sum.dtype).unsqueeze(-1) - log_sum).exp()
+    return -(share * along).sum(-1).to(sink.dtype)
 
 
 class _Shared(torch.autograd.Function):
     """Attention with a shared prompt by two flash attention calls; [I, heads, size] in and out."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, packing: Packing) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scale: float, packing: Packing
+    ) -> Tensor:
         completions = packing.completions
         prompts = packing.prompts
         output, log_sum = _flash(query, key, value, packing.parts, packing.parts, scale, causal=True)
@@ -127,14 +301,15 @@ class _Shared(torch.autograd.Function):
         )
         # With the combined log-sum, each part's backward pass weights its own softmax correctly.
         log_sum[:, completions.at] = log_both
-        ctx.save_for_backward(query, key, value, output, log_sum)
+        output, log_sum = _with_sink(output, log_sum, sink)
+        ctx.save_for_backward(query, key, value, output, log_sum, sink)
         ctx.scale = scale
         ctx.packing = packing
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, output, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum, sink = ctx.saved_tensors
         completions = ctx.packing.completions
         prompts = ctx.packing.prompts
         parts = ctx.packing.parts
@@ -156,13 +331,22 @@ class _Shared(torch.autograd.Function):
         dq[completions.at] += more_q
         dk[prompts.at] += more_k
         dv[prompts.at] += more_v
-        return dq, dk, dv, None, None
+        return dq, dk, dv, _sink_gradient(gradient, output, log_sum, sink), None, None
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, of_query: Span, of_key: Span, scale: float, *, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_query: Span,
+    of_key: Span,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query sequence over its key sequence: output [I, heads, size] and log-sum [heads, I]."""
+    """Attention of each query sequence over its key sequence: output [I, heads, size] and log-sum [heads, I]. Each
+    query attends to its own position, that many keys from the end of its sequence, and to `window` - 1 before it."""
     output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -175,8 +359,14 @@ def _flash(
         causal,
         False,
         scale=scale,
+        **_window_sizes(window),
     )
     return output, log_sum
+
+
+def _window_sizes(window: int | None) -> dict[str, int]:
+    """The keys before and after a query's own position. 0 after it, because torch drops `causal` for single queries."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _flash_backward(
@@ -191,6 +381,7 @@ def _flash_backward(
     scale: float,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of dropout, which is disabled
     with _deterministic():
@@ -210,6 +401,7 @@ def _flash_backward(
             unused,
             unused,
             scale=scale,
+            **_window_sizes(window),
         )
 
 
