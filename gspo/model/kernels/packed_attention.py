@@ -15,8 +15,9 @@ An attention sink is one more logit per head in the denominator of the softmax: 
 sigmoid(L - sink). Soft caps (Gemma 2) need all scores, because the flash attention of torch does not support them.
 
 It is registered with transformers under `NAME`. For forwards that are not packed it is `sdpa`, except that decoding
-on a CPU does not copy keys and values for every head that shares them, and that sinks and soft caps are applied, which
-`sdpa` ignores. `attention_kinds` says which attention the layers of a model have.
+on a CPU does not copy keys and values for every head that shares them, that padded rows on a GPU get inputs that its
+kernels support, and that sinks and soft caps are applied, which `sdpa` ignores. `attention_kinds` says which attention
+the layers of a model have.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from gspo.model.micro_batch import Packing, Span
 NAME = "gspo_packed"
 HARMLESS = ("position_ids", "use_cache", "output_router_logits")
 """Options that reach the attention of some families and do not affect it."""
+ALIGNMENT = 16
+"""Elements to which the rows of a mask are aligned."""
 SCORES = 2**26
 """The number of attention scores that are in memory at a time, if they cannot be avoided."""
 
@@ -73,13 +76,13 @@ def attention(
             return _with_scores(query, key, value, _seen(query, key, attention_mask), scale, softcap, s_aux), None
         if _is_decoding(query, key, attention_mask, options):
             return _grouped(query, key, value, attention_mask, scaling), None
+        if _needs_plain_inputs(module, query, value, attention_mask, options):
+            return _plain_inputs(query, key, value, attention_mask, scale).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
     _refuse_unknown(options)
     longest = packing.rows_RT.shape[1]
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
-    # What the flash attention kernels of torch support.
-    fits = key.shape[-1] == value.shape[-1] <= 256 and softcap is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and fits:
+    if softcap is None and _flash_supports(query, value):
         query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
         if window is None:
             return _Shared.apply(query, key, value, s_aux, scale, packing).unsqueeze(0), None
@@ -91,15 +94,28 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, probed_mask)
 
 
+def _flash_supports(query: Tensor, value: Tensor) -> bool:
+    """What the flash attention kernels of torch support."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] <= 256
+    )
+
+
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     """Refuse options that are not implemented, because ignoring them would silently compute another model."""
-    unknown = [
+    if unknown := _unknown(options):
+        raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
+
+
+def _unknown(options: Mapping[str, Any]) -> list[str]:
+    return [
         name
         for name, value in options.items()
         if name not in HARMLESS and (isinstance(value, Tensor) or value not in (None, False, 0.0))
     ]
-    if unknown:
-        raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
@@ -115,6 +131,41 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
         query.reshape(rows, key.shape[1], -1, size), key, value, attn_mask=mask, scale=scaling
     )
     return output.reshape(rows, 1, heads, -1)
+
+
+def _needs_plain_inputs(
+    module: Any, query: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]
+) -> bool:
+    """Whether padded rows on a GPU are for the memory-efficient kernel: flash attention supports no masks."""
+    padded = query.is_cuda and query.shape[2] > 1 and getattr(module, "is_causal", True) and not _unknown(options)
+    return padded and (mask is not None or not _flash_supports(query, value))
+
+
+def _plain_inputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention with inputs as the memory-efficient kernel needs them; causal without a mask. For shared key-value
+    heads torch would compute all scores instead, and for a mask whose rows are not aligned it can fail with "(*bias):
+    last dimension must be contiguous"."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if mask is None else _aligned(mask, query.dtype),
+        is_causal=mask is None,
+        scale=scale,
+    )
+
+
+def _aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as an additive one whose rows start at multiples of `ALIGNMENT` elements."""
+    # A mask that is the same for all rows of the batch stays one mask.
+    mask = mask[:1] if mask.dim() == 4 and mask.stride(0) == 0 else mask
+    width = mask.shape[-1]
+    added = torch.zeros(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=mask.device)
+    added = added[..., :width]
+    return added.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else added.copy_(mask)
 
 
 def _seen(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -149,6 +200,9 @@ def _as_rows(
     if softcap is not None or sink is not None:
         seen = _causal(width, window, query.device)
         output = _with_scores(query, key, value, seen, scale, softcap, sink)
+    elif query.is_cuda:
+        mask = None if window is None else _causal(width, window, query.device)
+        output = _plain_inputs(query, key, value, mask, scale).transpose(1, 2)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
