@@ -65,30 +65,9 @@ class ExcludedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """Segments of the packed row."""
-
-    at: Tensor
-    """Indices of their tokens in the packed row, segment by segment."""
-    starts: Tensor
-    """Where each segment begins in `at`, and as the last entry the length of `at` (cumulative sequence lengths)."""
-    longest: int
-
-    def to(self, device: torch.device) -> Span:
-        """The same on another device."""
-        return replace(self, at=self.at.to(device), starts=self.starts.to(device))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Packing:
     """Sequences in one packed row: a prompt, its completions one after the other, the next prompt, and so on."""
 
-    parts: Span
-    """All tokens; each prompt and each completion is a segment."""
-    prompts: Span
-    """The prompts."""
-    completions: Span
-    """The completions; all completions of one prompt are one segment."""
     rows_RT: Tensor
     """Index in the packed row of each token of each sequence; a shared prompt occurs in several. Padded with 0 on the
     right."""
@@ -183,23 +162,16 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
     ids: list[int] = []
     spans: list[tuple[range, int, int]] = []  # input tokens, times, first position
     where: list[Places] = []
-    prompts: list[Places] = []
-    completions: list[Places] = []
-    parts: list[Places] = []
     for prompt, group in members.items():
         given = sequences[prompt].prompt_ids
         begin = len(ids)
-        prompts.append(np.arange(begin, begin + len(given)))
-        parts.append(prompts[-1])
         ids += given
         spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
         for s in group:
             here = np.arange(len(ids), len(ids) + len(sequences[s].completion_ids))
-            where.append(np.concatenate([prompts[-1], here]))
-            parts.append(here)
+            where.append(np.concatenate([np.arange(begin, begin + len(given)), here]))
             ids += sequences[s].completion_ids
             spans.append((range(starts[s] + len(given), starts[s + 1]), 1, len(given)))
-        completions.append(np.arange(begin + len(given), len(ids)))
     lengths = [len(at) for at, _, _ in spans]
     positions = [np.arange(first, first + n) for (_, _, first), n in zip(spans, lengths, strict=True)]
     lengths_by_group = [
@@ -213,40 +185,25 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
         times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
-        packing=_packing(where, parts, prompts, completions, attention_blocks(lengths_by_group)),
+        packing=_packing(where, len(ids), attention_blocks(lengths_by_group)),
         **_sampled_tokens(sequences, order, where),
     )
 
 
-def _packing(
-    where: list[Places],
-    parts: list[Places],
-    prompts: list[Places],
-    completions: list[Places],
-    blocks: AttentionBlocks,
-) -> Packing:
-    """Indices into the packed row: `where` each sequence is, all `parts`, each prompt, and all completions of each."""
+def _packing(where: list[Places], tokens: int, blocks: AttentionBlocks) -> Packing:
+    """Indices into a packed row of so many tokens: `where` each sequence is."""
     width = max(map(len, where))
     rows_RT = np.zeros((len(where), width), dtype=np.int64)
-    place_I = np.zeros(sum(map(len, parts)), dtype=np.int64)
+    place_I = np.zeros(tokens, dtype=np.int64)
     for i, row in enumerate(where):
         rows_RT[i, : len(row)] = row
         # A shared prompt is overwritten by each of its sequences: its outputs are the same in all of them.
         place_I[row] = np.arange(i * width, i * width + len(row))
     return Packing(
-        parts=_span(parts),
-        prompts=_span(prompts),
-        completions=_span(completions),
         rows_RT=torch.from_numpy(rows_RT),
         place_I=torch.from_numpy(place_I),
         blocks=blocks,
     )
-
-
-def _span(spans: list[Places]) -> Span:
-    lengths = [len(s) for s in spans]
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return Span(at=_concatenate(spans), starts=starts, longest=max(lengths))
 
 
 def _sampled_tokens(

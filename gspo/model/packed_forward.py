@@ -1,8 +1,9 @@
 """Which models support packed sequences, and the forward pass of a micro-batch, packed or padded.
 
-In: a transformers causal language model. Out: whether it supports packed sequences. Models with sliding windows,
-recurrent layers or their own attention code do not. Invariant: a trial against a padded forward decides, once per
-model. A model that fails it gets padded sequences, with a warning, and never wrong results.
+In: a transformers causal language model. Out: whether it supports packed sequences. Models with recurrent layers or
+their own attention code do not. Invariant: a trial against a padded forward with the model's own attention decides,
+once per model. It is shorter than most sliding windows, so it also compares the window that each layer asks for with
+that of the model's own masks. A model that fails gets padded sequences, with a warning, and never wrong results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gspo.model.kernels.packed_attention import attention_kinds
+from gspo.model.kernels.attention_probe import UNKNOWN, LayerWindows, observe_windows
+from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 
 _supported: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -56,20 +58,17 @@ def run_forward(model: Any, batch: MicroBatch, **options: Any) -> Tensor:
 
 def obstacle_to_packing(model: Any) -> str | None:
     """Why packed sequences would be wrong for this model. If None, its attention has been replaced."""
-    from gspo.model.kernels.packed_attention import NAME
-
     name = type(model).__name__
     kinds = attention_kinds(model.config)
     own = model.config._attn_implementation
-    if kinds is None or set(kinds.values()) != {None}:
-        return f"{name} has layers other than full attention"
+    if kinds is None:
+        return f"{name} has layers other than full and sliding-window attention"
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be replaced"
-    if own not in ("sdpa", NAME):
-        return f"the model uses attention {own!r}; only 'sdpa' can be replaced"
+    if own not in ("eager", "sdpa", NAME):
+        return f"the model uses attention {own!r}; only 'eager' and 'sdpa' can be replaced"
     try:
-        model.set_attn_implementation(NAME)
-        error = _trial(model)
+        error, layers = _trial(model)
     except Exception as problem:  # whatever fails inside foreign model code, the model cannot be packed
         model.set_attn_implementation(own)
         return f"{name} cannot process packed sequences ({type(problem).__name__}: {problem})".splitlines()[0]
@@ -77,27 +76,53 @@ def obstacle_to_packing(model: Any) -> str | None:
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):
         model.set_attn_implementation(own)
         return f"{name} gives other logits for packed sequences (off by {error:.2g} of their spread)"
+    if not _windows_agree(layers, set(kinds.values())):
+        model.set_attn_implementation(own)
+        return f"{name} has layers whose attention mask differs from the sliding window in its config"
     return None
 
 
-def _trial(model: Any) -> float:
-    """The error of packed logits: their root-mean-square difference from padded ones, relative to the spread of the
-    logits, as the third quartile over tokens. With trainable parameters the gradient must be finite too."""
+def _windows_agree(layers: LayerWindows, known: set[int | None]) -> bool:
+    """Whether each layer asks for the window of the mask that it gets from the model, and the config has it."""
+    windows = [(window, layers.by_option.get(layer, UNKNOWN)) for layer, window in layers.by_mask.items()]
+    # A model without windows may have masks of its own, which the trial has tested.
+    return all(
+        option in known and (option == mask or (mask == UNKNOWN and known == {None})) for mask, option in windows
+    )
+
+
+def _trial(model: Any) -> tuple[float, LayerWindows]:
+    """The error of our attention, packed and padded: the root-mean-square difference of logits from those of the
+    model's own attention, relative to their spread, as the third quartile over tokens; and the windows of its layers.
+    With trainable parameters the gradient must be finite too."""
     # Not the maximum: a near-tie in an MoE router may send a single token to another expert.
     rows = trial_sequences(model)
-    norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
-    outputs = []
-    for packed in (False, True):
-        # The shortest completion of the shared prompt comes first: then most tokens have other positions than padded.
-        micro = micro_batch(rows, (1, 0, 2, 3), 0, packed).to(model.device)
+    # The shortest completion of the shared prompt comes first: then most tokens have other positions than padded.
+    padded, packed = (micro_batch(rows, (1, 0, 2, 3), 0, packed).to(model.device) for packed in (False, True))
+    # Eager attention is what the model defines: `sdpa` ignores attention sinks and soft caps.
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected_NV = _logits(model, padded)
+    model.set_attn_implementation(NAME)
+    with observe_windows() as layers:
+        with torch.no_grad():
+            padded_NV = _logits(model, padded)
+        norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
         with torch.set_grad_enabled(norm is not None):
-            logits_NV = run_forward(model, micro).flatten(0, 1)[micro.output_N].float()
+            packed_NV = _logits(model, packed)
             # The mean, because the gradient of a sum over the vocabulary would overflow float16.
-            if norm is not None and not torch.autograd.grad(logits_NV.square().mean(), norm)[0].isfinite().all():
+            if norm is not None and not torch.autograd.grad(packed_NV.square().mean(), norm)[0].isfinite().all():
                 raise ArithmeticError("the gradient is not finite")
-        outputs.append(logits_NV.detach()[micro.at_N.argsort()])
-    padded_NV, packed_NV = outputs
-    return float(((packed_NV - padded_NV).square().mean(-1).sqrt() / padded_NV.std(-1)).quantile(0.75))
+    error_N = [
+        (found_NV.detach() - expected_NV).square().mean(-1).sqrt() / expected_NV.std(-1)
+        for found_NV in (padded_NV, packed_NV)
+    ]
+    return max(float(error.quantile(0.75)) for error in error_N), layers
+
+
+def _logits(model: Any, micro: MicroBatch) -> Tensor:
+    """The logits that predict the tokens of the trial, in their order."""
+    return run_forward(model, micro).flatten(0, 1)[micro.output_N].float()[micro.at_N.argsort()]
 
 
 def trial_sequences(model: Any) -> list[TokenSequence]:

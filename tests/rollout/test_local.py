@@ -65,7 +65,6 @@ CACHED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "lfm2 (convolutions)": ("Lfm2Config", {**SIZES, "layer_types": ["conv", "full_attention"]}),
     "bloom (alibi)": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 

@@ -52,7 +52,7 @@ from gspo.rollout.local.sampling import (
     uniform,
     with_greedy,
 )
-from gspo.rollout.local.states import BLOCK, DecodeState, KVCacheState, RecomputeState, obstacle_to_cache
+from gspo.rollout.local.states import BLOCK, DecodeState, RecomputeState, cache_state, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling
 
 TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
@@ -169,7 +169,7 @@ class LocalEngine:
             torch.cuda.empty_cache()  # the learner needs the memory of the KV cache
             return result
         state = (
-            KVCacheState(model, slots, limit, routers)
+            cache_state(model, slots, limit, routers)
             if self.cached
             else RecomputeState(model, slots, limit, self.prefill_tokens, routers)
         )

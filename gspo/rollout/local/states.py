@@ -1,8 +1,9 @@
 """The decoding state of a batch, and the forward pass that adds one token to each row.
 
-In: a transformers causal language model. Out: `KVCacheState` (a KV cache, one token per row and step) or
-`RecomputeState` (token ids only; slow, but correct for any causal model). Invariant: both give the logits of a plain
-forward; `obstacle_to_cache` runs a trial before `KVCacheState` is used. Shape suffixes as in `engines/local.py`.
+In: a transformers causal language model. Out: `KVCacheState` (a KV cache, one token per row and step),
+`HybridCacheState` (the same with the states of recurrent layers) or `RecomputeState` (token ids only; slow, but correct
+for any causal model). Invariant: all give the logits of a plain forward; `obstacle_to_cache` runs a trial before a
+cache is used. Shape suffixes as in `engines/local.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from gspo.errors import KernelWarning
@@ -67,10 +69,14 @@ class KVCacheState:
         self.recorder = RouteRecorder(routers)
         self.cache = _KeyValueCache(slots, limit)
         self.held = DynamicCache()
-        self.kinds = attention_kinds(model.config)
-        assert self.kinds is not None
+        self.kinds = self._kinds()
         self.column_C = torch.arange(limit, device=model.device)
         self.options = forward_options(model)
+
+    def _kinds(self) -> dict[str, int | None]:
+        kinds = attention_kinds(self.model.config)
+        assert kinds is not None
+        return kinds
 
     def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
         # Without a config, a DynamicCache keeps all columns in every layer, including sliding-window layers. The model
@@ -107,9 +113,8 @@ class KVCacheState:
         )
         return output.logits[:, -1], routes_RLK
 
-    def _mask(self, position_R: Tensor, columns: int) -> Tensor | dict[str, Tensor]:
+    def _mask(self, position_R: Tensor, columns: int) -> Any:
         """The additive attention mask, [rows, 1, 1, columns]; one per kind of layer if the model has several kinds."""
-        assert self.kinds is not None
         back_RC = position_R[:, None] - self.column_C[:columns]
         masks = {kind: self._additive(back_RC, window) for kind, window in self.kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -192,6 +197,152 @@ class _KeyValueCache(Cache):
         return -1
 
 
+KEPT = {
+    "DynamicLayer": "DynamicLayer",
+    "DynamicSlidingWindowLayer": "DynamicLayer",
+    "LinearAttentionLayer": "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer": "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "LinearAttentionAndFullAttentionLayer",
+}
+"""Cache layers of transformers, and those that keep all columns. By name, because earlier versions have fewer."""
+States = dict[tuple[int, str, int], Tensor]
+"""Recurrent states, [rows, ...], by layer, attribute and index in the layer."""
+
+
+class HybridCacheState(KVCacheState):
+    """A KV cache and the states of recurrent layers: linear attention, Mamba, short convolutions. Padding would change
+    these states, so only prompts of equal length are prefilled together. A step of one token needs no mask there."""
+
+    def __init__(self, model: Any, slots: int, limit: int, routers: Routers | None = None) -> None:
+        super().__init__(model, slots, limit, routers)
+        self.cache: _HybridCache = _HybridCache(slots, limit, hybrid_layers(model.config) or [])
+        self.pair_U: dict[int, tuple[Tensor, Tensor]] = {}
+        self.state_U: States = {}
+
+    def _kinds(self) -> dict[str, int | None]:
+        window = getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None)
+        return {"full_attention": None, "sliding_attention": window}
+
+    def _mask(self, position_R: Tensor, columns: int) -> Any:
+        masks: dict[str, Tensor | None] = dict(super()._mask(position_R, columns))
+        return {**masks, "linear_attention": None, "conv": None}
+
+    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
+        self.pair_U, self.state_U = {}, {}
+        longest = max(map(len, prompt_U))
+        routes_UTLK = None
+        for length in sorted({len(ids) for ids in prompt_U}):
+            group = [u for u, ids in enumerate(prompt_U) if len(ids) == length]
+            routes_ILK = self._prefill_group(prompt_U, group, longest)
+            if routes_ILK is not None and length:
+                if routes_UTLK is None:
+                    routes_UTLK = routes_ILK.new_zeros(len(prompt_U), longest, *routes_ILK.shape[1:])
+                routes_UTLK[group, :length] = routes_ILK.unflatten(0, (len(group), length))
+        return routes_UTLK
+
+    def _prefill_group(self, prompt_U: list[tuple[int, ...]], group: list[int], longest: int) -> Tensor | None:
+        """Prefill prompts of equal length and hold their states. Before the first token all states are 0; then one
+        token is run for the shapes only."""
+        length = len(prompt_U[group[0]])
+        ids = [prompt_U[u] for u in group] if length else [(0,)]
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = hybrid_layers(self.model.config) or []
+        options = {"past_key_values": cache, "use_cache": True, **prefill_options(self.model)}
+        _, routes_ILK = self.recorder(lambda: self.model(input_ids=padded(ids, self.model.device), **options))
+        held: list[Any] = cache.layers
+        for layer, of_layer in enumerate(held):
+            for key, state in _states_of(layer, of_layer).items():
+                if key not in self.state_U:
+                    self.state_U[key] = state.new_zeros(len(prompt_U), *state.shape[1:])
+                if length:
+                    self.state_U[key][group] = state
+            if getattr(of_layer, "keys", None) is None:
+                continue
+            if layer not in self.pair_U:
+                keys, values = (
+                    t.new_zeros(len(prompt_U), t.shape[1], longest, t.shape[3])
+                    for t in (of_layer.keys, of_layer.values)
+                )
+                self.pair_U[layer] = (keys, values)
+            for store, new in zip(self.pair_U[layer], (of_layer.keys, of_layer.values), strict=True):
+                store[group, :, :length] = new[:, :, :length]
+        return routes_ILK
+
+    def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
+        self.cache.reserve(columns)
+        for layer, (keys, values) in self.pair_U.items():
+            self.cache.put(layer, first, keys[prompt_A], values[prompt_A])
+        for key, state in self.state_U.items():
+            self.cache.put_state(key, first, state[prompt_A])
+
+
+class _HybridCache(_KeyValueCache):
+    """Also recurrent states, [slots, ...] each. The model changes those of the live rows in place."""
+
+    def __init__(self, slots: int, limit: int, layers: list[Any]) -> None:
+        super().__init__(slots, limit)
+        self.layers = layers
+        self.states: States = {}
+
+    def put_state(self, key: tuple[int, str, int], first: int, state_A: Tensor) -> None:
+        """Fill rows `first ...`."""
+        if key not in self.states:
+            self.states[key] = state_A.new_zeros(self.slots, *state_A.shape[1:])
+        self.states[key][first : first + len(state_A)] = state_A
+
+    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
+        super().move(source, target, columns)
+        for state in self.states.values():
+            state[target] = state[source]
+
+    def aim(self, position_R: Tensor, columns: int) -> None:
+        super().aim(position_R, columns)
+        for (layer, name, index), state in self.states.items():
+            of_layer: Any = self.layers[layer]
+            # A view: the layer writes its new state into it.
+            getattr(of_layer, name)[index] = state[: len(position_R)]
+            getattr(of_layer, f"is_{name}_initialized")[index] = True
+            of_layer.has_previous_state[index] = True
+            if name == "conv_states":
+                of_layer.conv_kernel_size[index] = state.shape[-1]
+
+
+def _states_of(layer: int, of_layer: Any) -> States:
+    """The recurrent states that a forward has left in a layer of a cache."""
+    if not _is_recurrent(of_layer):
+        return {}
+    named = {"conv_states": of_layer.conv_states, "recurrent_states": of_layer.recurrent_states}
+    return {
+        (layer, name, index): state
+        for name, states in named.items()
+        for index, state in states.items()
+        if state is not None
+    }
+
+
+def hybrid_layers(config: Any) -> list[Any] | None:
+    """Empty cache layers of a model with recurrent layers, which keep all columns; None if it has none, or layers of an
+    unknown kind."""
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None
+    if not any(map(_is_recurrent, layers)):
+        return None
+    if any(type(layer).__name__ not in KEPT for layer in layers):
+        return None
+    return [
+        getattr(cache_utils, KEPT[type(layer).__name__])(
+            **({"number_of_states": layer.number_of_states} if _is_recurrent(layer) else {})
+        )
+        for layer in layers
+    ]
+
+
+def _is_recurrent(layer: Any) -> bool:
+    return isinstance(getattr(layer, "conv_states", None), dict)
+
+
 class RecomputeState:
     """Only the token ids: a step recomputes the whole row. Correct for any causal model, and slow."""
 
@@ -245,22 +396,39 @@ def prefill_options(model: Any) -> dict[str, Any]:
 # --- Which models the cache supports ---
 
 
+def cache_state(model: Any, slots: int, limit: int, routers: Routers | None = None) -> KVCacheState:
+    """The decoding state with a cache for this kind of model."""
+    kind = KVCacheState if hybrid_layers(model.config) is None else HybridCacheState
+    return kind(model, slots, limit, routers)
+
+
 def obstacle_to_cache(model: Any) -> str | None:
-    """Why `KVCacheState` cannot be used for this model; None if it can. Checks declared properties, then runs a
+    """Why `cache_state` cannot be used for this model; None if it can. Checks declared properties, then runs a
     trial."""
     name = type(model).__name__
-    if attention_kinds(model.config) is None:
-        return f"{name} has layers other than full and sliding-window attention"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not take a prepared attention mask"
+    if hybrid_layers(model.config) is not None:
+        # Masks by kind of layer are left to the trial. This difference is too small for it in lower precision.
+        if any(_limits_time_steps(module) for module in model.modules()):
+            return f"{name} limits the time steps of its Mamba layers, which steps of one token ignore in transformers"
+    else:
+        if attention_kinds(model.config) is None:
+            return f"{name} has layers other than full, sliding-window and linear attention"
+        if not getattr(model, "_supports_attention_backend", False):
+            return f"{name} does not take a prepared attention mask"
     if model.config._attn_implementation not in ("eager", "sdpa", NAME):
         return f"attention {model.config._attn_implementation!r} does not take a prepared mask; 'sdpa' does"
     return obstacle_in_trial(model, lambda prompts, steps: _open_trial(model, prompts, steps))
 
 
+def _limits_time_steps(module: Any) -> bool:
+    """Whether a layer clamps its time steps, as Nemotron-H does, in forwards of several tokens only."""
+    limits = getattr(module, "time_step_limit", None)
+    return limits is not None and tuple(limits) != (0.0, float("inf"))
+
+
 def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
     longest = max(map(len, prompts))
-    rows = KVCacheState(model, len(prompts), longest + steps)
+    rows = cache_state(model, len(prompts), longest + steps)
     rows.prefill(prompts)
     rows.admit(0, torch.arange(len(prompts), device=model.device), longest)
     return lambda token_R, position_R: rows.step(token_R, position_R, int(position_R.max()) + 1)[0]

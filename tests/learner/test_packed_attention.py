@@ -1,0 +1,263 @@
+"""Packed attention: kernels equal formulas, and families with sliding windows, attention sinks and soft caps equal
+separate forwards with the model's own attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from packing_cases import (
+    DOUBLE,
+    build_model,
+    forward_backward,
+    long_micro_batch,
+    plain_flash,
+    plain_flash_backward,
+    plan_of,
+    rows_of,
+)
+from torch import Tensor
+from transformers import masking_utils
+
+from gspo.learner.plan import make_plan
+from gspo.model.kernels import attention_probe
+from gspo.model.kernels import packed_attention as attention
+from gspo.model.packed_forward import obstacle_to_packing, supports_packing
+
+CUDA = torch.cuda.is_available()
+pytestmark = pytest.mark.filterwarnings("ignore:log-probs are computed from all logits")
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, **MIXED}
+SHARED: dict[str, Any] = {
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "layer_types": MIXED["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 50,
+}
+GEMMA_3N = {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": None}
+WINDOWED: dict[str, Callable[..., Any]] = {
+    "mistral": lambda dtype, window: build_model("mistral", dtype, sliding_window=window),
+    "phi3": lambda dtype, window: build_model("phi3", dtype, sliding_window=window),
+    "olmo3": lambda dtype, window: build_model("olmo3", dtype, sliding_window=window, **MIXED),
+    # The default cap is far above the scores of a tiny model.
+    "gemma2": lambda dtype, window: build_model(
+        "gemma2", dtype, sliding_window=window, attn_logit_softcapping=1.0, **GEMMA
+    ),
+    "gemma3": lambda dtype, window: build_model("gemma3_text", dtype, sliding_window=window, **GEMMA),
+    "gemma3n, shared KV": lambda dtype, window: build_model(
+        "gemma3n_text", dtype, sliding_window=window, **SHARED, **GEMMA_3N
+    ),
+    "gemma4, shared KV": lambda dtype, window: build_model(
+        "gemma4_text", dtype, sliding_window=window, global_head_dim=16, **SHARED
+    ),
+    "gpt-oss": lambda dtype, window: FAMILIES["gpt-oss"].model(dtype, sliding_window=window, **MIXED),
+    "granite-swa": lambda dtype, window: build_model("granite_swa", dtype, sliding_window=window, head_dim=8, **MIXED),
+}
+"""Tiny models with sliding windows: name to (dtype, window) -> model."""
+
+
+# --- attention alone ---
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 2, 7, 64])
+@pytest.mark.parametrize("seed", range(2))
+def test_flash_attention_over_a_packed_row_equals_attention_over_sequences(
+    seed: int, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses flash attention in bfloat16 on a GPU, and its formulas in float64 elsewhere."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else DOUBLE
+    if not CUDA:
+        monkeypatch.setattr(attention, "_flash", plain_flash)
+        monkeypatch.setattr(attention, "_flash_backward", plain_flash_backward)
+    packing = long_micro_batch(seed).to(device).packing
+    assert packing is not None
+    packing = packing.with_windows([window])
+    length = len(packing.place_I)
+    torch.manual_seed(seed)
+    inputs = [torch.randn(1, heads, length, 32, device=device, dtype=dtype) for heads in (4, 2, 2)]
+    inputs += [torch.randn(4, device=device, dtype=dtype)] * sinks
+    weight = torch.randn(1, length, 4, 32, device=device, dtype=dtype)
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None) -> Tensor:
+        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+        if window is None:
+            return attention._Shared.apply(query, key, value, sink, 0.3, packing).unsqueeze(0)
+        return attention._windowed(query, key, value, sink, 0.3, packing, window).unsqueeze(0)
+
+    def rows(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None) -> Tensor:
+        return attention._as_rows(query, key, value, 0.3, packing, window, None, sink)
+
+    found = []
+    for function, precision in ((flash, dtype), (rows, torch.float64)):
+        given = [t.to(precision, copy=True).requires_grad_() for t in inputs]
+        answer = function(*given)
+        (answer * weight.to(precision)).sum().backward()
+        found.append([answer.detach(), *(t.grad for t in given)])
+    for ours, exact in zip(*found, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < (1e-2 if CUDA else 1e-12)
+
+
+def test_scores_in_blocks_of_rows_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(5, 4, 6, 8, requires_grad=True), torch.randn(5, 2, 6, 8)
+    mask = torch.ones(5, 1, 6, 6, dtype=torch.bool).tril()
+    mask[3, :, :, 0] = False
+    mask[3, :, 0, 0] = True
+    found = []
+    for most in (10**6, 1, 2 * 4 * 36):
+        monkeypatch.setattr(attention, "SCORES", most)
+        output = attention._with_scores(query, key, key, mask, 0.3, 1.5, torch.ones(4))
+        found.append((output, *torch.autograd.grad(output.square().sum(), query)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("kind", ["causal", "one mask", "mask per row", "additive mask"])
+def test_inputs_for_the_memory_efficient_kernel_are_aligned_and_give_the_same_result(kind: str) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 4, 13, 8), torch.randn(3, 2, 13, 8)
+    seen = attention._causal(13, None if kind == "causal" else 5, query.device).expand(3, 1, -1, -1)
+    mask: Tensor | None = {
+        "causal": None,
+        "one mask": seen,
+        "mask per row": seen.clone(),
+        "additive mask": torch.zeros(3, 1, 13, 13).masked_fill(~seen, torch.finfo(torch.float32).min),
+    }[kind]
+    found = attention._plain_inputs(query, key, key, mask, 0.3)
+    torch.testing.assert_close(found.transpose(1, 2), attention._scored(query, key, key, seen, 0.3, None, None))
+    if mask is not None:
+        aligned = attention._aligned(mask, torch.float32)
+        assert aligned.shape == (1 if kind == "one mask" else 3, 1, 13, 13)
+        assert aligned.stride()[-2:] == (16, 1)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_padded_batches_work_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """The heads of Qwen3-0.6B, and 8 prompts with 8 completions of about 512 tokens: it failed inside `sdpa`."""
+    fields = {"sliding_window": 100} if kind == "mistral" else {}
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1024}
+    model = build_model(kind, dtype, **shape, **fields).cuda()
+    exact = copy.deepcopy(model).float()
+    assert supports_packing(model)
+    for most in (512, 509):
+        rows, of = rows_of([(50 + 7 * i, [most - 3 * j for j in range(8)]) for i in range(8)])
+        padded, separate, packed = (
+            make_plan(rows, of, mini_batches=1, token_budget=budget, pad_id=0, seed="", packed=packed)
+            for packed, budget in ((False, 10**6), (False, 1), (True, 10**6))
+        )
+        expected = forward_backward(exact, separate)
+        for plan in (padded, packed):
+            for found, right in zip(forward_backward(model, plan), expected, strict=True):
+                error = float((found.double() - right).norm() / right.norm())
+                assert error < (1e-4 if dtype == torch.float32 else 5e-2), plan.packed
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("window", [3, 8])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_values_and_gradients_equal_those_of_separate_sequences(name: str, window: int) -> None:
+    """Windows are shorter than most sequences, and shorter and longer than prompts."""
+    model = WINDOWED[name](DOUBLE, window)
+    if name == "gemma2":
+        model.set_attn_implementation("eager")  # `sdpa` ignores soft caps
+    separate = forward_backward(model, plan_of(False, budget=1))
+    assert obstacle_to_packing(model) is None
+    for plan in (plan_of(True), plan_of(True, budget=30), plan_of(False)):
+        for found, expected in zip(forward_backward(model, plan), separate, strict=True):
+            # Norms, and some softmaxes, round to float32.
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_on_a_gpu_packing_rounds_no_worse_than_separate_sequences(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float32 on the same rounded weights, with sequences of many windows."""
+    calls = []
+    plain = attention._windowed
+    monkeypatch.setattr(attention, "_windowed", lambda *a: calls.append(a) or plain(*a))
+    rows, of = rows_of([(40, (30, 5, 70)), (7, (60, 20, 1)), (100, (90,))])
+    packed, separate = (
+        make_plan(rows, of, mini_batches=1, token_budget=budget, pad_id=0, seed="", packed=packed)
+        for packed, budget in ((True, 10**6), (False, 1))
+    )
+    model = WINDOWED[name](dtype, 16).cuda()
+    exact = copy.deepcopy(model).float()
+    for each in (model, exact):
+        each.set_attn_implementation("eager")
+    expected = forward_backward(exact, separate)
+    eager = forward_backward(model, separate)
+    assert obstacle_to_packing(model) is None
+    found = forward_backward(model, packed)
+    assert bool(calls) == (dtype != torch.float32 and name != "gemma2")
+    for ours, theirs, right in zip(found, eager, expected, strict=True):
+        ours, theirs = ((t.double() - right).norm() / right.norm() for t in (ours, theirs))
+        assert ours <= (1e-4 if dtype == torch.float32 else 2 * theirs + 1e-3)
+
+
+# --- the trial ---
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+def test_a_trial_of_few_tokens_finds_a_layer_with_another_window(window: int) -> None:
+    model = WINDOWED["gemma3"](torch.float32, window)
+    assert obstacle_to_packing(model) is None
+    model.model.layers[0].self_attn.sliding_window = window - 1
+    model.set_attn_implementation("sdpa")
+    assert "differs from the sliding window in its config" in str(obstacle_to_packing(model))
+    model.model.layers[0].self_attn.sliding_window = None
+    assert "differs from the sliding window in its config" in str(obstacle_to_packing(model))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_trial_finds_an_unknown_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WINDOWED["mistral"](torch.float32, 4)
+    layer = type(model.model.layers[0].self_attn)
+    plain = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, *a, **k: plain(self, *a, **k, temperature=torch.ones(1)))
+    assert "packed attention does not support temperature" in str(obstacle_to_packing(model))
+
+
+def test_the_trial_finds_missing_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WINDOWED["gpt-oss"](torch.float32, 4).requires_grad_(False)
+    plain = attention.attention
+
+    def without(*args: Any, s_aux: Any = None, **options: Any) -> Any:
+        return plain(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, without)
+        assert "gives other logits" in str(obstacle_to_packing(model))
+    assert supports_packing(model)
+
+
+def test_windows_of_mask_functions() -> None:
+    window_of = attention_probe.window_of
+    sliding = masking_utils.sliding_window_causal_mask_function
+    assert window_of(masking_utils.causal_mask_function) is None
+    for window in (1, 2, 128, 4096, 131072):
+        assert window_of(sliding(window)) == window
+    padding = masking_utils.padding_mask_function(torch.ones(1, 4, dtype=torch.bool))
+    for other in (
+        masking_utils.bidirectional_mask_function,
+        masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64)),
+        masking_utils.and_masks(sliding(4), padding),
+        lambda b, h, q, k: (k <= q) & (q // 1000 == k // 1000),
+        lambda b, h, q, k: (k <= q) & ((q - k < 64) | (k < 4)),
+    ):
+        assert window_of(other) == attention_probe.UNKNOWN
