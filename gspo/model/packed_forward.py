@@ -107,11 +107,14 @@ def _trial(model: Any) -> tuple[float, LayerWindows]:
     with observe_windows() as layers:
         with torch.no_grad():
             padded_NV = _logits(model, padded)
-        norm = next((p for p in model.parameters() if p.dim() == 1 and p.requires_grad), None)
-        with torch.set_grad_enabled(norm is not None):
+        norms = [p for p in model.parameters() if p.dim() == 1 and p.requires_grad]
+        with torch.set_grad_enabled(bool(norms)):
             packed_NV = _logits(model, packed)
-            # The mean, because the gradient of a sum over the vocabulary would overflow float16.
-            if norm is not None and not torch.autograd.grad(packed_NV.square().mean(), norm)[0].isfinite().all():
+        if norms:
+            # The mean, because the gradient of a sum over the vocabulary would overflow float16. Norms of a vision
+            # tower are unused.
+            gradients = torch.autograd.grad(packed_NV.square().mean(), norms, allow_unused=True)
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
                 raise ArithmeticError("the gradient is not finite")
     error_N = [
         (found_NV.detach() - expected_NV).square().mean(-1).sqrt() / expected_NV.std(-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import BASE, FAMILIES
 from packing_cases import (
     DOUBLE,
     build_model,
@@ -21,7 +21,7 @@ from packing_cases import (
     rows_of,
 )
 from torch import Tensor
-from transformers import masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from gspo.learner.plan import make_plan
 from gspo.model.kernels import attention_probe
@@ -208,6 +208,22 @@ def test_on_a_gpu_packing_rounds_no_worse_than_separate_sequences(
     for ours, theirs, right in zip(found, eager, expected, strict=True):
         ours, theirs = ((t.double() - right).norm() / right.norm() for t in (ours, theirs))
         assert ours <= (1e-4 if dtype == torch.float32 else 2 * theirs + 1e-3)
+
+
+def test_the_text_part_of_a_multimodal_model_is_packed() -> None:
+    """As the larger Gemma 3 are loaded. The vision tower takes no part in a text, so it has no gradient."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**BASE, **GEMMA, "sliding_window": 3},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=DOUBLE).train()
+    separate = forward_backward(model, plan_of(False, budget=1))
+    assert obstacle_to_packing(model) is None
+    for found, expected in zip(forward_backward(model, plan_of(True)), separate, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- the trial ---
