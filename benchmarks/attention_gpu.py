@@ -1,7 +1,7 @@
 """The Triton kernels of packed attention on one GPU: errors, reproducibility, and the time of each tiling.
 
-In: a CUDA device. Out, printed as it goes: relative errors against float32 attention over separate sequences, beside
-those of FlashAttention 2; whether five runs are bitwise identical; milliseconds of candidate tilings per kernel (median
+In: a CUDA device. Out, printed as it goes: relative errors against float32 attention over separate sequences; whether
+five runs are bitwise identical; milliseconds of candidate tilings per kernel (median
 after warm-ups) with registers, spills and shared memory; and a table of the best ones for three model shapes.
 Invariant: a tiling that does not compile or run is reported and left out. After `--seconds`, only the table follows.
 
@@ -129,14 +129,6 @@ def uneven(heads: tuple[int, int], budget: int) -> Case:
 # --- errors and reproducibility ---
 
 
-def flash(case: Case) -> Callable[..., Tensor]:
-    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = (t[0].transpose(0, 1) for t in (query, key, value))
-        return attention._Shared.apply(*rows, case.scale, case.packing).unsqueeze(0)  # type: ignore[no-any-return]
-
-    return function
-
-
 def ours(case: Case) -> Callable[..., Tensor]:
     return lambda q, k, v: attention.shared_prompt_attention(q, k, v, case.scale, case.packing.blocks)
 
@@ -152,18 +144,19 @@ def run(case: Case, function: Callable[..., Tensor], dtype: torch.dtype | None =
 
 
 def check(label: str, case: Case) -> bool:
-    """Errors of output, dq, dk and dv, ours and flash's; and five runs."""
+    """Errors of output, dq, dk and dv, and five runs."""
     expected = run(case, exact(case), torch.float32)
 
     def errors(found: list[Tensor]) -> list[float]:
         return [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
     found = run(case, ours(case))
-    ours_, theirs = errors(found), errors(run(case, flash(case)))
+    wrong = errors(found)
     same = all(torch.equal(a, b) for _ in range(4) for a, b in zip(found, run(case, ours(case)), strict=True))
-    accurate = all(a <= 1.5 * b + 1e-4 for a, b in zip(ours_, theirs, strict=True))
+    # The rounding of the inputs alone gives two thirds of this in bfloat16.
+    accurate = all(error <= (4e-3 if found[0].dtype == torch.bfloat16 else 5e-4) for error in wrong)
     print(
-        f"{label:<44} ours {' '.join(f'{e:.1e}' for e in ours_)}  flash {' '.join(f'{e:.1e}' for e in theirs)}  "
+        f"{label:<44} {' '.join(f'{e:.1e}' for e in wrong)}  "
         f"{'ok' if accurate else 'LARGE ERROR'}, 5 runs {'bitwise identical' if same else 'DIFFER'}",
         flush=True,
     )
@@ -331,8 +324,7 @@ def show_table(cases: dict[str, Case], best: dict[str, Any]) -> None:
     print(f"{'':<44} {'kernels alone':^24}   {'with autograd':^18}")
     for label, case in cases.items():
         tokens = len(case.packing.place_I)
-        forward, backward = whole(case, flash(case))
-        print(f"{f'{label}, {tokens} tokens: two flash calls':<44} {'':>24}   {forward:>8.2f} {backward:>9.2f}")
+        print(f"{label}, {tokens} tokens")
         variants = {"default tiles": {}, "best tiles": best}
         for name, tiles in variants.items():
             with tiled(**tiles):

@@ -1,4 +1,4 @@
-"""Sequences, models and plain formulas for the tests of sequence packing."""
+"""Sequences and models for the tests of sequence packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.plan import Plan, make_plan
-from gspo.model.micro_batch import MicroBatch, Span, TokenSequence
+from gspo.model.micro_batch import MicroBatch, TokenSequence
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 ROUND: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
@@ -72,71 +72,3 @@ def long_micro_batch(seed: int) -> MicroBatch:
     rows, of = rows_of(groups, seed)
     plan = make_plan(rows, of, mini_batches=1, token_budget=10**6, pad_id=0, seed="", packed=True)
     return plan.updates[0][0]
-
-
-def slices_and_mask(
-    span_q: Span, span_k: Span, i: int, causal: bool, window: int | None
-) -> tuple[slice, slice, Tensor]:
-    """Slices of the queries and keys of one sequence, and the attention mask. The last query is at the last key."""
-    q, k = (slice(int(s.starts[i]), int(s.starts[i + 1])) for s in (span_q, span_k))
-    queries, keys = q.stop - q.start, k.stop - k.start
-    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    hidden = back < 0 if causal else torch.zeros(1, 1, dtype=torch.bool)
-    return q, k, hidden if window is None else hidden | (back >= window)
-
-
-def plain_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    of_query: Span,
-    of_key: Span,
-    scale: float,
-    *,
-    causal: bool,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Flash attention as plain formulas."""
-    answer = torch.zeros_like(query)
-    log_sum = torch.zeros(query.shape[1], len(query), dtype=query.dtype)
-    repeat = query.shape[1] // key.shape[1]
-    for i in range(len(of_query.starts) - 1):
-        q, k, hidden = slices_and_mask(of_query, of_key, i, causal, window)
-        score = scale * torch.einsum("qhd,khd->hqk", query[q], key[k].repeat_interleave(repeat, 1))
-        score = score.masked_fill(hidden, -torch.inf)
-        log_sum[:, q] = score.logsumexp(-1)
-        answer[q] = torch.einsum("hqk,khd->qhd", score.softmax(-1), value[k].repeat_interleave(repeat, 1))
-    return answer, log_sum
-
-
-def plain_flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    answer: Tensor,
-    log_sum: Tensor,
-    of_query: Span,
-    of_key: Span,
-    scale: float,
-    *,
-    causal: bool,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """p from `log_sum`, dv = p^T g, ds = p (g v^T - g.answer).
-
-    `answer` and `log_sum` are those over all keys, although only part of the keys is given.
-    """
-    dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    heads, repeat = key.shape[1], query.shape[1] // key.shape[1]
-    for i in range(len(of_query.starts) - 1):
-        q, k, hidden = slices_and_mask(of_query, of_key, i, causal, window)
-        wide_k, wide_v = (t[k].repeat_interleave(repeat, 1) for t in (key, value))
-        score = (scale * torch.einsum("qhd,khd->hqk", query[q], wide_k)).masked_fill(hidden, -torch.inf)
-        share = (score - log_sum[:, q].unsqueeze(-1)).exp()
-        along = (gradient[q] * answer[q]).sum(-1).T.unsqueeze(-1)
-        ds = scale * share * (torch.einsum("qhd,khd->hqk", gradient[q], wide_v) - along)
-        dq[q] += torch.einsum("hqk,khd->qhd", ds, wide_k)
-        dk[k] += torch.einsum("hqk,qhd->khd", ds, query[q]).unflatten(1, (heads, repeat)).sum(2)
-        dv[k] += torch.einsum("hqk,qhd->khd", share, gradient[q]).unflatten(1, (heads, repeat)).sum(2)
-    return dq, dk, dv

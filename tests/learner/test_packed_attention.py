@@ -14,9 +14,6 @@ from packing_cases import (
     DOUBLE,
     build_model,
     forward_backward,
-    long_micro_batch,
-    plain_flash,
-    plain_flash_backward,
     plan_of,
     rows_of,
 )
@@ -64,46 +61,6 @@ WINDOWED: dict[str, Callable[..., Any]] = {
 
 
 # --- attention alone ---
-
-
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize("window", [None, 2, 7, 64])
-@pytest.mark.parametrize("seed", range(2))
-def test_flash_attention_over_a_packed_row_equals_attention_over_sequences(
-    seed: int, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uses flash attention in bfloat16 on a GPU, and its formulas in float64 elsewhere."""
-    device = torch.device("cuda" if CUDA else "cpu")
-    dtype = torch.bfloat16 if CUDA else DOUBLE
-    if not CUDA:
-        monkeypatch.setattr(attention, "_flash", plain_flash)
-        monkeypatch.setattr(attention, "_flash_backward", plain_flash_backward)
-    packing = long_micro_batch(seed).to(device).packing
-    assert packing is not None
-    packing = packing.with_windows([window])
-    length = len(packing.place_I)
-    torch.manual_seed(seed)
-    inputs = [torch.randn(1, heads, length, 32, device=device, dtype=dtype) for heads in (4, 2, 2)]
-    inputs += [torch.randn(4, device=device, dtype=dtype)] * sinks
-    weight = torch.randn(1, length, 4, 32, device=device, dtype=dtype)
-
-    def flash(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None) -> Tensor:
-        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-        if window is None:
-            return attention._Shared.apply(query, key, value, sink, 0.3, packing).unsqueeze(0)
-        return attention._windowed(query, key, value, sink, 0.3, packing, window).unsqueeze(0)
-
-    def rows(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None) -> Tensor:
-        return attention._as_rows(query, key, value, 0.3, packing, window, None, sink)
-
-    found = []
-    for function, precision in ((flash, dtype), (rows, torch.float64)):
-        given = [t.to(precision, copy=True).requires_grad_() for t in inputs]
-        answer = function(*given)
-        (answer * weight.to(precision)).sum().backward()
-        found.append([answer.detach(), *(t.grad for t in given)])
-    for ours, exact in zip(*found, strict=True):
-        assert float((ours.double() - exact).norm() / exact.norm()) < (1e-2 if CUDA else 1e-12)
 
 
 def test_scores_in_blocks_of_rows_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +146,8 @@ def test_on_a_gpu_packing_rounds_no_worse_than_separate_sequences(
 ) -> None:
     """Against float32 on the same rounded weights, with sequences of many windows."""
     calls = []
-    plain = attention._windowed
-    monkeypatch.setattr(attention, "_windowed", lambda *a: calls.append(a) or plain(*a))
+    plain = attention.shared_prompt_attention
+    monkeypatch.setattr(attention, "shared_prompt_attention", lambda *a: calls.append(a) or plain(*a))
     rows, of = rows_of([(40, (30, 5, 70)), (7, (60, 20, 1)), (100, (90,))])
     packed, separate = (
         make_plan(rows, of, mini_batches=1, token_budget=budget, pad_id=0, seed="", packed=packed)

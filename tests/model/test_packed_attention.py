@@ -207,6 +207,28 @@ def test_a_window_on_triton(window: int, kernels: Any) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("window", [0, 7])
+def test_sinks_on_triton(window: int, kernels: Any) -> None:
+    visible = visible_of(ROWS["uneven"], window)
+    blocks = blocks_of(ROWS["uneven"])
+    sinks = torch.linspace(-1, 2, 4, device=DEVICE).to(DTYPE)
+    inputs = [*inputs_of(len(visible), (4, 2), 16), sinks]
+
+    def with_sinks(query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        repeat = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeat, 1) for t in (key, value))
+        score = (0.3 * query @ key.transpose(2, 3)).masked_fill(~visible.to(query.device), -torch.inf)
+        logit = sink.view(1, -1, 1, 1).expand(*score.shape[:-1], 1)
+        return (torch.cat([score, logit], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        return attention.shared_prompt_attention(query, key, value, 0.3, blocks, window, sink)
+
+    for found, exact in zip(run(ours, inputs, DTYPE), run(with_sinks, inputs, torch.float64), strict=True):
+        assert distance(found, exact) < ERROR
+
+
+@needs_triton
 def test_large_scores_on_triton(kernels: Any) -> None:
     visible = visible_of(ROWS["uneven"])
     blocks = blocks_of(ROWS["uneven"])
