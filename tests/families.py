@@ -172,6 +172,7 @@ SMOKE = {
             **{**EXPERTS, "head_dim": 8, "num_experts": 8, "shared_expert_intermediate_size": 16},
             **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
             **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "layer_types": ["linear_attention", "full_attention"],
         },
     ),
     "deepseek-v2": Family(kind="deepseek_v2", fields={**GROUPED, **LATENT, "topk_method": "greedy"}, layers=1),

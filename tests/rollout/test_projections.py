@@ -257,6 +257,9 @@ def test_copies_are_left_out_when_memory_is_short(
     logits = 8 * 48 * 8
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(room / paged.MEMORY_SHARE + logits) + 2, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for name in ("bytes_per_block", "linear_groups"):
+        found = getattr(decoder, name)(model)
+        monkeypatch.setattr(paged, name, lambda _, found=found: found)
 
     class OnDevice:
         """The model, as if it were on a GPU."""
