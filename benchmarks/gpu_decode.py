@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from gpu_vllm import peer_speeds
+from gpu_vllm import Peer
 from torch import Tensor
 
 from gspo.config import LoraConfig
@@ -216,13 +215,14 @@ def bench_decode(repeats: int, vllm: Path | None = None) -> None:
     print(f"\nDecoding: {SEQUENCES} sequences, {PROMPT}-token prompts in groups of 8, bf16")
     print(f"copies at {rate / 1e12:.1f} TB/s")
     print(f"{'variant':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    peers = start_peers(SHAPES, vllm)
     for name, (kind, fields) in SHAPES.items():
         model = build_model(kind, fields)
         plain, least = generate_step(model), ceiling_step(model, rate)
         print(f"{name + ': generate':<66} {1e3 * plain:>8.2f} {SEQUENCES / plain:>8.0f}")
         print(f"{name + ': ceiling, weights and KV cache read once':<66} {1e3 * least:>8.2f} {SEQUENCES / least:>8.0f}")
         del model
-        model, engine = _bench_workloads(name, kind, fields, repeats, vllm)
+        model, engine = _bench_workloads(name, kind, fields, peers.get(name, []))
         compare(model, engine, prompts_of(8), 128)
         del model, engine
         model = build_model(kind, fields, torch.float32)
@@ -234,8 +234,9 @@ def bench_large(repeats: int, vllm: Path | None = None) -> None:
     """The same call for larger models, without and with adapters on every linear layer of attention and MLP."""
     print(f"\nDecoding large models: {PROMPT}-token prompts in groups of 8, bf16")
     print(f"{'variant':<66} {'ms/step':>8} {'tok/s':>8} {'extra GiB':>10}")
+    peers = start_peers(LARGE, vllm)
     for name, (kind, fields) in LARGE.items():
-        model, engine = _bench_workloads(name, kind, fields, repeats, vllm)
+        model, engine = _bench_workloads(name, kind, fields, peers.get(name, []))
         base = _equal_lengths(engine, repeats).rate
         del engine
         attach(model, LoraConfig(rank=16), base="", seed=0)
@@ -247,30 +248,52 @@ def bench_large(repeats: int, vllm: Path | None = None) -> None:
         del model
 
 
-def workloads_of(kind: str, fields: dict[str, Any]) -> list[dict[str, int]]:
+def workloads_of(fields: dict[str, Any]) -> list[dict[str, int]]:
     """Equal lengths, long completions and mixed lengths; fewer and shorter ones for large models, which are slow."""
-    small = fields["hidden_size"] * fields["num_hidden_layers"] < 40_000
-    longest, mixed = (2048, 2048) if small or kind == "qwen3" else (1024, 768)
-    mean = NEW if small else NEW // 2
+    small = fields["hidden_size"] < 2048
+    mixed, mean = (1024, NEW) if small else (768, NEW // 2)
     return [
         {"prompts": SEQUENCES // 8, "samples": 8, "new": NEW, "stops": 0, "repeats": 2},
-        {"prompts": SEQUENCES // 16, "samples": 8, "new": longest, "stops": 0, "repeats": 1},
+        {"prompts": SEQUENCES // 16, "samples": 8, "new": 2048 if small else 1024, "stops": 0, "repeats": 1},
         # About one token in `mean` is a stop token, so lengths are geometric.
         {"prompts": mixed // 8, "samples": 8, "new": 8 * mean, "stops": mean, "repeats": 1},
     ]
 
 
-def _bench_workloads(
-    name: str, kind: str, fields: dict[str, Any], repeats: int, vllm: Path | None
-) -> tuple[Any, LocalEngine]:
-    workloads = workloads_of(kind, fields)
-    peers: list[dict[str, float]] = []
+Shapes = dict[str, tuple[str, dict[str, Any]]]
+
+
+def start_peers(shapes: Shapes, vllm: Path | None) -> dict[str, list[dict[str, float]]]:
+    """What vLLM does on the workloads of each shape. Empty without it."""
+    if vllm is None:
+        return {}
     torch.cuda.empty_cache()
-    if vllm is not None:
-        with TemporaryDirectory() as folder:
-            config = transformers.AutoConfig.for_model(kind, architectures=[ARCHITECTURES[kind]], **fields)
-            peers, note = peer_speeds(vllm, config, Path(folder), workloads)
-        print(f"  {note}", flush=True)
+    peers = {
+        name: Peer(
+            vllm,
+            transformers.AutoConfig.for_model(kind, architectures=[ARCHITECTURES[kind]], **fields),
+            workloads_of(fields),
+            cache_gib(fields),
+        )
+        for name, (kind, fields) in shapes.items()
+    }
+    for name, peer in peers.items():
+        print(f"  {name}: {peer.ready()}", flush=True)
+    return {name: peer.speeds() for name, peer in peers.items()}
+
+
+def cache_gib(fields: dict[str, Any]) -> float:
+    """GiB of a KV cache that holds the longest workload, so that vLLM preempts nothing."""
+    tokens = max(8 * min(w["prompts"], 32) * (PROMPT + (w["stops"] or w["new"])) for w in workloads_of(fields))
+    per_token = 2 * fields["num_hidden_layers"] * fields["num_key_value_heads"] * fields["head_dim"] * 2
+    return 1.1 * tokens * per_token / 2**30
+
+
+def _bench_workloads(
+    name: str, kind: str, fields: dict[str, Any], peers: list[dict[str, float]]
+) -> tuple[Any, LocalEngine]:
+    workloads = workloads_of(fields)
+    torch.cuda.empty_cache()
     model = build_model(kind, fields)
     engine = engine_of(model)
     equal = 0.0

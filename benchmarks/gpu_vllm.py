@@ -1,9 +1,9 @@
 """vLLM on the workloads of `gpu_decode.py`, in a process of its own.
 
-In: a folder with a `config.json`, and workloads as JSON. Out: one line of JSON per workload: tokens, and seconds of the
-fastest call. Weights are random. Log-probs of the sampled tokens are on, as RL needs them.
+In: a folder with a `config.json`, workloads as JSON, GiB for the KV cache, and a line to begin. Out: one line of JSON
+per workload: tokens, and seconds of the fastest call. Weights are random. Log-probs of the sampled tokens are on, as RL needs them.
 
-    PYTHONPATH=SITE python benchmarks/gpu_vllm.py FOLDER '[{"prompts": 32, "samples": 8, "new": 256, "stops": 0}]'
+    PYTHONPATH=SITE python benchmarks/gpu_vllm.py FOLDER '[{"prompts": 32, "samples": 8, "new": 256, "stops": 0}]' 20
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 PROMPT = 64
@@ -26,26 +27,43 @@ QUIET = {
 }
 
 
-def peer_speeds(
-    site: Path, config: Any, folder: Path, workloads: list[dict[str, int]]
-) -> tuple[list[dict[str, float]], str]:
-    """Tokens and seconds of each workload under vLLM, and in how many seconds it started or why it failed."""
-    config.save_pretrained(folder)
-    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder), json.dumps(workloads)],
-        env={**os.environ, **QUIET, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(lines) != len(workloads) + 1:
-        return [], "vLLM failed: " + (done.stdout + done.stderr)[-1500:]
-    return lines[1:], f"vLLM started in {lines[0]['start_s']:.0f} s"
+class Peer:
+    """vLLM in a process of its own. Starting takes a minute or more, mostly of the host, so that several start at once;
+    `speeds` lets one of them work. All hold their memory until then, so the KV cache has a fixed size."""
+
+    def __init__(self, site: Path, config: Any, workloads: list[dict[str, int]], cache_gib: float) -> None:
+        self.folder = TemporaryDirectory()
+        config.save_pretrained(self.folder.name)
+        self.workloads = workloads
+        path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, self.folder.name, json.dumps(workloads), str(cache_gib)],
+            env={**os.environ, **QUIET, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ready(self) -> str:
+        """Wait until it has started; in how many seconds, or why it failed."""
+        printed = []
+        for line in self.process.stdout:  # type: ignore[union-attr]  # it is piped
+            printed.append(line)
+            if line.startswith("{"):
+                return f"vLLM started in {json.loads(line)['start_s']:.0f} s"
+        return "vLLM failed: " + "".join(printed)[-1500:]
+
+    def speeds(self) -> list[dict[str, float]]:
+        """Tokens and seconds of each workload; empty if it failed. Ends the process."""
+        output, _ = self.process.communicate("go\n")
+        self.folder.cleanup()
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        return lines if len(lines) == len(self.workloads) else []
 
 
 def main() -> None:
-    folder, workloads = sys.argv[1], json.loads(sys.argv[2])
+    folder, workloads, cache_gib = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
     vocabulary = json.loads(Path(folder, "config.json").read_text())["vocab_size"]
     began = time.perf_counter()
     import torch
@@ -59,10 +77,13 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=longest + 16,
         max_num_seqs=256,
-        gpu_memory_utilization=0.85,
+        # Ignored but for a check, because the next line decides: profiling would count the memory of other processes.
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=int(cache_gib * 2**30),
         logprobs_mode="processed_logprobs",
     )
     print(json.dumps({"start_s": time.perf_counter() - began}), flush=True)
+    sys.stdin.readline()
     for work in workloads:
         ids = torch.randint(vocabulary, (work["prompts"], PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
         stops = list(range(0, vocabulary, work["stops"])) if work["stops"] else []
