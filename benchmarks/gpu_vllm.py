@@ -1,7 +1,8 @@
 """vLLM on the workloads of `gpu_decode.py`, in a process of its own.
 
 In: a folder with a `config.json`, workloads as JSON, GiB for the KV cache, and a line to begin. Out: one line of JSON
-per workload: tokens, and seconds of the fastest call. Weights are random. Log-probs of the sampled tokens are on, as RL needs them.
+per workload: tokens, and seconds of the fastest call. Weights are random. Log-probs of the sampled tokens are on, as
+RL needs them.
 
     PYTHONPATH=SITE python benchmarks/gpu_vllm.py FOLDER '[{"prompts": 32, "samples": 8, "new": 256, "stops": 0}]' 20
 """
