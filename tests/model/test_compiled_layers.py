@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gspo import config as settings
 from gspo.learner.forward import completion_logprobs
 from gspo.model import compiled_layers
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.micro_batch import MicroBatch, micro_batch
 from gspo.model.packed_forward import supports_packing, trial_sequences
 from gspo.model.routing import find_routers
+from gspo.record.progress import PlainDisplay
+from gspo.record.run_dir import read_jsonl
+from gspo.trainer import train
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -93,6 +98,27 @@ def test_routers_of_compiled_layers_are_watched(monkeypatch: pytest.MonkeyPatch)
             completion_logprobs(model, batch, 1.0)
         assert torch.equal(compiled.used_ILK, plain.used_ILK)
     assert compiled_layers.compile_seconds() == before
+
+
+@pytest.mark.slow
+def test_a_run_trains_compiled_layers_and_reports_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", traced)
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "steps": 2,
+        "model": {"build": "tiny_dense", "compile": "on"},
+        "data": {"task": "addition", "held_out": 0},
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 4},
+        # Rewards differ, so that there is something to train on.
+        "reward": {"functions": [f"{tmp_path}/reward.py:score"]},
+        "eval": {"every": 0},
+    }
+    (tmp_path / "reward.py").write_text(
+        "def score(completions, **_):\n    return [float(i % 2) for i in range(len(completions))]\n"
+    )
+    run = train(settings.from_tree(tree, where="test"), PlainDisplay()).run
+    first, second = read_jsonl(run / "timings.jsonl")[-2:]
+    assert first["time/compile_s"] > second.get("time/compile_s", 0.0)
 
 
 def test_a_model_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
