@@ -27,6 +27,8 @@ QUICK = (
     "steps=6",
     "eval.every=3",
     "checkpoint.every=1",
+    # After so short a cold start hardly anything is solved, so rewards are often uniform.
+    'alarms.rollback=["repetition", "skipped updates"]',
 )
 
 
