@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import CUDA
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.rollout.engine import Controls, EngineContext, controls_for
@@ -84,16 +85,20 @@ def assert_same(ours: DecodeResult, theirs: DecodeResult, tolerance: float = 2e-
         assert a == pytest.approx(b, abs=tolerance)
 
 
-@torch.no_grad()
 def logprob_error(model: Any, lengths: Sequence[int], samples: int, result: DecodeResult) -> float:
-    """The largest difference between the log-probs of completions and a plain forward pass of each prompt and its
-    tokens."""
+    """The largest of `logprob_errors`."""
+    return float(logprob_errors(model, lengths, samples, result).max())
+
+
+@torch.no_grad()
+def logprob_errors(model: Any, lengths: Sequence[int], samples: int, result: DecodeResult) -> Tensor:
+    """The differences between the log-probs of completions and a plain forward pass of each prompt and its tokens."""
     queue = queue_of(lengths, samples)
-    error = 0.0
+    errors = []
     for u, ids, logp in zip(queue.prompt_of_B, result.token_ids, result.logp, strict=True):
         prompt = queue.prompt_U[u]
         logits = model(input_ids=torch.tensor([[*prompt, *ids]], device=model.device)).logits[0].float()
         token = torch.tensor(ids, device=model.device)[:, None]
         expected = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, token)[:, 0]
-        error = max(error, float((expected - torch.tensor(logp, device=model.device)).abs().max()))
-    return error
+        errors.append((expected - torch.tensor(logp, device=model.device)).abs())
+    return torch.cat(errors)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import ATTENTION, FAMILIES, SMOKE, Family
 from interpreted import CUDA
-from paged_cases import DEVICE, assert_same, decode_paged, logprob_error
+from paged_cases import DEVICE, assert_same, decode_paged, logprob_error, logprob_errors
 from torch import Tensor
 
 from gspo.model.load import position_limit
@@ -296,4 +296,6 @@ def test_decoding_uses_cuda_graphs(name: str, dtype: torch.dtype, monkeypatch: p
         assert obstacle_to_paging(model) is None
         result = decode_paged(model, LENGTHS, 8, SAMPLING, slots=24, prefill_tokens=4000)
     assert captured[0] == 24
-    assert logprob_error(model, LENGTHS, 8, result) < 1.0
+    # The mean, because a near-tie in a router may send a single token to another expert. Rounding to bfloat16 alone
+    # gives up to 0.03.
+    assert float(logprob_errors(model, LENGTHS, 8, result).mean()) < 0.1
