@@ -226,9 +226,9 @@ class DataConfig(SourceConfig):
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: str = "local"
-    """Sampling engine: the name of a file in `gspo/rollout/engines`."""
+    """Sampling engine: `local`, `vllm` or `scripted` (a file in `gspo/rollout/engines`; docs/engines.md)."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine. The file of the engine lists them."""
+    """Options of the engine, for example `{slots = 512}` for `local` (docs/engines.md)."""
     prompts: Count = 32
     """Prompts per step."""
     group_size: Count = 8
@@ -277,7 +277,8 @@ class RolloutConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions: names of files in `gspo/reward/rewards`, or `file.py:function`."""
+    """Reward functions: built-ins by name (docs/rewards.md), such as `math_answer`, or your own as `file.py:function`. If
+    empty, the verifier of the generated task."""
     weights: tuple[float, ...] = ()
     """One weight per reward function. An empty list gives every function weight 1."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -374,11 +375,11 @@ class EvalSetConfig(ProblemsConfig):
     """Number of problems. `0` uses all of them, or 256 of a generated task."""
     every: NonNegative = 10
     """Steps between evaluations on this set, which is also evaluated before the first and after the last step. `0`
-    evaluates it only with `gspo eval --set`."""
+    evaluates it only with `gspo eval --set`. If not given, `eval.every`."""
     samples: Count = 1
-    """Sampled completions per problem."""
+    """Sampled completions per problem. If not given, `eval.samples`."""
     greedy: bool = True
-    """Also measure accuracy with greedy decoding."""
+    """Also measure accuracy with greedy decoding. If not given, `eval.greedy`."""
     reward: tuple[str, ...] = ()
     """Reward functions for this set; the first one decides what counts as correct. An empty list uses
     `reward.functions`, or a generated task's own verifier if that is empty too."""

@@ -626,11 +626,11 @@ METRICS = (
     ),
     Metric(
         "ratio/ess",
-        "Effective sample size of the completions of an update as a share of their number, mean over updates: "
+        "Effective sample size of the computed completions of an update as a share of their number, mean over updates: "
         "`(sum w)^2 / (N sum w^2)` with `w = prod pi/mu` over the tokens of a completion, before the update. 1 if all "
         "weights are equal; a low value means that a few completions dominate the importance-weighted gradient. Long "
         "completions have a lower one, because differences between engine and learner multiply up, too.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.SAME,
         panels=("ess",),
@@ -639,7 +639,7 @@ METRICS = (
     Metric(
         "ratio/ess_factor",
         "What `learner.ess_scaling` multiplied the learning rate by, mean over updates. 1 if it is `off`.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.SAME,
         panels=("ess",),
@@ -673,8 +673,8 @@ METRICS = (
     ),
     Metric(
         "clip/probability_low",
-        "Share of clipped tokens among trained tokens with `pi_old < 0.1`. `null` if there are none.",
-        present="trained",
+        "Share of clipped tokens among computed tokens with `pi_old < 0.1`. `null` if there are none.",
+        present="computed",
         unit="share",
         reduction=Reduction.MEAN,
         panels=("clip-probability",),
@@ -683,7 +683,7 @@ METRICS = (
     Metric(
         "clip/probability_middle",
         "The same for `pi_old` from 0.1 to 0.9.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.MEAN,
         panels=("clip-probability",),
@@ -692,7 +692,7 @@ METRICS = (
     Metric(
         "clip/probability_high",
         "The same for `pi_old > 0.9`.",
-        present="trained",
+        present="computed",
         unit="share",
         reduction=Reduction.MEAN,
         panels=("clip-probability",),
@@ -752,10 +752,10 @@ METRICS = (
     ),
     Metric(
         "ratio/sequence_log_abs_mean",
-        "Mean over trained completions of `|log s|`, with `log s` the completion's mean of `log pi - log pi_old`: how "
+        "Mean over computed completions of `|log s|`, with `log s` the completion's mean of `log pi - log pi_old`: how "
         "far whole completions have drifted, for every objective. A clip range on token ratios does not bound it. The "
         "standard deviation above excludes a drift that all completions share.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
         panels=("ratio",),
@@ -764,7 +764,7 @@ METRICS = (
     Metric(
         "ratio/sequence_log_abs_max",
         "The maximum.",
-        present="trained",
+        present="computed",
         unit="number",
         reduction=Reduction.MAX,
         panels=("ratio",),
@@ -902,7 +902,7 @@ METRICS = (
         "learner/uncomputed_fraction",
         "Share of the trained tokens whose completion was not computed: its advantages are all 0, so it has no "
         "gradient, but it counts in the denominators of the loss. 0 for objectives that need such completions (a KL or "
-        "entropy term, `clip_cov`, `kl_cov`) and with `routing.balance_loss`.",
+        "entropy term, `clip_cov`, `kl_cov`), with `routing.balance_loss` and with `learner.ess_scaling`.",
         present="trained",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
@@ -1054,14 +1054,14 @@ METRICS = (
         "Memory in bytes of the expert choices that the learner stores while it trains on the batch: those of the old "
         "policy and of the sampler, and with a balance loss those without replay. `time/routing_s` is the time that "
         "they cost.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="count",
         reduction=Reduction.SUM,
     ),
     Metric(
         "routing/sampler_bytes",
         "Bytes of the expert choices that the engine reported with the trained completions; 0 if it reports none.",
-        present="trained, MoE",
+        present="computed, MoE",
         unit="count",
         reduction=Reduction.SUM,
     ),
