@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import gspo.loop
 from gspo.cli import main
 from gspo.commands.arguments import checkpoint_of
-from gspo.config import Config
+from gspo.config import Config, check, override, to_toml
 from gspo.errors import ConfigError
 from gspo.learner import checkpoint
 from gspo.record.held_out import Score, best, best_step, scores, without_gain
@@ -219,6 +220,17 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*overrides)
+
+
+def test_early_stopping_can_be_turned_off_with_its_other_settings_in_place(tiny: Callable[..., Config]) -> None:
+    """Otherwise the command that an ended run prints (`--eval.patience=0`) would fail: they have no effect then."""
+    config = tiny("eval.patience=2", "eval.min_gain=0.1", "eval.metric=accuracy_greedy")
+    off = override(tomllib.loads(to_toml(config)), ["eval.patience=0"], where="command line")
+    check(off)
+    assert (off.eval.patience, off.eval.min_gain, off.eval.metric) == (0, 0.0, "accuracy")
+    config = tiny("eval.patience=2", "eval.metric=accuracy_greedy", "checkpoint.keep_best=true")
+    kept = override(tomllib.loads(to_toml(config)), ["eval.patience=0"], where="command line")
+    assert kept.eval.metric == "accuracy_greedy"
 
 
 # ------------------------------------------------------------------------------------------------- scores

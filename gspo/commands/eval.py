@@ -294,8 +294,8 @@ def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> Sequenc
 
 def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
     print(
-        f"{config.model.path}: {len(evaluation.groups)} problems, {samples} completions each at temperature "
-        f"{config.rollout.temperature:g}"
+        f"{config.model.path}: {len(evaluation.groups)} problems, {samples} completion{'s' * (samples != 1)} each at "
+        f"temperature {config.rollout.temperature:g}"
     )
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")

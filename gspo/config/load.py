@@ -54,9 +54,14 @@ def override(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, r
     if not overrides:
         return config
     pairs = _override_pairs(overrides)
-    if dict(pairs).get("objective.name", config.objective.name) != config.objective.name:
+    given = dict(pairs)
+    if given.get("objective.name", config.objective.name) != config.objective.name:
         # Objectives have different settings: those of the recipe's objective do not carry over to another one.
         tree["objective"] = {}
+    if given.get("eval.patience") == 0 and config.eval.patience:
+        # A setting without effect is an error, so a resume could not turn early stopping off otherwise.
+        for name in ("min_gain",) if config.checkpoint.keep_best else ("min_gain", "metric"):
+            tree["eval"].pop(name, None)
     for key, value in pairs:
         _set(tree, key, value)
     return from_tree(tree, where="command line")
