@@ -36,8 +36,8 @@ def add_trust_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-run",
         action="store_true",
-        help="run the code (rewards, objective, model) and contact the endpoints that the run directory names; not needed "
-        "for runs started here",
+        help="run the code (rewards, objective, model) and contact the endpoints that the run directory names; not "
+        "needed for runs started here",
     )
 
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objectives",
         metavar="ARMS",
         help="arms, separated by commas: NAME[+replay][+KEY=VALUE][+SECTION.KEY=VALUE], "
-        "for example grpo,grpo+replay,gspo",
+        "for example grpo,grpo+replay,gspo; your own objective as file.py:name",
     )
     add("--seeds", default="0,1,2", help="seeds, for example 0,1,2 or 0-4 (default: 0,1,2)")
     add(

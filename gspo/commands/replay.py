@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objectives",
         default="all",
         metavar="LIST",
-        help="objectives, separated by commas: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3 "
-        "(default: all)",
+        help="objectives, separated by commas: NAME[+KEY=VALUE...], for example grpo,gspo+clip_high=1e-3; "
+        "your own as file.py:name (default: all)",
     )
     add(
         "--sweep",

@@ -277,8 +277,8 @@ class RolloutConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions: built-ins by name (docs/rewards.md), such as `math_answer`, or your own as `file.py:function`. If
-    empty, the verifier of the generated task."""
+    """Reward functions: built-ins by name (docs/rewards.md), such as `math_answer`, or your own as `file.py:function`.
+    If empty, the verifier of the generated task."""
     weights: tuple[float, ...] = ()
     """One weight per reward function. An empty list gives every function weight 1."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from gspo import config as settings
 from gspo.build import with_reward_weights
 from gspo.config import Config
 from gspo.errors import ConfigError
+from gspo.objectives.custom import is_custom
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.objectives.table import TABLE
 from gspo.objectives.table import objective as build
@@ -71,10 +72,13 @@ def _objective(config: Config, arm: Arm) -> Objective:
             f"--objectives: {arm.label!r}: {foreign.partition('=')[0]} is not a setting of an objective; a replay uses "
             "the batch and its routing as recorded, leave it out"
         )
-    if arm.objective not in TABLE:
-        raise ConfigError(f"--objectives: no objective {arm.objective!r}; choose from {', '.join(TABLE)} or {ALL}")
+    if arm.objective not in TABLE and not is_custom(arm.objective):
+        raise ConfigError(
+            f"--objectives: no objective {arm.objective!r}; choose from {', '.join(TABLE)}, {ALL}, or your own as "
+            "file.py:name"
+        )
     values = dict(settings.override({}, arm.overrides, where="--objectives").objective.settings)
-    if "max_length" in settings_of(TABLE[arm.objective]):
+    if "max_length" in settings_of(build(arm.objective)):
         # As in a run, where the limit on completions sets it.
         values.setdefault("max_length", config.rollout.max_tokens)
     with warnings.catch_warnings():

@@ -31,6 +31,7 @@ def agreement(replay: Replay) -> tuple[str, bool]:
     steps = replay.agreements
     worst = max(steps, key=lambda a: (a.logp != a.logp, a.logp))  # NaN first
     span = f"step {replay.step}" if len(steps) == 1 else f"steps {steps[0].step} to {replay.step}"
+    s = "s" * (len(steps) == 1)  # of the verb
     tokens = sum(a.tokens for a in steps)
     difference = f"largest log-prob difference {worst.logp:.1e} over {tokens:,} tokens"
     measured = [a for a in steps if a.metrics]
@@ -38,11 +39,11 @@ def agreement(replay: Replay) -> tuple[str, bool]:
         metrics = "its metrics are not written yet"
         if measured:
             metrics = f"{min(a.metrics for a in measured)} metrics per step are reproduced"
-        return f"Exact: {span} agrees with the run ({difference}, which is rounding; {metrics}).", False
+        return f"Exact: {span} agree{s} with the run ({difference}, which is rounding; {metrics}).", False
     return (
-        f"NOT exact: {span} differs from the run ({difference}{_other_differences(steps, measured)}). Possible causes "
-        "are another device, precision, thread count or library version, or modified files. The numbers below belong "
-        "to a policy that differs by this much."
+        f"NOT exact: {span} differ{s} from the run ({difference}{_other_differences(steps, measured)}). Possible "
+        "causes are another device, precision, thread count or library version, or modified files. The numbers below "
+        "belong to a policy that differs by this much."
     ), True
 
 

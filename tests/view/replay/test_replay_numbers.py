@@ -16,9 +16,10 @@ from torch import Tensor
 
 import gspo
 from gspo.context import LearnContext
+from gspo.errors import ConfigError
 from gspo.learner.batch import TrainBatch, selection_seed
 from gspo.objectives.advantage import batch_whitened
-from gspo.objectives.objective import Objective, ObjectiveWarning
+from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.types import Group
 from gspo.view.replay import gradients
 from gspo.view.replay.candidates import Candidate, candidates
@@ -201,6 +202,29 @@ def test_all_can_be_combined_with_others_and_nothing_is_computed_twice(at: Snaps
     assert [(s.label, s.reason) for s in skipped[1:]] == [
         ("gspo+clip_low=3e-3+clip_high=4e-3", "it is the same as gspo (run)")
     ]
+
+
+def test_an_objective_of_the_user_can_be_a_candidate(at: Snapshot, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    lines = (
+        "import gspo",
+        "from gspo.objectives.advantage import centered",
+        "from gspo.objectives.aggregate import ConstantLength",
+        "from gspo.objectives.ratio import token",
+        "from gspo.objectives.trust_region import Clip",
+        "parts = dict(advantage=centered, ratio=token, aggregate=ConstantLength())",
+        "mine = gspo.Objective(name='mine', trust_region=Clip(clip_low=0.2, clip_high=0.2), **parts)",
+    )
+    file.write_text("\n".join(lines), encoding="utf-8")
+    learner = at.learner
+    found, _ = candidates(learner.config, learner.objective, f"{file}:mine+clip_high=0.3")
+    assert [c.label for c in found] == ["gspo (run)", f"{file}:mine+clip_high=0.3"]
+    settings = settings_of(found[1].objective)
+    # As in a run, the limit on completions is the constant length.
+    assert settings["clip_high"] == 0.3
+    assert settings["max_length"] == learner.config.rollout.max_tokens
+    with pytest.raises(ConfigError, match=r"no objective 'mine'; .* your own as file.py:name"):
+        candidates(learner.config, learner.objective, "mine")
 
 
 def test_gradients_equal_a_backward_pass_through_the_public_loss(at: Snapshot) -> None:
