@@ -107,7 +107,9 @@ def _curves(watched: WatchedRun, width: int, most: int | None) -> Table:
             if values and (any(values) or not shown.panel.hide_zero) and (most is None or table.row_count < most):
                 points = found.pop(metric.key)["y"]  # a metric may be in several panels, and is listed once
                 bars = sparkline(points, min(values), max(values))
-                latest = _format(_latest(watched, metric.key), shown.panel.form)
+                # A panel of mixed units, such as reward and accuracy, still has accuracies in percent.
+                form = "share" if metric.form == "share" else shown.panel.form
+                latest = _format(_latest(watched, metric.key), form)
                 table.add_row(Text(line(metric.key), style="dim"), bars, latest)
     return table
 

@@ -97,6 +97,9 @@ def test_the_terminal_shows_curves_phases_and_findings(tmp_path: Path) -> None:
     line = next(line for line in text.splitlines() if line.startswith("reward/mean"))
     assert line.split()[1] == "".join(sorted(line.split()[1]))
     assert "0.6" in line
+    # Accuracies are in percent, although they share a panel with the reward.
+    accuracy = next(line for line in text.splitlines() if line.startswith("eval/accuracy "))
+    assert accuracy.rstrip().endswith(" %")
     assert "sampling 50 %, scoring 5 %, training 40 %" in text
     assert "samples/unscored" not in text
 
