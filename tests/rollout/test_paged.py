@@ -113,7 +113,12 @@ def _one_by_one(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": 1}, {"slots": 24, "prefill_tokens": 4000}, {"slots": 24, "prefill_tokens": 1}]
+    "options",
+    [
+        pytest.param({"slots": 1}, marks=pytest.mark.slow),
+        {"slots": 24, "prefill_tokens": 4000},
+        {"slots": 24, "prefill_tokens": 1},
+    ],
 )
 def test_the_number_of_slots_does_not_change_completions(
     model: Any, options: dict[str, int], plain_completions: Callable[[int], DecodeResult]
@@ -121,7 +126,7 @@ def test_the_number_of_slots_does_not_change_completions(
     assert_same(decode_paged(model, **options), plain_completions(90))
 
 
-@pytest.mark.parametrize("blocks", [10, 13, 20, 33])
+@pytest.mark.parametrize("blocks", [pytest.param(10, marks=pytest.mark.slow), 13, 33])
 def test_preemption_does_not_change_completions(
     model: Any, blocks: int, plain_completions: Callable[[int], DecodeResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +152,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"slots": 24}, {"blocks": 10, "slots": 12}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"blocks": 10, "slots": 12}], ids=str)
 @pytest.mark.parametrize("name", CONTROLS)
 def test_controls_act_as_in_plain_decoding(model: Any, name: str, options: dict[str, int]) -> None:
     sampling = Sampling(max_tokens=60, **CONTROLS[name])
