@@ -204,6 +204,20 @@ def test_a_resume_counts_on(tiny: Callable[..., Config], tmp_path: Path, display
     assert [row["step"] for row in read_metrics(cut)] == list(range(9))
 
 
+@pytest.mark.parametrize("keep_best", ["true", "false"])
+def test_a_run_that_has_ended_early_continues_as_it_advises(
+    tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str], keep_best: str
+) -> None:
+    """Settings that have no effect without a patience are refused, so the advice changes them, too."""
+    settings = ("eval.every=1", "eval.patience=1", "eval.min_gain=1", "eval.metric=accuracy_greedy")
+    config = tiny(*settings, f"checkpoint.keep_best={keep_best}")
+    assert train(config, display).step == 1
+    assert main(["train", "--resume", config.run_dir]) == 0
+    advice = capsys.readouterr().out.partition("Continue with:  ")[2].splitlines()[0].split()
+    assert main(advice[advice.index("train") :]) == 0
+    assert read_metrics(run_of(config))[-1]["step"] == 3
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -12,6 +12,7 @@ from gspo import config
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
 from gspo.errors import ConfigError
+from gspo.record.held_out import continue_options
 
 if TYPE_CHECKING:
     from gspo.trainer import Outcome
@@ -73,7 +74,9 @@ def _report(outcome: Outcome) -> int:
         total = f" ({outcome.step} in total)" if outcome.start_step else ""
         print(f"Finished {taken} step{'s' * (taken != 1)}{total} in {outcome.seconds / 60:.1f} minutes.")
     if outcome.ended_early:
-        print(f"It ended early (eval.patience). Continue with:  {_resume_command(outcome)} --eval.patience=0")
+        print(
+            f"It ended early (eval.patience). Continue with:  {_resume_command(outcome)} {_without_patience(outcome)}"
+        )
     if outcome.rollbacks:
         print(f"It was rolled back {outcome.rollbacks} time{'s' * (outcome.rollbacks != 1)}; see events.jsonl.")
     _report_accuracy(outcome)
@@ -108,6 +111,12 @@ def _report_accuracy(outcome: Outcome) -> None:
 
 def _resume_command(outcome: Outcome) -> str:
     return f"{_program()} train --resume {outcome.run}"
+
+
+def _without_patience(outcome: Outcome) -> str:
+    file = outcome.run / "config.toml"
+    run = config.from_tree(config.read_toml(file), where=str(file))
+    return continue_options(metric=run.eval.metric, min_gain=run.eval.min_gain, keep_best=run.checkpoint.keep_best)
 
 
 def _program() -> str:

@@ -62,6 +62,17 @@ def without_gain(evaluations: Iterable[Score], min_gain: float) -> int:
     return count
 
 
+def continue_options(*, metric: str, min_gain: float, keep_best: bool) -> str:
+    """The options with which a run that has ended early resumes and trains to its last step."""
+    options = ["--eval.patience=0"]
+    # Without a patience these two have no effect, and a resume refuses settings without an effect.
+    if min_gain:
+        options.append("--eval.min_gain=0")
+    if metric != EvalConfig.metric and not keep_best:
+        options.append(f"--eval.metric={EvalConfig.metric}")
+    return " ".join(options)
+
+
 class HeldOutScores:
     """The scores of a run so far."""
 

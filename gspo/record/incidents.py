@@ -274,10 +274,10 @@ class Incidents:
         new = self.new_alarms(metrics)
         self._recent.append(metrics)
         now = active_alarms(list(self._recent), self._config.alarms.steps)
-        dtype = self._config.model.dtype
         for alarm in new:
-            self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.message(dtype))
-            self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.message(dtype)}")
+            text = alarm.message(self._config)
+            self._run_dir.event("alarm", step=step, name=alarm.name, message=text)
+            self._display.message(f"ALARM at step {step}, {alarm.name}: {text}")
         self._active_alarms = {alarm.name for alarm in now}
         for names in (self._config.alarms.stop, self._config.alarms.rollback):
             for alarm in new:
@@ -293,7 +293,7 @@ class Incidents:
         """The error of an alarm that stops the run."""
         key = "alarms.stop" if alarm.name in self._config.alarms.stop else "alarms.rollback"
         return AlarmError(
-            f"step {step}: {alarm.name} ({key}): {alarm.message(self._config.model.dtype)}. "
+            f"step {step}: {alarm.name} ({key}): {alarm.message(self._config)}. "
             f"The run is saved: gspo train --resume {self._run_dir.path}"
         )
 
