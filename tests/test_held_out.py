@@ -218,6 +218,14 @@ def test_a_run_that_has_ended_early_continues_as_it_advises(
     assert read_metrics(run_of(config))[-1]["step"] == 3
 
 
+def test_early_stopping_evaluates_all_sets_after_the_last_step(tiny: Callable[..., Config], display: Any) -> None:
+    one = "eval.sets.other"
+    sets = (f"{one}.task=sorting", f"{one}.task_options={{min_items = 2, max_items = 3}}", f"{one}.size=4")
+    config = tiny("steps=9", "eval.patience=1", "eval.min_gain=1", *sets, f"{one}.every=5")
+    assert train(config, display).step == 2
+    assert [row["step"] for row in read_metrics(run_of(config)) if "eval/other/accuracy" in row] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
