@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import gspo.loop
+from gspo.build import run_objective
 from gspo.cli import main
 from gspo.commands.arguments import checkpoint_of
 from gspo.config import Config
@@ -241,6 +242,19 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eval.patience", "2"), ("checkpoint.keep_best", "true"), ("alarms.stop", "held-out drop")],
+)
+def test_settings_about_held_out_scores_need_held_out_problems(
+    key: str, value: str, tiny: Callable[..., Config]
+) -> None:
+    """An evaluation set is not enough: these settings look at the held-out problems alone."""
+    config = tiny("data.held_out=0", "eval.sets.other.task=sorting", f"{key}={value}")
+    with pytest.raises(ConfigError, match=f"^{key}: .*data.held_out = 0"):
+        run_objective(config)
 
 
 # ------------------------------------------------------------------------------------------------- scores
