@@ -256,6 +256,11 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
             f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", '
             "where the old log-probs are the engine's; leave one of them out"
         )
+    if settings_of(objective).get("denominator") == "sampler":
+        raise ConfigError(
+            'objective.denominator: "sampler" has no effect with learner.old_logp = "sampler", where the old log-probs '
+            "are the engine's; leave one of them out"
+        )
     if policy.routers is None:
         return
     if config.routing.replay == "old":
