@@ -286,7 +286,9 @@ class Loop:
 
     def _check_scores(self, step: int, collected: CollectResult, state: TrainerState) -> None:
         """Stop if too many completions are unscored, or if sampling cannot find anything to train on."""
-        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(step, collected)
+        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(
+            step, self.context.objective, collected
+        )
         if error is None:
             return
         # The state before this step is saved: a resume repeats the step. Its completions show what failed.
