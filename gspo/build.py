@@ -62,6 +62,8 @@ def run_objective(config: Config) -> Objective:
     held_out = any(source.held_out for source in config.data.sources.values())
     if config.eval.every and not (held_out or config.eval.sets):
         raise ConfigError("eval.every: there is nothing to evaluate with data.held_out = 0; set eval.every = 0")
+    if not held_out:
+        _check_needs_no_held_out(config)
     return with_reward_weights(objective, config)
 
 
@@ -84,6 +86,20 @@ def _check_separate(config: Config, objective: Objective) -> None:
             'objective.normalize: "separate" needs two or more reward functions with a weight, and there are '
             f'{sum(map(bool, weights))} (reward.functions, reward.weights); add one, or set "sum"'
         )
+
+
+def _check_needs_no_held_out(config: Config) -> None:
+    """Refuse what decides by the held-out score of a run that has none. The sets of `eval.sets` do not count for it."""
+    alarms = config.alarms
+    needing = {
+        "eval.patience": config.eval.patience,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "alarms.stop": "held-out drop" in alarms.stop,
+        "alarms.rollback": "held-out drop" in alarms.rollback,
+    }
+    key = next((key for key, used in needing.items() if used), None)
+    if key:
+        raise ConfigError(f"{key}: depends on held-out problems, and data.held_out = 0; set that, or leave it out")
 
 
 def _check_quantized(config: Config) -> None:
@@ -239,6 +255,11 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         raise ConfigError(
             f'objective.mismatch: {objective.mismatch} has no effect with learner.old_logp = "sampler", '
             "where the old log-probs are the engine's; leave one of them out"
+        )
+    if settings_of(objective).get("denominator") == "sampler":
+        raise ConfigError(
+            'objective.denominator: "sampler" has no effect with learner.old_logp = "sampler", where the old log-probs '
+            "are the engine's; leave one of them out"
         )
     if policy.routers is None:
         return

@@ -256,14 +256,16 @@ class Loop:
             if state.step == 0:
                 self.incidents.check_first_evaluation(done)
             metrics |= eval_metrics(done) | source_eval_metrics(done)
+        # The last step evaluates all sets, also if the evaluation above makes it the last.
+        ends = self.held_out.would_end_run({"step": state.step, **metrics})
         for name, one in settings.sets.items():
-            if self._due(one, state):
+            if self._due(one, state, ends=ends):
                 done = self._evaluation(problems.sets[name], one, f"eval/{name}", state.step)
                 metrics |= eval_metrics(done, name)
         return metrics
 
-    def _due(self, settings: EvalConfig | EvalSetConfig, state: TrainerState) -> bool:
-        return bool(settings.every) and (state.step % settings.every == 0 or self.is_finished(state))
+    def _due(self, settings: EvalConfig | EvalSetConfig, state: TrainerState, *, ends: bool = False) -> bool:
+        return bool(settings.every) and (state.step % settings.every == 0 or ends or self.is_finished(state))
 
     def _evaluation(
         self, prompts: Sequence[Prompt], settings: EvalConfig | EvalSetConfig, stream: str, step: int
@@ -284,7 +286,9 @@ class Loop:
 
     def _check_scores(self, step: int, collected: CollectResult, state: TrainerState) -> None:
         """Stop if too many completions are unscored, or if sampling cannot find anything to train on."""
-        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(step, collected)
+        error = self.incidents.check_scores(step, collected) or self.incidents.check_groups(
+            step, self.context.objective, collected
+        )
         if error is None:
             return
         # The state before this step is saved: a resume repeats the step. Its completions show what failed.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import gspo.loop
+from gspo.build import run_objective
 from gspo.cli import main
 from gspo.commands.arguments import checkpoint_of
 from gspo.config import Config, check, override, to_toml
@@ -205,6 +206,28 @@ def test_a_resume_counts_on(tiny: Callable[..., Config], tmp_path: Path, display
     assert [row["step"] for row in read_metrics(cut)] == list(range(9))
 
 
+@pytest.mark.parametrize("keep_best", ["true", "false"])
+def test_a_run_that_has_ended_early_continues_as_it_advises(
+    tiny: Callable[..., Config], display: Any, capsys: pytest.CaptureFixture[str], keep_best: str
+) -> None:
+    """Settings that have no effect without a patience are refused, so the advice changes them, too."""
+    settings = ("eval.every=1", "eval.patience=1", "eval.min_gain=1", "eval.metric=accuracy_greedy")
+    config = tiny(*settings, f"checkpoint.keep_best={keep_best}")
+    assert train(config, display).step == 1
+    assert main(["train", "--resume", config.run_dir]) == 0
+    advice = capsys.readouterr().out.partition("Continue with:  ")[2].splitlines()[0].split()
+    assert main(advice[advice.index("train") :]) == 0
+    assert read_metrics(run_of(config))[-1]["step"] == 3
+
+
+def test_early_stopping_evaluates_all_sets_after_the_last_step(tiny: Callable[..., Config], display: Any) -> None:
+    one = "eval.sets.other"
+    sets = (f"{one}.task=sorting", f"{one}.task_options={{min_items = 2, max_items = 3}}", f"{one}.size=4")
+    config = tiny("steps=9", "eval.patience=1", "eval.min_gain=1", *sets, f"{one}.every=5")
+    assert train(config, display).step == 2
+    assert [row["step"] for row in read_metrics(run_of(config)) if "eval/other/accuracy" in row] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -231,6 +254,19 @@ def test_early_stopping_can_be_turned_off_with_its_other_settings_in_place(tiny:
     config = tiny("eval.patience=2", "eval.metric=accuracy_greedy", "checkpoint.keep_best=true")
     kept = override(tomllib.loads(to_toml(config)), ["eval.patience=0"], where="command line")
     assert kept.eval.metric == "accuracy_greedy"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eval.patience", "2"), ("checkpoint.keep_best", "true"), ("alarms.stop", "held-out drop")],
+)
+def test_settings_about_held_out_scores_need_held_out_problems(
+    key: str, value: str, tiny: Callable[..., Config]
+) -> None:
+    """An evaluation set is not enough: these settings look at the held-out problems alone."""
+    config = tiny("data.held_out=0", "eval.sets.other.task=sorting", f"{key}={value}")
+    with pytest.raises(ConfigError, match=f"^{key}: .*data.held_out = 0"):
+        run_objective(config)
 
 
 # ------------------------------------------------------------------------------------------------- scores

@@ -293,6 +293,22 @@ def test_eval_of_one_set(mixed: Callable[..., Config], display: Any, tmp_path: P
     assert main(["eval", config.run_dir, "--set", "none", "--trust-run"]) != 0
 
 
+def test_eval_of_other_problems_needs_no_options_of_the_sources(
+    mixed: Callable[..., Config], display: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("data.mix.sums.reward=exact_answer", 'reward.options.exact_answer={marker = "="}')
+    config = mixed("steps=0", "eval.every=0", "eval.sets={}", *options)
+    train(config, display)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "1 + 8", "answer": "9"}\n')
+    command = ["eval", config.run_dir, "--data", str(other), "--reward.functions=last_number", "--trust-run"]
+    assert main(command) == 0
+    assert "1 problems" in capsys.readouterr().out
+    # A mistake on the command line is still one.
+    assert main([*command, "--reward.options.math_answer={}"]) == 1
+    assert "reward.options.math_answer: not among" in capsys.readouterr().err
+
+
 def test_the_doctor_checks_every_source_and_set(
     mixed: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

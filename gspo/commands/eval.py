@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,8 +195,17 @@ def _eval_config(
     tree["seed"] = seed if data else tree.get("seed", seed)
     # Old names are not reported for the settings of a run, which nobody is going to edit.
     config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=given)
+    if data:
+        config = _without_unused_options(config, tree)
     settings.check(config)
     return config
+
+
+def _without_unused_options(config: Config, tree: Mapping[str, Any]) -> Config:
+    """The config without options in `tree`, the recipe, of reward functions that only the recipe's problems used."""
+    unused = tree.get("reward", {}).get("options", {}).keys() - set(config.reward_functions)
+    options = {name: table for name, table in config.reward.options.items() if name not in unused}
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, options=options))
 
 
 def _check_trust(model: str, config: Config, recipe: str | None, trust_run: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gspo.errors import ConfigError
 from gspo.objectives import table
 from gspo.objectives.advantage import apply_rule
+from gspo.objectives.aggregate import token_mean
 from gspo.objectives.loss import loss_of, loss_statistics, select
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.objectives.sequences import Sequences, Tokens
@@ -226,9 +227,10 @@ def _select_whole_step(objective: Objective, tokens: Tokens, weights: Tensor | N
         selected_N = select(objective, tokens, seed=0)
         assert selected_N is not None
         return selected_N
-    # All objectives that select tokens weight them by token mean, so a weight is 1 / (tokens of the step).
+    # With a token mean, as in the table, a weight is 1 / (tokens of the step). Other weights do not tell their number.
+    known = objective.aggregate is token_mean
     step_tokens = round(1 / float(weight_N.max())) if len(weight_N) else 0
-    if objective.trust_region.selection_count(step_tokens):
+    if not known or objective.trust_region.selection_count(step_tokens):
         raise ConfigError(
             f"objective {objective.name!r} selects tokens over the whole optimizer step: with weights= also pass "
             "selected=, the rows of select_tokens(...)"

@@ -26,7 +26,8 @@ def resolved(objective: Objective) -> dict[str, Any]:
     return {
         "name": objective.name,
         "settings": list(settings_of(objective)),
-        "takes_penalties": not objective.advantage.nonnegative_rewards,
+        # Without a summed reward there is nothing to subtract a penalty from.
+        "takes_penalties": not objective.advantage.nonnegative_rewards and objective.normalize == "sum",
         "advantage": _name(objective.advantage),
         "advantage_scope": objective.advantage.scope,
         "ratio": _name(objective.ratio),

@@ -178,8 +178,8 @@ def change(objective: Objective, settings: dict[str, Any]) -> Objective:
     for key in settings:
         if key in refused:
             raise ConfigError(f"objective {objective.name!r}: {key} makes no sense here: {refused[key]}")
-    if "shape" in options:
-        options["shape"] = _parse_shape(objective, options["shape"])
+    # Also if it is not given: a custom objective may have any.
+    options["shape"] = _parse_shape(objective, options.get("shape", objective.shape))
     _check_types(objective, options)
     changed = replace(changed, given=objective.given | settings.keys(), **options)
     _check(changed)

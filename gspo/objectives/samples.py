@@ -70,6 +70,8 @@ def _compared(objective: Objective, scores: Sequence[Score]) -> Iterator[list[fl
     if objective.normalize == "sum":
         yield [s.reward for s in scores if s.reward is not None]
         return
+    if not scores:  # nothing to transpose
+        return
     by_function = list(zip(*(s.parts.values() for s in scores), strict=True))
     for values, weight in zip(by_function, objective.reward_weights or (1.0,) * len(by_function), strict=True):
         if weight:

@@ -69,6 +69,12 @@ class TrustRegion:
             # Written as a negation, so that NaN is refused, too.
             if not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{f.name}: must be a finite number, 0 or more, not {value}")
+        # Rollbacks and adaptive ranges scale these fields.
+        if self.clip_range is not None and not {"clip_low", "clip_high"} <= {f.name for f in fields(self)}:
+            raise ConfigError(
+                f"{type(self).__name__}: a trust region with a clip_range has the fields clip_low and clip_high; "
+                "derive it from ClipRange and TrustRegion, and declare both"
+            )
 
     def __call__(self, tokens: Tokens, log_ratio_N: Tensor) -> Surrogate:
         raise NotImplementedError

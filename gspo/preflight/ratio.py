@@ -29,7 +29,7 @@ from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
-from gspo.record.alarms import NOISY, rounding_remedy
+from gspo.record.alarms import NOISY, run_rounding_remedy
 from gspo.rollout.engine import engine_traits
 from gspo.types import Completion, Prompt
 
@@ -281,7 +281,7 @@ def _rounding(context: PreflightContext, logprobs: LogprobsByPolicy) -> Iterator
     if noise is None or noise.beyond_clip < NOISY:
         return
     unit = "completions" if objective.clips_sequences else "tokens"
-    remedy = rounding_remedy(context.config.model.dtype)
+    remedy = run_rounding_remedy(context.config)
     yield warning(
         f"In {context.config.model.dtype} rounding alone moves log-ratios by {noise.log_ratio:.1e} and takes "
         f"{noise.beyond_clip:.0%} of the {unit} out of the clip range: what is clipped would be random.",

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gspo.config import Config
+
 Row = Mapping[str, Any]
 HISTORY = 500
 """Number of recent rows of metrics that alarms use."""
@@ -50,23 +52,40 @@ class Alarm:
     last_good: Callable[[Sequence[Row], int], int] = before_sign
     """Takes the same when the alarm is raised. The last step whose weights were good, for a rollback; negative if no
     weights of the run were."""
-    remedy: Callable[[str], str] | None = None
-    """What to try, by `model.dtype`. None if `what` says it."""
+    remedy: Callable[[Config], str] | None = None
+    """What to try, by the settings of the run. None if `what` says it."""
 
-    def message(self, dtype: str) -> str:
-        """What has happened and what to try, for a run of this precision."""
-        return self.what if self.remedy is None else f"{self.what}; {self.remedy(dtype)}"
+    def message(self, config: Config) -> str:
+        """What has happened and what to try, for a run with these settings."""
+        return self.what if self.remedy is None else f"{self.what}; {self.remedy(config)}"
 
 
-def rounding_remedy(
-    dtype: str, otherwise: str = "set learner.mini_batches = 1, which makes every ratio exactly 1"
-) -> str:
-    """What to try if rounding exceeds the clip range, for a run of this precision; `otherwise` is the last resort."""
+def rounding_remedy(*, dtype: str, old_logp: str, replay: str, adaptive: bool) -> str:
+    """What to try if rounding exceeds the clip range, in a run with these settings. It is accepted with the others."""
     finer = {
         "bfloat16": 'set model.dtype = "float16", which rounds eight times finer at the same cost, or "float32", ',
         "float16": 'set model.dtype = "float32", ',
     }
-    return f"{finer.get(dtype, '')}widen objective.clip_low and objective.clip_high, or {otherwise}"
+    also = ['routing.replay = "off"'] * (replay == "old") + ["a fixed clip range"] * adaptive
+    last = f"set learner.mini_batches = 1{''.join(f' and {a}' for a in also)}, which makes every ratio exactly 1"
+    if old_logp == "sampler":
+        last = 'recompute the old log-probs (learner.old_logp = "recompute")'
+    return f"{finer.get(dtype, '')}widen objective.clip_low and objective.clip_high, or {last}"
+
+
+def adapts_clip(settings: Mapping[str, Any]) -> bool:
+    """Whether these settings of an objective ask for an adaptive clip range."""
+    return any(str(settings.get(side)).startswith("auto:") for side in ("clip_low", "clip_high"))
+
+
+def run_rounding_remedy(config: Config) -> str:
+    """`rounding_remedy` for a run."""
+    return rounding_remedy(
+        dtype=config.model.dtype,
+        old_logp=config.learner.old_logp,
+        replay=config.routing.replay,
+        adaptive=adapts_clip(config.objective.settings),
+    )
 
 
 def lasting(sign: Callable[[Row], bool]) -> Callable[[Sequence[Row], int], bool]:
@@ -173,8 +192,9 @@ ALARMS = (
             lambda row: _metric(row, "entropy/mean", 1.0) < 1e-3 and _metric(row, "reward/correct_fraction", 1.0) < 0.9
         ),
         what=(
-            "the policy is almost deterministic without solving the problems; resume from an earlier checkpoint with "
-            "a lower learning rate or, if the objective has a clip range, a higher objective.clip_high"
+            "the policy is almost deterministic without solving the problems; start a new run from an earlier "
+            "checkpoint (model.path) with a lower learning rate or, if the objective has a clip range, a higher "
+            "objective.clip_high"
         ),
     ),
     Alarm(
@@ -191,7 +211,7 @@ ALARMS = (
         holds=lasting(lambda row: _metric(row, "length/repetitive_fraction") >= 0.5),
         what=(
             "at least half of the completions repeat one token; "
-            "resume from an earlier checkpoint with a lower learning rate"
+            "start a new run from an earlier checkpoint (model.path) with a lower learning rate"
         ),
     ),
     Alarm(
@@ -208,7 +228,8 @@ ALARMS = (
         last_good=before_drop,
         what=(
             "more training completions count as correct while held-out accuracy has fallen: the policy exploits the "
-            "reward or overfits the training problems; read completions, and resume from an earlier checkpoint"
+            "reward or overfits the training problems; read completions, and start a new run from an earlier "
+            "checkpoint (model.path)"
         ),
     ),
     Alarm(
@@ -235,7 +256,7 @@ ALARMS = (
             "rounding alone moves at least a third of the ratios outside the clip range (noise/beyond_clip), so "
             "clipping is mostly noise"
         ),
-        remedy=rounding_remedy,
+        remedy=run_rounding_remedy,
     ),
 )
 NAMES = tuple(alarm.name for alarm in ALARMS)

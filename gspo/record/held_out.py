@@ -85,7 +85,12 @@ class HeldOutScores:
     @property
     def end_run(self) -> bool:
         """Whether the run ends early."""
-        return 0 < self.settings.patience <= self.without_gain
+        return self.would_end_run({})
+
+    def would_end_run(self, row: Mapping[str, Any]) -> bool:
+        """Whether the run ends early once the metrics of one more step are taken."""
+        evaluations = [*self.evaluations, *scores([row], self.settings.metric)]
+        return 0 < self.settings.patience <= without_gain(evaluations, self.settings.min_gain)
 
     def best(self, steps: Collection[int] | None = None) -> Score | None:
         """The best score, of these steps if they are given."""

@@ -38,6 +38,23 @@ DROP_REASONS = {
 """Drop reason -> how a message states it, with the dropped completions as the subject."""
 
 
+def _reasons(reasons: Mapping[str, int]) -> str:
+    """Drop reasons in words."""
+    return ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
+
+
+def _remedy(reason: str, verdicts: Sequence[bool]) -> str:
+    """What to do if nothing can be trained on, by the most frequent drop reason."""
+    if reason == "overlong":
+        return "Raise rollout.max_tokens, or ask for shorter answers (data.instruction)"
+    if reason == "unscored":
+        return "Fix the reward, or the answers of the problems"
+    remedy = "Train the last checkpoint on other problems in a new run (model.path)"
+    if verdicts and not any(verdicts):
+        remedy = "Use easier problems, or start with demonstrations (cold_start.steps)"
+    return f"{remedy}, or use a reward with partial credit"
+
+
 def skipped_in_row(learned: LearnResult | None, in_row: int) -> int:
     """The number of skipped updates in a row after a step, which was `in_row` before it."""
     if learned is None:
@@ -109,20 +126,18 @@ class Incidents:
             f"the first: {failed[0]}.{self._fault_details()} Fix the reward, then: {self._resume_command()}"
         )
 
-    def check_groups(self, step: int, collected: CollectResult) -> DataError | None:
+    def check_groups(self, step: int, objective: Objective, collected: CollectResult) -> DataError | None:
         """The error, if a whole pass over the data gave no group to train on: another one would hardly help."""
         if self._config.rollout.refill_budget != "full" or collected.rollouts.groups:
             return None
         sampled = len(collected.rollouts.sampled)
         verdicts = [s.correct for g in collected.rollouts.sampled for s in g.scores if s.correct is not None]
         correct = f" {sum(verdicts)} of {len(verdicts)} completions were correct." if verdicts else ""
-        remedy = "Train the last checkpoint on other problems in a new run (model.path)"
-        if verdicts and not any(verdicts):
-            remedy = "Use easier problems, or start with demonstrations (cold_start.steps)"
+        reasons = drop_reasons(objective, collected, None)
         return DataError(
-            f"step {step}: none of {sampled} groups, a whole pass over the training problems, has different rewards, "
-            f'so there is nothing to train on (objective.keep = "mixed", rollout.refill_budget = "full").{correct} '
-            f"{remedy}, or use a reward with partial credit"
+            f"step {step}: none of {sampled} groups, a whole pass over the training problems, can be trained on "
+            f'(objective.keep = "mixed", rollout.refill_budget = "full"): of their completions, {_reasons(reasons)}.'
+            f"{correct} {_remedy(next(iter(reasons)), verdicts)}"
         )
 
     def check_first_evaluation(self, evaluation: Evaluation) -> None:
@@ -208,9 +223,8 @@ class Incidents:
         """Report a step without any completion to train on."""
         self.idle += 1
         self._run_dir.event("no_trainable_samples", step=step, reasons=reasons)
-        counts = ", ".join(f"{count} {DROP_REASONS[reason]}" for reason, count in reasons.items())
         self._display.message(
-            f"step {step}: no group to train on (of its completions, {counts}); the policy is unchanged"
+            f"step {step}: no group to train on (of its completions, {_reasons(reasons)}); the policy is unchanged"
         )
 
     def _report_few_updates(self, step: int, learned: LearnResult) -> None:
@@ -238,7 +252,8 @@ class Incidents:
         more = "" if budget == "full" else 'raise rollout.refill_budget or set it to "full", or '
         self._display.message(
             f"warning: step {step}: the batch is short: of {sampled} sampled groups only {groups} "
-            f"{'has' if groups == 1 else 'have'} different rewards, so the step trains on {groups} instead of "
+            f"{'has' if groups == 1 else 'have'} different rewards among completions that can be trained on, so the "
+            f"step trains on {groups} instead of "
             f"{collected.wanted} (rollout.refill_budget = {budget}); {more}use "
             "problems that are neither too easy nor too hard. Later short batches are counted by groups/missing"
         )
@@ -274,10 +289,10 @@ class Incidents:
         new = self.new_alarms(metrics)
         self._recent.append(metrics)
         now = active_alarms(list(self._recent), self._config.alarms.steps)
-        dtype = self._config.model.dtype
         for alarm in new:
-            self._run_dir.event("alarm", step=step, name=alarm.name, message=alarm.message(dtype))
-            self._display.message(f"ALARM at step {step}, {alarm.name}: {alarm.message(dtype)}")
+            text = alarm.message(self._config)
+            self._run_dir.event("alarm", step=step, name=alarm.name, message=text)
+            self._display.message(f"ALARM at step {step}, {alarm.name}: {text}")
         self._active_alarms = {alarm.name for alarm in now}
         for names in (self._config.alarms.stop, self._config.alarms.rollback):
             for alarm in new:
@@ -293,7 +308,7 @@ class Incidents:
         """The error of an alarm that stops the run."""
         key = "alarms.stop" if alarm.name in self._config.alarms.stop else "alarms.rollback"
         return AlarmError(
-            f"step {step}: {alarm.name} ({key}): {alarm.message(self._config.model.dtype)}. "
+            f"step {step}: {alarm.name} ({key}): {alarm.message(self._config)}. "
             f"The run is saved: gspo train --resume {self._run_dir.path}"
         )
 

@@ -1237,7 +1237,7 @@ TIMINGS = (
     ),
     Metric(
         "service/FUNCTION/cached",
-        "Completions whose score was in the cache.",
+        "Completions whose score was in the cache, or that share the request of an equal completion.",
         present="if a reward asks a model or an endpoint",
         unit="count",
         reduction=Reduction.SUM,

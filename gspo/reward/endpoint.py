@@ -238,6 +238,14 @@ def ask_all(items: Sequence[Item], ask: Callable[[Item], Answer], *, concurrency
         return list(threads.map(tried, items))
 
 
+def ask_once_each(
+    items: Mapping[str, Item], keys: Sequence[str], ask: Callable[[Item], Answer], *, concurrency: int
+) -> list[Answer | Exception]:
+    """The answers for these keys of `items`, as `ask_all` gives them: one request for all that have the same key."""
+    answers = dict(zip(items, ask_all(list(items.values()), ask, concurrency=concurrency), strict=True))
+    return [answers[key] for key in keys]
+
+
 def sendable(text: str) -> str:
     """Text that is valid Unicode. Lone surrogates would make a server refuse the request."""
     return text.encode("utf-8", "replace").decode()

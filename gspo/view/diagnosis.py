@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gspo.record.alarms import FLAT, NOISY, rounding_remedy
+from gspo.record.alarms import FLAT, NOISY, adapts_clip, rounding_remedy
 from gspo.record.run_format import ObjectiveFacts
 
 WINDOW = 20
@@ -72,6 +72,12 @@ class RunFacts:
     def takes(self, key: str) -> bool:
         """Whether the objective of the run has this setting, so that it may be advised."""
         return key in self.objective.settings
+
+    @property
+    def objective_settings(self) -> Mapping[str, Any]:
+        """The settings of the objective that the run was given."""
+        table = self.settings.get("objective")
+        return table if isinstance(table, Mapping) else {}
 
     @property
     def old_from_sampler(self) -> bool:
@@ -195,7 +201,7 @@ def _held_out(facts: RunFacts) -> Finding | None:
     now = f"{_percent(last['eval/accuracy'])} at step {_step(last)}"
     # Disjoint intervals: a drop within them may be chance.
     if float(last["eval/accuracy_high"]) < float(best["eval/accuracy_low"]):
-        return _accuracy_drop(now, best, last)
+        return _accuracy_drop(facts, now, best, last)
     if float(last["eval/accuracy_low"]) > float(first["eval/accuracy_high"]):
         return Finding(
             name="learning",
@@ -208,7 +214,7 @@ def _held_out(facts: RunFacts) -> Finding | None:
     return None
 
 
-def _accuracy_drop(now: str, best: Row, last: Row) -> Finding:
+def _accuracy_drop(facts: RunFacts, now: str, best: Row, last: Row) -> Finding:
     drop = (
         f"Held-out accuracy is {now}, below its best of {_percent(best['eval/accuracy'])} at step {_step(best)} (the "
         "95 % intervals do not overlap)"
@@ -224,13 +230,14 @@ def _accuracy_drop(now: str, best: Row, last: Row) -> Finding:
                 "highest reward in the last steps, use more problems, or stop at the best checkpoint."
             ),
         )
+    narrower = " or a narrower clip range" if facts.takes("clip_low") else ""
     return Finding(
         name="accuracy drop",
         level="bad",
         what=f"{drop}.",
         remedy=(
-            "Start a new run from a checkpoint near that step (model.path), with a lower learner.learning_rate or a "
-            "narrower clip range."
+            "Start a new run from a checkpoint near that step (model.path), with a lower learner.learning_rate"
+            f"{narrower}."
         ),
     )
 
@@ -466,8 +473,8 @@ def _clip_too_wide(facts: RunFacts) -> Finding | None:
             f"{'' if facts.clips_sequences and summed else moved}."
         ),
         remedy=(
-            "Nothing limits the policy update. If the reward is unstable, narrow the range: objective.clip_low = "
-            '"auto:0.15" (and clip_high) adapts it until about 15 % of the tokens are clipped.'
+            "Nothing limits the policy update. If the reward is unstable, narrow objective.clip_low and clip_high"
+            f"{_adaptive(facts)}."
         ),
     )
 
@@ -480,10 +487,16 @@ def _clip_too_narrow(facts: RunFacts) -> Finding | None:
         name="clip range too narrow",
         level="warn",
         what=f"{_percent(share)} of the completions are clipped, so most of the batch has no gradient.",
-        remedy=(
-            'Widen the range (objective.clip_low/clip_high = "auto:0.15" adapts it), or lower learner.learning_rate.'
-        ),
+        remedy=f"Widen objective.clip_low and clip_high{_adaptive(facts)}, or lower learner.learning_rate.",
     )
+
+
+def _adaptive(facts: RunFacts) -> str:
+    """A hint at the adaptive clip range, if the run could use it."""
+    # A rollback narrows only a fixed range, so the two are refused together.
+    if facts.setting("alarms", "rollback_clip", 1.0) != 1:
+        return ""
+    return ' ("auto:0.15" adapts the range until about 15 % of the tokens are clipped)'
 
 
 # ------------------------------------------------------------------------------------------------- the policy
@@ -574,9 +587,12 @@ def _noise(facts: RunFacts) -> Finding | None:
     ratio = "sequence" if facts.clips_sequences else "token"
     low = facts.mean("clip/low")
     high = facts.mean("clip/high")
-    otherwise = "use one update per batch (learner.mini_batches = 1), which makes every ratio exactly 1"
-    if facts.old_from_sampler:
-        otherwise = 'recompute the old log-probs (learner.old_logp = "recompute")'
+    remedy = rounding_remedy(
+        dtype=facts.setting("model", "dtype", "float32"),
+        old_logp=facts.setting("learner", "old_logp", "recompute"),
+        replay=facts.setting("routing", "replay", "off"),
+        adaptive=adapts_clip(facts.objective_settings),
+    )
     return Finding(
         name="rounding noise",
         level="warn",
@@ -584,10 +600,7 @@ def _noise(facts: RunFacts) -> Finding | None:
             f"Rounding alone changes the {ratio}-level log-ratios by {size:.1e} and moves {_percent(beyond)} of them "
             f"out of the clip range ({low:.1e} below, {high:.1e} above): much of the clipping is random."
         ),
-        remedy=_sentence(
-            f"{rounding_remedy(facts.setting('model', 'dtype', 'float32'), otherwise)}. Rounding noise also averages "
-            "out over longer completions."
-        ),
+        remedy=_sentence(f"{remedy}. Rounding noise also averages out over longer completions."),
     )
 
 

@@ -109,6 +109,7 @@ def test_a_refused_run_resumes_with_recomputed_log_probs(
     [
         ((SAMPLER, "learner.mini_batches=1"), "saves nothing"),
         ((SAMPLER, "objective.mismatch=token_tis"), "mismatch: token_tis has no effect"),
+        ((SAMPLER, "objective.name=vespo", "objective.denominator=sampler"), 'denominator: "sampler" has no effect'),
         ((SAMPLER, "model.build=tiny_moe", "routing.replay=old"), 'replay = "sampler"'),
         ((SAMPLER, "model.build=tiny_moe", "routing.balance_loss=0.01"), "balance_loss = 0"),
         (("learner.allow_mismatch=true",), 'has no effect with learner.old_logp = "recompute"'),

@@ -19,9 +19,9 @@ from gspo.commands.eval import evaluate_model
 from gspo.config import Config
 from gspo.errors import ConfigError, TrustError
 from gspo.objectives.advantage import centered
-from gspo.objectives.aggregate import token_mean
+from gspo.objectives.aggregate import sequence_sum, token_mean
 from gspo.objectives.ratio import token
-from gspo.objectives.trust_region import Clip
+from gspo.objectives.trust_region import Clip, DropCovariance
 from gspo.record.run_dir import read_jsonl
 from gspo.trainer import resume, train
 from gspo.view.replay.replay import Request, compute
@@ -131,6 +131,34 @@ def test_a_name_that_is_no_objective(name: str, words: str, file: Path) -> None:
     broken.write_text("1 / 0\n")
     with pytest.raises(ConfigError, match=words):
         gspo.objective(name.format(file=file, folder=file.parent, broken=broken))
+
+
+def test_a_shape_that_does_not_exist_is_refused(file: Path) -> None:
+    file.write_text(FILE.replace("gspo.Objective(", 'gspo.Objective(shape=("soft_overlog",), '))
+    with pytest.raises(ConfigError, match="shape must be none, or a list of overlong_filter and soft_overlong"):
+        gspo.objective(f"{file}:mine")
+    # One name as text is what recipes write.
+    file.write_text(FILE.replace("gspo.Objective(", 'gspo.Objective(shape="soft_overlong", '))
+    assert gspo.objective(f"{file}:mine").shape == ("soft_overlong",)
+
+
+def test_a_clip_range_without_its_two_fields_is_refused(file: Path) -> None:
+    """A rollback and an adaptive range scale the fields, which would fail in the middle of a run."""
+    width = "    width: float = 1.0\n"
+    bare = f"{width}\n    @property\n    def clip_range(self):\n        return self.width, self.width\n"
+    file.write_text(FILE.replace(width, bare))
+    with pytest.raises(ConfigError, match="Shrink: a trust region with a clip_range has the fields clip_low"):
+        gspo.objective(f"{file}:mine")
+
+
+def test_selected_tokens_are_required_if_the_weights_do_not_tell_the_size_of_the_step() -> None:
+    region = DropCovariance(select_fraction=0.1)
+    mine = gspo.Objective(advantage=centered, ratio=token, trust_region=region, aggregate=sequence_sum)
+    case = random_case(0)
+    assert region.selection_count(len(case.mask)) == 0 < region.selection_count(int(case.mask.sum()))
+    weights = gspo.token_weights(mine, case.mask)
+    with pytest.raises(ConfigError, match="also pass selected="):
+        gspo.policy_loss(mine, case.logp, case.logp_old, case.advantage, case.mask, weights=weights)
 
 
 def test_a_run_trains_on_it_and_resumes_only_with_the_same_file(

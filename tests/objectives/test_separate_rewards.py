@@ -173,6 +173,18 @@ def test_a_group_is_kept_if_a_function_with_a_weight_differs() -> None:
     assert not keeps_group(replace(separate, reward_weights=(1.0, 0.0)), only_b)
 
 
+def test_a_group_without_trainable_completions_is_not_kept() -> None:
+    """Neither a group in which every completion is truncated and filtered nor one that could not be scored."""
+    separate = gspo.objective("gspo", keep="mixed", normalize="separate", shape="overlong_filter")
+    group = scored_group({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    truncated = replace(group, completions=[replace(c, stop=StopReason.LENGTH) for c in group.completions])
+    failed = Score(status=Status.UNSCORED, parts={"a": None, "b": None}, failure="error: b")
+    for objective in (separate, replace(separate, reward_weights=(1.0, 0.5))):
+        assert keeps_group(objective, group)
+        assert not keeps_group(objective, truncated)
+        assert not keeps_group(objective, replace(group, scores=[failed, failed]))
+
+
 @pytest.fixture
 def two(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
     """A run with two reward functions, one of which abstains on some completions."""

@@ -264,6 +264,15 @@ def test_a_second_process_gets_the_same_scores_and_asks_nothing(
     ] * 3
 
 
+def test_equal_completions_of_a_batch_are_asked_about_once(server: Endpoint, judge: Any, group: Any) -> None:
+    pool = judge()
+    groups = [group(["abc", "ab", "abc", "abc"]), group(["abc", "ab"], id="train/1"), group(["abc"], "Another prompt")]
+    assert rewards(pool.score(groups)) == [[0.3, 0.2, 0.3, 0.3], [0.3, 0.2], [0.3]]
+    assert len(server.posts) == 3
+    usage = pool.take_usage()["llm_judge"]
+    assert (usage["requests"], usage["cached"]) == (3, 4)
+
+
 def test_another_model_template_or_prompt_is_asked(server: Endpoint, judge: Any, group: Any, tmp_path: Path) -> None:
     server.models += ["other"]
     for options in ({}, {"model": "other"}, {"template": "{completion}"}, {"scale": [0, 20]}, {}):

@@ -185,3 +185,12 @@ def test_nothing_to_train_on_ends_the_run_with_a_checkpoint(
         train(config, display)
     assert checkpoint.saved(Path(config.run_dir) / "checkpoints")
     assert (Path(config.run_dir) / "rollouts/000001.jsonl").is_file()
+
+
+def test_a_batch_of_truncated_completions_is_not_blamed_on_the_rewards(
+    tiny: Callable[..., Config], display: Any
+) -> None:
+    """The rewards differ, but `overlong_filter` drops all completions."""
+    never_end = ("rollout.min_tokens=10", "objective.shape=overlong_filter", "rollout.refill_budget=full")
+    with pytest.raises(DataError, match=r"240 were truncated at rollout.max_tokens.* Raise rollout.max_tokens"):
+        train(tiny("objective.keep=mixed", *never_end, "eval.every=0"), display)

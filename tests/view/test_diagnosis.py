@@ -13,9 +13,12 @@ import pytest
 from shown_runs import metrics, timings
 
 import gspo
+from gspo.config import from_tree
 from gspo.objectives.describe import resolved
 from gspo.objectives.objective import change, settings_of
+from gspo.record.alarms import ALARMS
 from gspo.record.run_format import _facts, format_1_facts, to_json
+from gspo.resume_checks import may_change
 from gspo.view.diagnosis import RULES, WINDOW, RunFacts, diagnose
 
 
@@ -486,10 +489,13 @@ def decline(step: int) -> dict[str, Any]:
     )
 
 
+NAMES = [n for n in gspo.objective_names() if n != "ppo_clip"]
+
+
 @pytest.mark.parametrize("old_logp", ["recompute", "sampler"])
-@pytest.mark.parametrize("name", [n for n in gspo.objective_names() if n != "ppo_clip"])
-def test_no_advice_that_the_objective_refuses(name: str, old_logp: str) -> None:
-    objective = gspo.objective(name)
+@pytest.mark.parametrize(("name", "given"), [*((n, {}) for n in NAMES), ("gspo", {"normalize": "separate"})])
+def test_no_advice_that_the_objective_refuses(name: str, given: dict[str, str], old_logp: str) -> None:
+    objective = gspo.objective(name, **given)
     run = facts(decline, learner__old_logp=old_logp, rollout__refill_budget=3)
     recorded = json.loads(to_json(resolved(objective)))["objective"]
     run = replace(run, objective=_facts(recorded, Path("run.json")))
@@ -510,6 +516,49 @@ def test_no_advice_that_the_objective_refuses(name: str, old_logp: str) -> None:
     assert ('routing.replay = "old"' in text) is (old_logp == "recompute")
     if old_logp == "sampler" and "objective.mismatch" in text:
         assert 'learner.old_logp = "recompute"' in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "set learner.mini_batches = 1, which makes every ratio exactly 1"),
+        ({"routing__replay": "old"}, 'set learner.mini_batches = 1 and routing.replay = "off", which'),
+        ({"objective__clip_low": "auto:0.15"}, "set learner.mini_batches = 1 and a fixed clip range, which"),
+        ({"learner__old_logp": "sampler"}, 'recompute the old log-probs (learner.old_logp = "recompute")'),
+    ],
+)
+def test_the_remedy_for_rounding_noise_goes_with_the_other_settings(settings: dict[str, str], words: str) -> None:
+    """Each of these settings is refused with one update per batch."""
+    noisy = facts(every_step(noise__beyond_clip=0.4, noise__log_ratio=4e-3), **settings)
+    assert words in next(f.remedy for f in diagnose(noisy) if f.name == "rounding noise")
+    alarm = next(alarm for alarm in ALARMS if alarm.name == "rounding noise")
+    assert words in alarm.message(from_tree(noisy.settings, where="test"))
+
+
+def test_no_alarm_advises_to_resume_with_what_a_resume_cannot_change() -> None:
+    for alarm in ALARMS:
+        if "resume from" in alarm.what:
+            assert all(map(may_change, re.findall(r"\b(?:objective|learner|rollout|model)\.\w+", alarm.what))), alarm
+
+
+def test_an_adaptive_range_is_not_advised_if_rollbacks_narrow_it() -> None:
+    for row, name in (
+        (every_step(clip__fraction_tokens=0.0), "clip range too wide"),
+        (every_step(clip__fraction_sequences=0.9), "clip range too narrow"),
+    ):
+        for settings, advised in (({}, True), ({"alarms__rollback_clip": 0.5}, False)):
+            remedy = next(f.remedy for f in diagnose(facts(row, **settings)) if f.name == name)
+            assert ("auto:0.15" in remedy) is advised
+            assert "objective.clip_low and clip_high" in remedy
+
+
+def test_a_narrower_clip_range_is_advised_only_if_there_is_one() -> None:
+    fallen = facts(evaluations=[evaluation(0, 0.6), evaluation(20, 0.3)])
+    for name, advised in (("gspo", True), ("vespo", False)):
+        recorded = json.loads(to_json(resolved(gspo.objective(name))))["objective"]
+        run = replace(fallen, objective=_facts(recorded, Path("run.json")))
+        remedy = next(f.remedy for f in diagnose(run) if f.name == "accuracy drop")
+        assert ("clip range" in remedy) is advised
 
 
 def test_a_run_that_recorded_no_settings_gets_the_advice_of_its_time() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.reward.completion_text import completion_text
-from gspo.reward.endpoint import Endpoint, EndpointError, Unavailable, ask_all, sendable
+from gspo.reward.endpoint import Endpoint, EndpointError, Unavailable, ask_once_each, sendable
 from gspo.reward.function import NotedFailure, NotedScore, RunFacts
 from gspo.reward.judge_prompt import (
     REMINDER,
@@ -221,19 +221,24 @@ class _RemoteJudge(_Judge):
         self._endpoint.check(self._body["model"])
 
     def grade(self, rows: Sequence[_Row]) -> list[Value]:
+        chats = [self._chat(row) for row in rows]
+        scale = [self._scale.low, self._scale.high, self._scale.yes_no]
+        keys = [cache_key(NAME, self._url, self._body, chat, scale) for chat in chats]
+        # Completions of a group are often the same. One request grades all of them.
+        items = {key: (key, row, chat) for key, row, chat in zip(keys, rows, chats, strict=True)}
+        USAGE.add(cached=len(rows) - len(items))
         return [
             NotedFailure(str(value), "unavailable" if isinstance(value, Unavailable) else "refused")
             if isinstance(value, EndpointError)
             else value
-            for value in ask_all(rows, self._grade_one, concurrency=self._at_once)
+            for value in ask_once_each(items, keys, self._grade_one, concurrency=self._at_once)
         ]
 
-    def _grade_one(self, row: _Row) -> Value:
+    def _grade_one(self, item: tuple[str, _Row, list[dict[str, str]]]) -> Value:
+        key, row, chat = item
         if len(row.completion) > self._max_chars:
             return NotedScore(0.0, "too_long")
         until = time.monotonic() + self._timeout_s
-        chat = self._chat(row)
-        key = cache_key(NAME, self._url, self._body, chat, [self._scale.low, self._scale.high, self._scale.yes_no])
         if found := self._cache.get(key):
             USAGE.add(cached=1)
             return self._value(found)

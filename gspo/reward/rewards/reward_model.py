@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.reward.completion_text import completion_text
-from gspo.reward.endpoint import Endpoint, EndpointError, Unavailable, ask_all, sendable
+from gspo.reward.endpoint import Endpoint, EndpointError, Unavailable, ask_once_each, sendable
 from gspo.reward.function import NotedFailure, NotedScore, RunFacts
 from gspo.reward.judge_prompt import without_control
 from gspo.reward.score_cache import CachedScore, ScoreCache, cache_key
@@ -151,17 +151,23 @@ class _RemoteModel:
         self._endpoint.check(self._body["model"], "/v1/models")
 
     def values(self, prompts: Sequence[Any], texts: Sequence[str]) -> list[Value]:
-        asked = ask_all(list(zip(prompts, texts, strict=True)), self._one, concurrency=self._options["batch"])
+        bodies = [
+            {**self._body, "messages": _chat(prompt, without_control(text))}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        keys = [cache_key(NAME, self._url, self._options["api"], self._options["label"], body) for body in bodies]
+        # Completions of a group are often the same. One request scores all of them.
+        items = {key: (key, body) for key, body in zip(keys, bodies, strict=True)}
+        USAGE.add(cached=len(texts) - len(items))
         return [
             NotedFailure(str(value), "unavailable" if isinstance(value, Unavailable) else "refused")
             if isinstance(value, EndpointError)
             else value
-            for value in asked
+            for value in ask_once_each(items, keys, self._one, concurrency=self._options["batch"])
         ]
 
-    def _one(self, item: tuple[Any, str]) -> NotedScore:
-        body = {**self._body, "messages": _chat(item[0], without_control(item[1]))}
-        key = cache_key(NAME, self._url, self._options["api"], self._options["label"], body)
+    def _one(self, item: tuple[str, dict[str, Any]]) -> NotedScore:
+        key, body = item
         if found := self._cache.get(key):
             USAGE.add(cached=1)
             return NotedScore(found.value)
