@@ -31,7 +31,7 @@ LAYERS = (
     {"record"},
     {"cold_start", "resume_checks", "rollback", "saving"},
     {"contamination"},
-    {"loop"},
+    {"loop", "follower"},
     {"trainer"},
     {"view", "preflight"},
     {"commands"},

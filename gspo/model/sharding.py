@@ -8,6 +8,7 @@ add up their gradients: per-token loss weights belong to the whole optimizer ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -32,6 +33,8 @@ def shard(model: Any, ranks: int) -> None:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         "ignored_params": {p for p in model.parameters() if not p.is_floating_point()},
     }
+    # The outputs of a model are a view of a larger tensor. Nothing here changes them in place.
+    warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*returned a view tensor")
     for unit in (*layers, model):
         fully_shard(unit, **options)
         unit.set_gradient_divide_factor(1.0)
