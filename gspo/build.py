@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config, ModelConfig, RolloutConfig
-from gspo.context import RunContext
+from gspo.config import Config, ModelConfig, RolloutConfig, to_toml
+from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
@@ -23,13 +23,17 @@ from gspo.errors import ConfigError
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.load import Policy, load_policy, load_tokenizer
+from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
+from gspo.ranks.group import ONE, Ranks
+from gspo.ranks.start import check_device
 from gspo.reward.reward import RewardPool
 from gspo.reward.source_rewards import source_rewards
-from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_traits
+from gspo.rollout.data_parallel import DataParallelEngine
+from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
 
 REWARD_CACHE = "reward_cache"
 """The folder of a run directory with the scores of models and endpoints."""
@@ -186,6 +190,11 @@ def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
     return load_tokenizer(model or config.model, alphabet=alphabet)
 
 
+def run_tokenizer(config: Config, checkpoint: Path | None) -> Any:
+    """The tokenizer of a run that starts, or resumes from a checkpoint."""
+    return tokenizer_for(config, config.model if checkpoint is None else saved_model(config.model, checkpoint))
+
+
 def policy_for(config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True) -> Policy:
     """The config's model on its device, or `model` in its place. Sampling alone does not need its `routers`."""
     routing = config.routing if routers else None
@@ -207,34 +216,69 @@ def engine_for(config: Config, policy: Policy) -> Engine:
 
 
 def build_run(
-    config: Config, objective: Objective, *, run: Path, checkpoint: Path | None, stack: ExitStack
+    config: Config,
+    objective: Objective,
+    *,
+    run: Path,
+    checkpoint: Path | None,
+    stack: ExitStack,
+    ranks: Ranks = ONE,
 ) -> RunContext:
     """All components of a run. It resumes from `checkpoint` if there is one. `stack` closes the components."""
+    check_ranks(config, ranks)
     # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config, run)
     stack.callback(rewards.close)
-    model = config.model if checkpoint is None else saved_model(config.model, checkpoint)
-    tokenizer = tokenizer_for(config, model)
+    tokenizer = run_tokenizer(config, checkpoint)
     problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
     rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
-    policy = policy_for(config, tokenizer, model)
-    _check_positions(policy, problems, config.rollout.max_tokens)
-    engine = engine_for(config, policy)
+    with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
+        learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
     stack.callback(engine.close)
+    _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
-    _check_old_logp(config, objective, policy)
+    _check_old_logp(config, objective, learner.policy)
     return RunContext(
-        config=config,
-        objective=objective,
+        **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        policy=policy,
-        reference=_reference(run, config.model, objective, policy) if checkpoint else None,
-        engine=engine,
+        engine=DataParallelEngine(engine, learner.policy.model, ranks) if ranks.several else engine,
         rewards=rewards,
-        optimizer=optimizer_for(config, policy),
         adaptive_clip=run_adaptive_clip(config)[0],
     )
+
+
+def build_learner(
+    config: Config, objective: Objective, tokenizer: Any, *, run: Path, checkpoint: Path | None, ranks: Ranks = ONE
+) -> tuple[LearnContext, Engine]:
+    """What every rank has: the components that `learn` needs, and an engine."""
+    policy = policy_for(
+        config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint)
+    )
+    # Before the model is sharded: an engine may try forwards of its own.
+    engine = engine_for(config, policy)
+    if ranks.several:
+        check_device(policy.device, ranks)
+        shard(policy.model, ranks.count)
+    learner = LearnContext(
+        config=config,
+        objective=objective,
+        policy=policy,
+        reference=load_reference(run, config, objective, policy, ranks) if checkpoint else None,
+        optimizer=optimizer_for(config, policy),
+        ranks=ranks,
+    )
+    return learner, engine
+
+
+def check_ranks(config: Config, ranks: Ranks) -> None:
+    """Refuse settings that need a single process."""
+    engine = config.rollout.engine
+    if ranks.several and not engine_traits(engine).data_parallel:
+        raise ConfigError(
+            f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks yet; use "
+            f"{' or '.join(name for name in engine_names() if engine_traits(name).data_parallel)}, or a single process"
+        )
 
 
 def check_routes(config: Config, engine: Engine) -> None:
@@ -295,7 +339,7 @@ def _check_positions(policy: Policy, problems: Problems, max_tokens: int) -> Non
         )
 
 
-def _reference(run: Path, config: ModelConfig, objective: Objective, policy: Policy) -> Any:
+def load_reference(run: Path, config: Config, objective: Objective, policy: Policy, ranks: Ranks = ONE) -> Any:
     """The policy at the start of RL. A run that built or cold-started its model has saved it; otherwise it is the given
     model. With LoRA it is the policy's own model, whose adapters can be disabled."""
     if not objective.kl:
@@ -303,8 +347,10 @@ def _reference(run: Path, config: ModelConfig, objective: Objective, policy: Pol
     if adapted(policy.model):
         return policy.model
     saved = run / "reference"
-    if saved.is_dir():
-        config = saved_model(config, saved)
+    model = saved_model(config.model, saved) if saved.is_dir() else config.model
     # The reference has no backward pass, so checkpointing its activations would save nothing.
-    config = dataclasses.replace(config, gradient_checkpointing=False)
-    return load_policy(config, load_tokenizer(config), seed=0).model.requires_grad_(False)
+    model = dataclasses.replace(model, gradient_checkpointing=False)
+    reference = load_policy(model, load_tokenizer(model), seed=0).model.requires_grad_(False)
+    if ranks.several:
+        shard(reference, ranks.count)
+    return reference

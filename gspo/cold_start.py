@@ -84,9 +84,10 @@ def run_cold_start(context: RunContext, display: Display) -> ColdStartResult:
     def report(step: int, loss: float, reached: float) -> None:
         display.cold_start(step, config.steps, loss, reached)
 
-    result = fine_tune(context.policy, config, lessons.sequences, accuracy, report)
+    result = fine_tune(context.policy, config, lessons.sequences, accuracy, report, context.ranks)
     # The cold start has its own optimizer. Without this, the master weights would still be those before it.
-    context.optimizer.adopt_weights()
+    with context.ranks.together("adopt_weights"):
+        context.optimizer.adopt_weights()
     reached = "reached" if result.accuracy >= config.stop_accuracy else "did NOT reach"
     display.message(
         f"cold start: {result.steps} supervised steps, {reached} sampled accuracy {config.stop_accuracy:.0%} "

@@ -12,6 +12,7 @@ from gspo.learner.optimizer import Optimizer
 from gspo.model.load import Policy
 from gspo.objectives.adaptive_clip import AdaptiveClip
 from gspo.objectives.objective import Objective
+from gspo.ranks.group import ONE, Ranks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
 
@@ -27,6 +28,8 @@ class LearnContext:
     """The frozen reference model; None without a KL penalty. With LoRA it is the policy's own model, used with its
     adapters disabled."""
     optimizer: Optimizer
+    ranks: Ranks = ONE
+    """The processes that share the policy's weights. All of them call `learn` with the same groups."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,10 @@ class MismatchError(GspoError, RuntimeError):
     """The sampling engine's log-probs differ too much from the learner's for the chosen settings."""
 
 
+class RankError(GspoError, RuntimeError):
+    """Another rank of the run failed, or did not answer in time."""
+
+
 class KernelWarning(RuntimeWarning):
     """A kernel of this package failed on an input it supports. This is a bug, so tests turn it into an error."""
 

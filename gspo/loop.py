@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gspo.build import saved_model
+from gspo.build import load_reference, saved_model
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
 from gspo.config import EvalConfig, EvalSetConfig
@@ -31,7 +31,7 @@ from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.model.compiled_layers import compile_seconds
 from gspo.model.load import reload_weights
-from gspo.objectives.adaptive_clip import at_limit, with_scaled_range
+from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
 from gspo.record.eval_metrics import eval_metrics, source_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
@@ -142,13 +142,18 @@ class Loop:
             assert collected.version == context.optimizer.updates, "the policy changed after it sampled this batch"
             self._check_scores(step, collected, state)
             compiled_before = compile_seconds()
-            with clock.measure("learn"):
-                learned = learn(context, collected.rollouts.groups, step=step)
+            groups = collected.rollouts.groups
+            # Of several ranks, each trains on a part of the groups.
+            with (
+                clock.measure("learn"),
+                context.ranks.together("learn", groups=groups, step=step, clip=_clip_range(state)),
+            ):
+                learned = learn(context, groups, step=step)
             if compile_seconds() > compiled_before:
                 clock.add("compile", compile_seconds() - compiled_before)
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
-        # The metrics of every rank are combined. A run has one rank.
+        # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
         metrics = combined([step_metrics(context.objective, collected, learned, self.config.rollout.sampling)])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or
@@ -316,12 +321,8 @@ class Loop:
 
     def _with_clip_range(self, state: TrainerState) -> RunContext:
         """The run context with the clip range of this step."""
-        objective = self.context.objective
-        if self.context.adaptive_clip is not None:
-            return replace(self.context, objective=self.context.adaptive_clip.scaled(objective, state.clip_scale))
-        if state.clip_factor == 1:  # also for objectives without a clip range
-            return self.context
-        return replace(self.context, objective=with_scaled_range(objective, state.clip_factor))
+        objective = _clip_range(state).apply(self.context.objective, self.context.adaptive_clip)
+        return replace(self.context, objective=objective)
 
     def _next_clip_scale(self, scale: float, learned: LearnResult | None) -> float:
         """The scale of the next step's clip range."""
@@ -386,8 +387,15 @@ class Loop:
             return
         if self.config.model.build or self.config.cold_start.steps:
             with self.run_dir.writing("reference"):
-                checkpoint.save_model(context.policy, self.run_dir.path / "reference")
-        reference = copy.deepcopy(context.policy.model).eval().requires_grad_(False)
+                weights = checkpoint.gather_weights(context.policy, context.ranks)
+                checkpoint.save_model(context.policy, self.run_dir.path / "reference", weights)
+        if context.ranks.several:  # a sharded model cannot be copied
+            with context.ranks.together("load_reference"):
+                reference = load_reference(
+                    self.run_dir.path, self.config, context.objective, context.policy, context.ranks
+                )
+        else:
+            reference = copy.deepcopy(context.policy.model).eval().requires_grad_(False)
         self.context = replace(context, reference=reference)
 
     def _resume(self, path: Path, initial: TrainerState) -> TrainerState:
@@ -412,11 +420,14 @@ class Loop:
 
     def _restore(self, path: Path, state: TrainerState) -> TrainerState:
         """Continue from a checkpoint whose weights the policy has: restore the rest, discard everything after it."""
-        checkpoint.restore(path, self.context.optimizer, state.updates)
+        optimizer = self.context.optimizer
+        with self.context.ranks.together("restore", path=str(path), updates=state.updates):
+            checkpoint.restore(path, optimizer, state.updates)
         state = carry_out(self.run_dir, self.display, self.config, state)
         self.run_dir.rewind(state.step, state.offsets)
         learner = self.config.learner
-        self.context.optimizer.config = replace(learner, learning_rate=learner.learning_rate * state.rate_factor)
+        with self.context.ranks.together("set_rate_factor", factor=state.rate_factor):
+            optimizer.config = replace(learner, learning_rate=learner.learning_rate * state.rate_factor)
         rows = read_metrics(self.run_dir.path)
         self.incidents.remember_alarms(rows)
         for row in rows:
@@ -436,7 +447,8 @@ class Loop:
         self.saver.saved_step = self._set_state(restored).step
         self.start_step = min(self.start_step, restored.step)
         record_rollback(self.run_dir, record)
-        reload_weights(self.context.policy, saved_model(self.config.model, path))
+        with self.context.ranks.together("reload_weights", path=str(path)):
+            reload_weights(self.context.policy, saved_model(self.config.model, path))
         return self._set_state(self._restore(path, restored))
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any], *, objective: bool) -> None:
@@ -473,3 +485,8 @@ class Loop:
                 with suppress(CheckpointError, DiskError):
                     self.saver.save(self._latest)
             raise DiskError(f"{error} ({self.saver.resume_point(self._latest)})") from error
+
+
+def _clip_range(state: TrainerState) -> ClipRange:
+    """What changes the clip range of the step after this state."""
+    return ClipRange(scale=state.clip_scale, factor=state.clip_factor)

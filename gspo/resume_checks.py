@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "log.",
     "checkpoint.",
     "alarms.",
+    "ranks.",
     "eval.metric",
     "eval.patience",
     "eval.min_gain",

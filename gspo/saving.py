@@ -29,6 +29,7 @@ class Saver:
         """The step that the newest checkpoint holds; None before the first."""
         self._run_dir = run_dir
         self._policy, self._optimizer = context.policy, context.optimizer
+        self._ranks = context.ranks
         self._config = context.config
         self._display = display
         self._held_out = held_out
@@ -46,6 +47,7 @@ class Saver:
                 self._optimizer,
                 state,
                 keep=settings.keep,
+                ranks=self._ranks,
                 protected=self._protected(state.step),
                 before_deletion=self.mark_best,
             )

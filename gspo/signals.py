@@ -18,6 +18,22 @@ class Interrupted(BaseException):
     """A stop request arrived in an interruptible phase. Not an `Exception`, so no `except Exception` catches it."""
 
 
+_shields = [0, False]  # how many are active, and whether a stop request arrived meanwhile
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """A part of an interruptible phase that finishes first: a stop request inside raises `Interrupted` at its end."""
+    _shields[0] += 1
+    try:
+        yield
+    finally:
+        _shields[0] -= 1
+    if not _shields[0] and _shields[1]:
+        _shields[1] = False
+        raise Interrupted
+
+
 class StopRequest:
     """A context in which signals set a flag. `signal` is the first one received; None if there was none."""
 
@@ -56,6 +72,9 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+        if self._interruptible and _shields[0]:
+            _shields[1] = True
+            return
         if self._interruptible:
             raise Interrupted
         self._announce("Stopping after the current phase. A second signal (Ctrl-C) exits immediately.")

@@ -29,7 +29,7 @@ from functools import partial
 from gspo.clock import Clock
 from gspo.context import LearnContext, RunContext
 from gspo.learner.batch import TrainBatch, loss_weights, micro_tokens, prepare_batch, token_selection
-from gspo.learner.forward import attempts, training_forward
+from gspo.learner.forward import attempts, micro_batches, training_forward
 from gspo.learner.result import GradientResult, GradientStats, LearnResult, LearnStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, train_samples
@@ -86,7 +86,7 @@ def learn(
     if not samples:
         return None
     batch = prepare_batch(context, samples, step=step, complete=complete)
-    stats = LearnStats(batch)
+    stats = LearnStats(batch, context.ranks)
     for update_index in range(len(batch.plan.updates)):
         if before_update is not None:
             before_update(batch, update_index)
@@ -105,11 +105,11 @@ def accumulate_gradients(context: LearnContext, batch: TrainBatch, update_index:
     weight_N = loss_weights(objective, batch.plan, update_index).to(device)  # fixed before micro-batching
     selected_N = token_selection(context, batch, update_index)  # only objectives that single out tokens
     stats = GradientStats()
-    for micro in (m.to(device) for m in batch.plan.updates[update_index]):
+    for micro in micro_batches(context, batch, update_index):
         # The backward pass stays inside: gradient checkpointing repeats the forward, with the same experts.
         with training_forward(context, batch, micro, update_index) as out:
             tokens = micro_tokens(batch, micro, out, selected_N)
             loss = loss_of(objective, tokens, weight_N[micro.at_N])
             optimizer.scale_loss(loss.total + out.balance_loss()).backward()  # only MoE models have a balance loss
         stats.add(micro, out.logp_N, loss)
-    return stats.result()
+    return stats.result(context.ranks, batch, update_index)  # of all ranks

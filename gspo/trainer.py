@@ -37,6 +37,7 @@ from gspo.loop import Loop
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.describe import resolved
 from gspo.objectives.objective import Objective
+from gspo.ranks.group import ONE, Ranks
 from gspo.record import rollbacks
 from gspo.record.curves_image import draw_curves
 from gspo.record.held_out import Score
@@ -84,9 +85,9 @@ class Outcome:
     seconds: float
 
 
-def train(config: Config, display: Display) -> Outcome:
-    """Start a new run."""
-    check_single_process()
+def train(config: Config, display: Display, ranks: Ranks = ONE) -> Outcome:
+    """Start a new run. Of several ranks, this is what the leader does."""
+    check_single_process(ranks)
     check(config)
     config = anchored(config)
     objective = run_objective(config)
@@ -95,7 +96,7 @@ def train(config: Config, display: Display) -> Outcome:
     run = RunDir.create(config)
     try:
         trust.remember(run.path, [*trust.all_code(config, [config.model.path]), *trust.objective_code(config)])
-        return _run(run, config, objective, display, begin=None)
+        return _run(run, config, objective, display, begin=None, ranks=ranks)
     finally:
         run.discard_if_empty()
 
@@ -107,12 +108,13 @@ def resume(
     steps: int | None = None,
     overrides: Sequence[str] = (),
     trust_run: bool = False,
+    ranks: Ranks = ONE,
 ) -> Outcome:
     """Resume a run from its newest intact checkpoint.
 
     `steps` changes where it ends. `overrides` are settings that may change during a run. `trust_run` also allows code
     that only the run directory names."""
-    check_single_process()
+    check_single_process(ranks)
     run, config = RunDir.open(path)
     try:
         config = _with_overrides(config, overrides)
@@ -130,7 +132,7 @@ def resume(
         if steps is not None and steps != config.steps:
             config = _with_new_end(config, steps, display)
         check(config)
-        return _run(run, config, run_objective(config), display, begin=begin)
+        return _run(run, config, run_objective(config), display, begin=begin, ranks=ranks)
     finally:
         run.close()
 
@@ -206,7 +208,9 @@ def _with_new_end(config: Config, steps: int, display: Display) -> Config:
     return dataclasses.replace(config, steps=steps)
 
 
-def _run(run: RunDir, config: Config, objective: Objective, display: Display, begin: Path | None) -> Outcome:
+def _run(
+    run: RunDir, config: Config, objective: Objective, display: Display, *, begin: Path | None, ranks: Ranks
+) -> Outcome:
     started = time.monotonic()
     with ExitStack() as stack:
         # Closed in reverse order: the run directory last, so that everything else can still write events.
@@ -222,7 +226,7 @@ def _run(run: RunDir, config: Config, objective: Objective, display: Display, be
         )
         stack.callback(sinks.close)
         stack.enter_context(_errors_as_events(run, config, display))
-        context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack)
+        context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack, ranks=ranks)
         if begin is None:
             run.describe(config, resolved(objective))
         loop = Loop(run_dir=run, context=context, display=display, sinks=sinks, stop=stop)

@@ -21,7 +21,7 @@ from package_imports import ROOT, cycles, imports
 import gspo
 
 LAYERS = (
-    {"errors", "types", "clock", "http_calls", "redact", "reduction", "safe_files", "safe_output", "signals"},
+    {"errors", "types", "clock", "http_calls", "ranks", "redact", "reduction", "safe_files", "safe_output", "signals"},
     {"aliases", "config", "hub"},
     {"data", "model", "objectives"},
     {"reward", "rollout"},
@@ -31,7 +31,7 @@ LAYERS = (
     {"record"},
     {"cold_start", "resume_checks", "rollback", "saving"},
     {"contamination"},
-    {"loop"},
+    {"loop", "follower"},
     {"trainer"},
     {"view", "preflight"},
     {"commands"},
@@ -43,6 +43,8 @@ LAYERS = (
 WITHIN = {
     ("safe_output", "redact"),
     ("errors", "redact"),
+    ("ranks", "errors"),
+    ("ranks", "signals"),
     ("config", "aliases"),
     ("reward", "data"),
     ("evaluation", "build"),

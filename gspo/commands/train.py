@@ -6,25 +6,36 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo import config
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
+from gspo.config import RanksConfig
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gspo.ranks.group import Ranks
     from gspo.trainer import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="a .toml recipe, or the name of a built-in recipe")
     parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="train on N ranks of this machine, as torchrun --nproc-per-node N does"
+    )
     add_trust_run(parser)
     add_run_options(parser)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.nproc is not None and options.nproc != 1:
+        from gspo.ranks.launch import launch
+
+        return launch(options.nproc)
     if options.resume:
         return _resume(options, overrides)
     if options.trust_run:
@@ -41,10 +52,12 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
     # Before torch is imported, which takes seconds, so that a mistake in a setting is reported immediately.
     settings = config.load(recipe, given_settings(options) + overrides)
     quiet_libraries()
+    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
     from gspo.trainer import train
 
-    return _report(train(settings, make_display()))
+    with join_ranks(settings.ranks.timeout_s) as ranks:
+        return _report(train(settings, make_display(), ranks)) if ranks.leads else _follow(ranks)
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -54,13 +67,32 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
             "leave out all but --steps and settings"
         )
     quiet_libraries()
+    from gspo.ranks.start import join_ranks, world_size
     from gspo.record.progress import make_display
     from gspo.trainer import resume
 
-    display = make_display()
-    return _report(
-        resume(options.resume, display, steps=options.steps, overrides=overrides, trust_run=options.trust_run)
-    )
+    timeout = _timeout(options.resume, overrides) if world_size() > 1 else RanksConfig().timeout_s
+    with join_ranks(timeout) as ranks:
+        if not ranks.leads:
+            return _follow(ranks)
+        display = make_display()
+        given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
+        return _report(resume(options.resume, display, **given, ranks=ranks))
+
+
+def _timeout(run: str, overrides: Sequence[str]) -> float:
+    """The `ranks.timeout_s` of a run that is resumed. Ranks must agree on it before the leader opens the run."""
+    file = Path(run) / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"--resume: {file}: no such file; give the directory of a run")
+    return config.load(str(file), [text for text in overrides if text.startswith("--ranks.")]).ranks.timeout_s
+
+
+def _follow(ranks: Ranks) -> int:
+    from gspo.follower import follow
+
+    follow(ranks)
+    return 0
 
 
 def _report(outcome: Outcome) -> int:
@@ -123,5 +155,4 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     epilog="settings, given as --section.key=value:\n" + settings_help(),
-    single_process=True,
 )

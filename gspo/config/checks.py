@@ -193,15 +193,16 @@ _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_
 """The world size, as set by torchrun and accelerate, Open MPI, MPICH and Slurm's `srun`."""
 
 
-def check_single_process() -> None:
-    """Raise if a launcher started several processes: each of them would train the same run on its own."""
-    for name in _LAUNCHERS:
+def check_single_process(ranks: Any = None) -> None:
+    """Raise if a launcher started several processes that do not work together as the `ranks` of one run: each of them
+    would do the same on its own."""
+    for name in () if ranks is not None and ranks.several else _LAUNCHERS:
         world = os.environ.get(name, "1")
         if world.isdecimal() and int(world) > 1:
             raise ConfigError(
-                f"{name} = {world}: started as one of {world} processes (torchrun, accelerate, mpirun or srun), but "
-                "training across processes is not supported yet, and each would do the same; "
-                f"start a single gspo process, or unset {name}"
+                f"{name} = {world}: started as one of {world} processes, and each would do the same; only gspo train "
+                "runs in several processes, started with --nproc or torchrun; start a single process, or unset "
+                f"{name}"
             )
 
 

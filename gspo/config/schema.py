@@ -448,6 +448,14 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    timeout_s: Positive = 600.0
+    """How long a rank waits for the others in a collective, in seconds, before the run ends with an error. It must be
+    longer than the slowest rank takes for a micro-batch, and for loading the model. Has no effect in a single
+    process."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     name: str = "run"
     """Name of the run. It becomes part of the directory name."""
@@ -472,6 +480,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
     @property
     def problem_sections(self) -> dict[str, ProblemsConfig]:

@@ -40,6 +40,7 @@ from gspo.objectives.objective import Objective
 from gspo.objectives.rounding import Noise, root_mean_square, rounding_noise
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Sequences, Tokens
+from gspo.ranks.group import ONE, Ranks
 from gspo.rollout.engine import engine_traits
 
 if TYPE_CHECKING:
@@ -73,6 +74,13 @@ class OldLogprobs:
         self.logp_N[at_N] = logp_N.detach()
         self.entropy_N[at_N] = entropy_N.detach()
         self.computed_N[at_N] = True
+
+    def exchange(self, ranks: Ranks, own_at_N: Tensor, at_N: Tensor) -> None:
+        """Get the values of the tokens `at_N`, of which this rank has filled in `own_at_N`, from all ranks."""
+        values = torch.zeros(2, len(self.logp_N), dtype=self.logp_N.dtype, device=self.logp_N.device)
+        values[:, own_at_N] = torch.stack([self.logp_N, self.entropy_N])[:, own_at_N]
+        logp_N, entropy_N = ranks.sum(values)
+        self.fill(at_N, logp_N[at_N], entropy_N[at_N])
 
     @property
     def entropy_M(self) -> Tensor:
@@ -116,7 +124,7 @@ def prepare_batch(
     tokens = _packed_tokens(context, samples)
     uncomputed = frozenset() if complete or _computes_all(context) else _zero_advantages(context, tokens, samples)
     plan = plan_batch(context, samples, step, uncomputed)
-    routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples])
+    routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples], context.ranks)
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
     old = _old_logprobs(context, plan, tokens, routing, complete=complete)
     tokens = replace(tokens, logp_N=old.logp_N, logp_old_N=old.logp_N, logp_ref_N=logp_ref_N)
@@ -196,6 +204,7 @@ def plan_batch(
         seed=f"{config.seed}/mini-batches/{step}",
         packed=all(supports_packing(model) for model in models),
         uncomputed=uncomputed,
+        ranks=context.ranks,
     )
 
 
@@ -217,7 +226,7 @@ def token_selection(context: LearnContext, batch: TrainBatch, update_index: int)
     if not objective.trust_region.selects_tokens:
         return None
     # In packed order, so that a selection at random does not depend on the order of micro-batches.
-    at_N = torch.cat([micro.at_N for micro in batch.plan.updates[update_index]]).sort().values.to(policy.device)
+    at_N = batch.plan.at_N(update_index).to(policy.device)
     logp_N, _ = plan_logprobs(
         policy.model,
         batch.plan,
@@ -225,6 +234,7 @@ def token_selection(context: LearnContext, batch: TrainBatch, update_index: int)
         policy.device,
         update=update_index,
         routed=batch.routing.learning,
+        ranks=context.ranks,
     )
     tokens = replace(batch.tokens.take(at_N), logp_N=logp_N[at_N])
     chosen = select(objective, tokens, selection_seed(batch, update_index))
@@ -250,7 +260,7 @@ def selection_seed(batch: TrainBatch, update_index: int) -> int:
 
 
 def batch_routing(
-    policy: Policy, settings: RoutingConfig, plan: Plan, reported: Sequence[Routes | None]
+    policy: Policy, settings: RoutingConfig, plan: Plan, reported: Sequence[Routes | None], ranks: Ranks = ONE
 ) -> RoutingReplay:
     """The routing of a batch. `reported` are the engine's experts of each sequence."""
     if policy.routers is None:
@@ -262,6 +272,7 @@ def batch_routing(
         replay=settings.replay,
         balance=settings.balance_loss,
         device=policy.device,
+        ranks=ranks,
     )
 
 
@@ -269,7 +280,9 @@ def _reference_logprobs(context: LearnContext, plan: Plan) -> Tensor:
     """Log-probs under the reference. If that is the policy's own model, its adapters are disabled."""
     own = context.reference is context.policy.model
     with adapters_disabled(context.reference) if own else nullcontext():
-        return plan_logprobs(context.reference, plan, context.config.rollout.temperature, context.policy.device)[0]
+        return plan_logprobs(
+            context.reference, plan, context.config.rollout.temperature, context.policy.device, ranks=context.ranks
+        )[0]
 
 
 def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> bool:
@@ -294,9 +307,14 @@ def _old_logprobs(
     if context.config.learner.old_logp == "sampler":
         return _from_sampler(context, plan, sampler_N, routing)
     by_training = not complete and routing.repeats and not _needs_old_logprobs(context.objective)
-    before = replace(plan, updates=plan.updates[1:]) if by_training else plan
+    before = plan.part(range(1, len(plan.updates))) if by_training else plan
     logp_N, entropy_N = plan_logprobs(
-        policy.model, before, context.config.rollout.temperature, policy.device, routed=routing.old
+        policy.model,
+        before,
+        context.config.rollout.temperature,
+        policy.device,
+        routed=routing.old,
+        ranks=context.ranks,
     )
     computed_N = before.computed_N.to(policy.device)
     logp_N = torch.where(computed_N, logp_N, torch.nan)
@@ -320,8 +338,10 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing:
     `learner.allow_mismatch` is set."""
     policy, temperature = context.policy, context.config.rollout.temperature
     # One mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
-    first = replace(plan, updates=tuple(micro_batches for micro_batches in plan.updates if micro_batches)[:1])
-    logp_N, entropy_N = plan_logprobs(policy.model, first, temperature, policy.device, routed=routing.old)
+    first = plan.part([i for i, chosen in enumerate(plan.computed_ids) if chosen][:1])
+    logp_N, entropy_N = plan_logprobs(
+        policy.model, first, temperature, policy.device, routed=routing.old, ranks=context.ranks
+    )
     routing.old_from_sampler()
     computed_N = first.computed_N.to(policy.device)
     tokens = Tokens(

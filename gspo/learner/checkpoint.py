@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gspo import aliases
 from gspo.errors import FLOAT16_HINT, CheckpointError, NumericalError
@@ -42,6 +43,8 @@ from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
 from gspo.model import adapter
 from gspo.model.load import Policy
+from gspo.model.sharding import full, is_sharded
+from gspo.ranks.group import ONE, Ranks
 from gspo.rollout.gather import RolloutState
 
 TRAINER = "trainer.tensors"
@@ -97,13 +100,16 @@ def save(
     state: TrainerState,
     *,
     keep: int,
+    ranks: Ranks = ONE,
     protected: Collection[int] = (),
     before_deletion: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write `folder/STEP`, then delete all but the newest `keep` checkpoints and those of `protected` steps. `0` keeps
     all. `before_deletion` is called once the new checkpoint is in place."""
+    # Whole tensors, of all ranks, before anything that can fail on the leader alone, such as a full disk.
+    weights, tensors = gather_state(policy, optimizer, ranks)
     # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
-    bad = next((name for name, p in policy.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+    bad = next((name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())), None)
     if bad is not None:
         hint = FLOAT16_HINT if policy.model.dtype == torch.float16 else ""
         raise NumericalError(
@@ -116,7 +122,7 @@ def save(
         raise FileExistsError(f"{target} exists and is not a checkpoint; move it away")
     _delete_leftover(partial)
     try:
-        _write(partial, policy, optimizer, state)
+        _write(partial, policy, weights, tensors, state)
     # Ctrl-C must not leave a partial save behind either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -129,10 +135,35 @@ def save(
     return target
 
 
-def _write(partial: Path, policy: Policy, optimizer: Optimizer, state: TrainerState) -> None:
-    save_model(policy, partial)
+def gather_state(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights, and the state of the optimizer, as whole tensors. The followers do the same in the meantime."""
+    with ranks.together("gather_state"):
+        return whole_weights(policy), optimizer.state()
+
+
+def gather_weights(policy: Policy, ranks: Ranks) -> dict[str, Tensor]:
+    """The weights as whole tensors. The followers do the same in the meantime."""
+    with ranks.together("gather_weights"):
+        return whole_weights(policy)
+
+
+def whole_weights(policy: Policy) -> dict[str, Tensor]:
+    """The weights of a model, or of its adapters, as whole tensors. All ranks must call it."""
+    adapters = adapter.adapted(policy.model)
+    named = policy.model.named_parameters()
+    return {name: full(weight.detach()) for name, weight in named if weight.requires_grad or not adapters}
+
+
+def _write(
+    partial: Path,
+    policy: Policy,
+    weights: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    state: TrainerState,
+) -> None:
+    save_model(policy, partial, weights)
     with _disk_errors():
-        save_file(optimizer.state(), partial / TRAINER)
+        save_file(dict(tensors), partial / TRAINER)
         state_validation.save_difficulty(state.rollout.difficulty, partial)
     _write_json(partial / "trainer.json", _json_fields(state))
     with _disk_errors():
@@ -221,13 +252,20 @@ def _swap(one: Path, other: Path) -> bool:
     return bool(rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
 
 
-def save_model(policy: Policy, folder: Path) -> None:
-    """Weights, config and tokenizer in Hugging Face layout. With LoRA only the adapter, in the layout of peft."""
+def save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Weights, config and tokenizer in Hugging Face layout. With LoRA only the adapter, in the layout of peft.
+
+    `weights` are whole tensors by parameter name; without them, the model must not be sharded."""
+    model = policy.model
     with _disk_errors():
-        if adapter.adapted(policy.model):
-            adapter.save(policy.model, folder)
+        if adapter.adapted(model):
+            adapter.save(model, folder, weights)
+        elif weights is not None and any(map(is_sharded, model.parameters())):
+            # Without the second name of a tied weight, as in a file of a model that is not sharded.
+            buffers = {name: tensor for name, tensor in model.state_dict().items() if not is_sharded(tensor)}
+            model.save_pretrained(folder, state_dict=buffers | dict(weights))
         else:
-            policy.model.save_pretrained(folder)
+            model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
 
 

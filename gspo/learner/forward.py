@@ -25,7 +25,8 @@ from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_l
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import run_forward
-from gspo.model.sharding import full
+from gspo.model.sharding import full, synchronize_gradients
+from gspo.ranks.group import ONE, Ranks
 
 if TYPE_CHECKING:
     from gspo.context import LearnContext
@@ -65,7 +66,7 @@ def _from_logits(model: Any, batch: MicroBatch, temperature: float, entropy_grad
     # Outputs before the first position that predicts a sampled token are never read, so the LM head skips them.
     width = batch.input_ids.shape[1]
     column_N = batch.output_N % width
-    first = int(column_N.min()) if supports_logits_to_keep(model) else 0
+    first = int(column_N.min()) if supports_logits_to_keep(model) and len(column_N) else 0
     with compiled_layers(model, batch):
         logits = run_forward(model, batch, **({"logits_to_keep": width - first} if first else {}))
     if not torch.is_grad_enabled():
@@ -94,10 +95,11 @@ def plan_logprobs(
     *,
     update: int | None = None,
     routed: Callable[[MicroBatch], AbstractContextManager[Any]] = lambda micro: nullcontext(),
+    ranks: Ranks = ONE,
 ) -> tuple[Tensor, Tensor]:
     """Packed (logp_N, entropy_N) of a whole plan, or of one of its optimizer steps (0 elsewhere), without gradient.
 
-    Each forward runs inside `routed(micro_batch)`."""
+    Each forward runs inside `routed(micro_batch)`. Every rank gets the values that all of them compute."""
     lm_head(model)  # its first call runs a trial forward, which must not be recorded by `routed`
     logp_N, entropy_N = torch.zeros(plan.tokens, device=device), torch.zeros(plan.tokens, device=device)
     updates = plan.updates if update is None else plan.updates[update : update + 1]
@@ -112,10 +114,11 @@ def plan_logprobs(
                 logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
         except Exception as error:
             halves = plan.halves(cpu_batch)
-            if not out_of_memory(error) or len(halves) < 2:
+            # Another rank would wait for the forward that failed.
+            if not out_of_memory(error) or len(halves) < 2 or ranks.several:
                 raise
             waiting += reversed(halves)
-    return logp_N, entropy_N
+    return ranks.sum(logp_N), ranks.sum(entropy_N)
 
 
 # ---- training forwards
@@ -175,6 +178,16 @@ class TrainForward:
     """This micro-batch's share of the auxiliary load-balancing loss."""
 
 
+def micro_batches(context: LearnContext, batch: TrainBatch, update_index: int) -> Iterator[MicroBatch]:
+    """The micro-batches of an optimizer step on the device. If the model is sharded, ranks exchange gradients in the
+    backward pass of the last one, which holds the sum."""
+    model, device = context.policy.model, context.policy.device
+    own = batch.plan.updates[update_index]
+    for index, micro in enumerate(own, start=1):
+        synchronize_gradients(model, index == len(own))
+        yield micro.to(device)
+
+
 @contextmanager
 def training_forward(
     context: LearnContext, batch: TrainBatch, micro: MicroBatch, update_index: int
@@ -211,11 +224,12 @@ class Attempt:
     result: GradientResult
     """Set by the caller, inside the context."""
 
-    def __init__(self, batch: TrainBatch, update_index: int, halvings: int) -> None:
+    def __init__(self, batch: TrainBatch, update_index: int, halvings: int, *, may_halve: bool) -> None:
         self.batch = batch
         self.halvings = halvings
         self.smaller: Plan | None = None
         self._update_index = update_index
+        self._may_halve = may_halve
 
     def __enter__(self) -> Attempt:
         return self
@@ -224,7 +238,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         # Any other error is not about memory, and smaller micro-batches would only repeat it.
-        if error is not None and out_of_memory(error):
+        if error is not None and self._may_halve and out_of_memory(error):
             # None for single sequences, which are not split.
             self.smaller = self.batch.plan.halved(self._update_index)
         return self.smaller is not None
@@ -237,7 +251,8 @@ def attempts(context: LearnContext, batch: TrainBatch, update_index: int) -> Ite
     half the loss scale. The last one succeeds or raises."""
     halvings = 0
     while True:
-        attempt = Attempt(batch, update_index, halvings)
+        # Other ranks wait for a forward that failed, so a rank of several cannot repeat it.
+        attempt = Attempt(batch, update_index, halvings, may_halve=not context.ranks.several)
         yield attempt
         if attempt.smaller is not None:
             # By now the traceback of the error, which held the tensors that did not fit, is gone.

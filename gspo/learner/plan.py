@@ -7,6 +7,10 @@ update. Which sequences share an update never changes. Which share a micro-batch
 (`Plan.halved`), and then the ratio is 1 up to rounding. A sequence that need not be computed belongs to its update, and
 so to its denominators, but to no micro-batch.
 
+If several ranks share the model, the sequences of an update are divided among them by the tokens to compute. A rank
+holds its own micro-batches, and as many of them as any other rank: a forward pass that one rank skips would block the
+others. Everything else in a plan is the same on all ranks.
+
 A micro-batch is a matrix of padded sequences, or one long row without padding that contains each prompt once for all of
 its completions (`Packing`). A token attends to the same tokens in both, so its log-prob is the same.
 """
@@ -14,14 +18,17 @@ its completions (`Packing`). A token attends to the same tokens in both, so its 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
+from gspo.ranks.group import ONE, Ranks
+
+_NONE = torch.zeros(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +37,14 @@ class Positions:
 
     computed: int
     empty: int
-    """Padding, included in `computed`."""
+    """Padding, included in `computed`, and what a rank computes because others have more micro-batches."""
     padded: int
     """What it would be if every completion had its own row, with its prompt, padded to the longest of its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A rollout batch, split. `updates[i]` are the micro-batches of optimizer step i."""
+    """A rollout batch, split. `updates[i]` are the micro-batches of optimizer step i on this rank."""
 
     sequences: tuple[TokenSequence, ...]
     sequence_N: Tensor
@@ -45,6 +52,8 @@ class Plan:
     updates: tuple[tuple[MicroBatch, ...], ...]
     sequence_ids: tuple[tuple[int, ...], ...]
     """Indices of the sequences of each optimizer step, also of those that are in no micro-batch."""
+    computed_ids: tuple[tuple[int, ...], ...]
+    """Indices of the sequences of each optimizer step that are in a micro-batch, of any rank."""
     pad_id: int
     packed: bool = False
 
@@ -55,12 +64,29 @@ class Plan:
 
     @property
     def computed_N(self) -> Tensor:
-        """Which tokens are in a micro-batch."""
-        computed_N = torch.zeros(self.tokens, dtype=torch.bool)
-        for micro_batches in self.updates:
-            for micro in micro_batches:
-                computed_N[micro.at_N] = True
-        return computed_N
+        """Which tokens are in a micro-batch, of any rank."""
+        return self._tokens_in(chain.from_iterable(self.computed_ids))
+
+    def at_N(self, update: int) -> Tensor:
+        """Indices of the tokens of an optimizer step that are in a micro-batch, of any rank."""
+        return self._tokens_in(self.computed_ids[update]).nonzero().squeeze(-1)
+
+    def own_at_N(self, update: int) -> Tensor:
+        """Those of them that are in a micro-batch of this rank."""
+        return torch.cat([micro.at_N for micro in self.updates[update]]) if self.updates[update] else _NONE
+
+    def part(self, updates: Sequence[int]) -> Plan:
+        """A plan of some of the optimizer steps."""
+        return replace(
+            self,
+            updates=tuple(self.updates[i] for i in updates),
+            computed_ids=tuple(self.computed_ids[i] for i in updates),
+        )
+
+    def _tokens_in(self, sequence_ids: Iterable[int]) -> Tensor:
+        chosen_B = torch.zeros(len(self.sequences), dtype=torch.bool)
+        chosen_B[list(sequence_ids)] = True
+        return chosen_B[self.sequence_N]
 
     @property
     def input_starts(self) -> list[int]:
@@ -73,11 +99,9 @@ class Plan:
 
     @property
     def positions(self) -> Positions:
-        """How many positions a pass over the batch computes."""
+        """How many positions a pass over the batch computes on this rank."""
         micros = [micro for update in self.updates for micro in update]
-        lengths = [
-            [self.sequences[s].length for micro in update for s in micro.sequence_ids] for update in self.updates
-        ]
+        lengths = [[self.sequences[s].length for s in chosen] for chosen in self.computed_ids]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
@@ -123,10 +147,12 @@ def make_plan(
     seed: str,
     packed: bool = False,
     uncomputed: Collection[int] = (),
+    ranks: Ranks = ONE,
 ) -> Plan:
     """Split the sequences, with groups in seeded order, into `mini_batches` optimizer steps of equal size, up to one
     completion. A group stays together unless it crosses a boundary. With `packed`, sequences of a micro-batch that have
-    the same prompt share it. The `uncomputed` sequences are in no micro-batch; an optimizer step may have none."""
+    the same prompt share it. The `uncomputed` sequences are in no micro-batch; an optimizer step may have none. The
+    micro-batches are those of this rank."""
     lengths = torch.tensor([s.sampled_count for s in sequences], dtype=torch.long)
     sequence_N = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     order = _grouped_order(groups, seed)
@@ -136,16 +162,24 @@ def make_plan(
     sequence_ids = tuple(tuple(order[a:b]) for a, b in pairwise(cuts))
     split = _split_packed if packed else _split_padded
     # After the cuts: what is computed must not decide which sequences share an optimizer step.
-    computed = [[s for s in chosen if s not in uncomputed] for chosen in sequence_ids]
-    updates = tuple(
-        tuple(micro_batch(sequences, part, pad_id, packed) for part in split(sequences, chosen, token_budget))
-        for chosen in computed
-    )
+    computed = tuple(tuple(s for s in chosen if s not in uncomputed) for chosen in sequence_ids)
+    updates = []
+    for chosen in computed:
+        parts_of_ranks = [
+            split(sequences, share, token_budget) for share in _shares(sequences, chosen, ranks.count, packed)
+        ]
+        own = [micro_batch(sequences, part, pad_id, packed) for part in parts_of_ranks[ranks.rank]]
+        missing = max(map(len, parts_of_ranks)) - len(own)
+        if missing:
+            shortest = min(chosen, key=lambda s: sequences[s].length)
+            own += [micro_batch(sequences, [shortest], pad_id, packed).without_tokens()] * missing
+        updates.append(tuple(own))
     return Plan(
         sequences=tuple(sequences),
         sequence_N=sequence_N,
-        updates=updates,
+        updates=tuple(updates),
         sequence_ids=sequence_ids,
+        computed_ids=computed,
         pad_id=pad_id,
         packed=packed,
     )
@@ -160,6 +194,21 @@ def _grouped_order(groups: Sequence[int], seed: str) -> list[int]:
     # A text as seed is hashed with SHA-512, so the order is the same in every process.
     random.Random(seed).shuffle(shuffled)
     return [sequence for group in shuffled for sequence in group]
+
+
+def _shares(sequences: Sequence[TokenSequence], chosen: Sequence[int], ranks: int, packed: bool) -> list[list[int]]:
+    """The sequences of each rank: consecutive ones, because those of a group share their prompt, and with numbers of
+    tokens to compute that are as equal as they can be without splitting a sequence."""
+    before = (None, *(sequences[s].prompt_ids for s in chosen))
+    costs = [
+        len(sequences[s].completion_ids) if packed and sequences[s].prompt_ids == prompt else sequences[s].length
+        for s, prompt in zip(chosen, before, strict=False)
+    ]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for s, cost, end in zip(chosen, costs, accumulate(costs), strict=True):
+        # The rank in whose equal part of all tokens the middle of this sequence lies.
+        shares[(2 * end - cost) * ranks // (2 * sum(costs))].append(s)
+    return shares
 
 
 def _split_padded(sequences: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from gspo.objectives.rounding import Noise
 from gspo.objectives.samples import TrainSample
 from gspo.objectives.sequences import Tokens
 from gspo.objectives.trust_region import Surrogate
+from gspo.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from gspo.learner.batch import TrainBatch
@@ -102,25 +103,26 @@ class GradientStats:
         """Add a micro-batch after its backward pass."""
         self._micro_batches.append((micro.at_N, logp_N.detach(), loss.detached()))
 
-    def result(self) -> GradientResult:
-        """All micro-batches of the optimizer step."""
+    def result(self, ranks: Ranks, batch: TrainBatch, update_index: int) -> GradientResult:
+        """All micro-batches of the optimizer step, of all ranks."""
         if not self._micro_batches:
             return _no_gradient()
         at, logp, losses = zip(*self._micro_batches, strict=True)
-        return GradientResult(
+        own = GradientResult(
             loss=_sum(losses),
             at_N=torch.cat(at),
             logp_N=torch.cat(logp),
             ratio_N=torch.cat([loss.surrogate.ratio_N for loss in losses]),
             clipped_N=torch.cat([loss.surrogate.clipped_N for loss in losses]),
         )
+        return _exchanged(own, ranks, batch, update_index) if ranks.several else own
 
 
 class LearnStats:
     """Collects the optimizer steps of a batch."""
 
-    def __init__(self, batch: TrainBatch) -> None:
-        self._positions = batch.plan.positions  # of the original plan, before any halving
+    def __init__(self, batch: TrainBatch, ranks: Ranks) -> None:
+        self._positions = _all_positions(batch.plan.positions, ranks)  # of the original plan, before any halving
         self._results: list[GradientResult] = []
         self._updates: list[Update] = []
         self._halvings = 0
@@ -161,6 +163,26 @@ class LearnStats:
             noise=batch.old.noise,
             excess=batch.old.excess,
         )
+
+
+def _exchanged(own: GradientResult, ranks: Ranks, batch: TrainBatch, update_index: int) -> GradientResult:
+    """The result of all ranks. The log-probs of their tokens become known to all of them, too, if they are the old
+    ones."""
+    at_N = batch.plan.at_N(update_index).to(own.at_N.device)
+    if update_index == 0 and batch.old.by_training:
+        batch.old.exchange(ranks, own.at_N, at_N)
+    values = own.logp_N.new_zeros(3, batch.plan.tokens)
+    values[:, own.at_N] = torch.stack([own.logp_N, own.ratio_N, own.clipped_N.to(own.logp_N.dtype)])
+    logp_N, ratio_N, clipped_N = ranks.sum(values)[:, at_N]
+    terms = ("total", "policy", "kl", "entropy")
+    sums = ranks.sum(torch.stack([getattr(own.loss, name) for name in terms]))
+    loss = replace(own.loss, **dict(zip(terms, sums, strict=True)))
+    return GradientResult(loss=loss, at_N=at_N, logp_N=logp_N, ratio_N=ratio_N, clipped_N=clipped_N.bool())
+
+
+def _all_positions(own: Positions, ranks: Ranks) -> Positions:
+    computed, empty = ranks.sum(torch.tensor([own.computed, own.empty])).tolist()
+    return replace(own, computed=computed, empty=empty)
 
 
 def _no_gradient() -> GradientResult:

@@ -32,6 +32,7 @@ from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.packed_forward import run_forward
 from gspo.model.routing import ForcedExperts, Routers, RouterTrace, count_expert_changes
+from gspo.ranks.group import ONE, Ranks
 from gspo.types import Routes
 
 
@@ -75,7 +76,9 @@ class RecordedRouting:
         replay: str,
         balance: float,
         device: torch.device,
+        ranks: Ranks = ONE,
     ) -> None:
+        self.ranks = ranks
         self.routers = routers
         self.plan = plan
         self.replay = replay
@@ -197,18 +200,21 @@ class RecordedRouting:
             self.known_I,
             *(() if self.native_ILK is None else (self.native_ILK,)),
         )
+        ranks = self.ranks
+        seconds = torch.tensor(self.clock.seconds["routing"], dtype=torch.float64)
         return RoutingStats(
-            flipped_N=self.flipped_N,
-            native_N=self.native_N,
-            sampler_N=self.sampler_N,
-            update_N=updates_N,
-            load_LE=self._load(),
+            # A rank counts the flips of its own tokens. Those of others are 0 here, and -1 where that means unknown.
+            flipped_N=ranks.sum(self.flipped_N),
+            native_N=ranks.sum(self.native_N),
+            sampler_N=ranks.max(self.sampler_N),
+            update_N=ranks.max(updates_N),
+            load_LE=ranks.sum(self._load()),
             choices=self.routers.layers * self.routers.top_k,
             replayed=self.replay != "off",
             balance_losses=self._balance_losses(),
-            stored_bytes=sum(tensor.nbytes for tensor in stored),
+            stored_bytes=int(ranks.sum(torch.tensor(sum(tensor.nbytes for tensor in stored)))),
             sampler_bytes=self.sampler_bytes,
-            seconds=self.clock.seconds["routing"],
+            seconds=float(ranks.max(seconds)),
         )
 
     def _load(self) -> Tensor:
@@ -232,7 +238,8 @@ class RecordedRouting:
 
     def _balance_losses(self) -> tuple[float, ...]:
         updates = sorted({update for update, _ in self._balance})
-        return tuple(sum(loss for (at, _), loss in self._balance.items() if at == update) for update in updates)
+        sums = [sum(loss for (at, _), loss in self._balance.items() if at == update) for update in updates]
+        return tuple(self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
 
     def _updates_between(self, model: Any) -> Tensor:
         """How many updates came before each token's training forward."""
@@ -300,8 +307,9 @@ class RecordedRouting:
     def _compute_shares(self, update_index: int) -> tuple[Tensor, int]:
         assert self.native_ILK is not None
         native_ILK, times_I = self._inputs(self.native_ILK, self.plan.updates[update_index])
-        tokens = int(times_I.sum())
-        return self._count(native_ILK, times_I).float() / (tokens * self.routers.top_k), tokens
+        tokens = int(self.ranks.sum(times_I.sum()))
+        counts_LE = self.ranks.sum(self._count(native_ILK, times_I))
+        return counts_LE.float() / (tokens * self.routers.top_k), tokens
 
 
 def _expert_counts(chosen_IK: Tensor, times_I: Tensor, experts: int) -> Tensor:

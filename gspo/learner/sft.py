@@ -9,9 +9,11 @@ left to improve.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import torch
 
 from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.learner.forward import completion_logprobs
@@ -19,6 +21,8 @@ from gspo.learner.optimizer import Optimizer
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.load import Policy
 from gspo.model.micro_batch import TokenSequence
+from gspo.model.sharding import synchronize_gradients
+from gspo.ranks.group import ONE, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,47 +34,67 @@ class FineTuneResult:
     """Sampled accuracy at the last check."""
 
 
+class FineTuner:
+    """Takes supervised steps, on all ranks that share the policy."""
+
+    def __init__(self, policy: Policy, config: ColdStartConfig, ranks: Ranks = ONE) -> None:
+        settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
+        self._policy = policy
+        self._ranks = ranks
+        self._optimizer = Optimizer(policy.model, settings, config.steps)
+
+    def step(self, sequences: Sequence[TokenSequence]) -> float:
+        """Train on these sequences; their loss."""
+        plan = make_plan(
+            sequences,
+            range(len(sequences)),
+            mini_batches=1,
+            token_budget=65536,
+            pad_id=self._policy.pad_id,
+            seed="",
+            ranks=self._ranks,
+        )
+        loss = self._accumulate_gradients(plan)
+        while self._optimizer.retry_after_overflow(loss_finite=math.isfinite(loss)):
+            loss = self._accumulate_gradients(plan)
+        self._optimizer.step(loss_finite=math.isfinite(loss))
+        return loss
+
+    def _accumulate_gradients(self, plan: Plan) -> float:
+        model, device, own = self._policy.model, self._policy.device, plan.updates[0]
+        total = torch.zeros((), dtype=torch.float64)
+        for index, micro in enumerate(own, start=1):
+            synchronize_gradients(model, index == len(own))
+            logp_N, _ = completion_logprobs(model, micro.to(device), temperature=1.0)
+            # Divided by the tokens of the whole step, so that the split into micro-batches does not change the
+            # gradient.
+            loss = -logp_N.sum() / plan.tokens
+            self._optimizer.scale_loss(loss).backward()
+            total += float(loss.detach())
+        return float(self._ranks.sum(total))
+
+
 def fine_tune(
     policy: Policy,
     config: ColdStartConfig,
     demonstrations: Iterator[TokenSequence],
     accuracy: Callable[[int], float],
     report: Callable[[int, float, float], None],
+    ranks: Ranks = ONE,
 ) -> FineTuneResult:
     """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
     `report(step, loss, accuracy)` is called at every check; the last step always has one."""
-    settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
-    optimizer = Optimizer(policy.model, settings, config.steps)
+    tuner = FineTuner(policy, config, ranks)
     reached = 0.0
     step = 0
     for step in range(1, config.steps + 1):
-        loss = _train_step(policy, optimizer, list(islice(demonstrations, config.batch)))
+        sequences = list(islice(demonstrations, config.batch))
+        with ranks.together("fine_tune", sequences=sequences, first=step == 1):
+            loss = tuner.step(sequences)
         if step % config.check_every == 0 or step == config.steps:
             reached = accuracy(step)
             report(step, loss, reached)
             if reached >= config.stop_accuracy:
                 break
     return FineTuneResult(steps=step, accuracy=reached)
-
-
-def _train_step(policy: Policy, optimizer: Optimizer, sequences: list[TokenSequence]) -> float:
-    plan = make_plan(
-        sequences, range(len(sequences)), mini_batches=1, token_budget=65536, pad_id=policy.pad_id, seed=""
-    )
-    loss = _accumulate_gradients(policy, optimizer, plan)
-    while optimizer.retry_after_overflow(loss_finite=math.isfinite(loss)):
-        loss = _accumulate_gradients(policy, optimizer, plan)
-    optimizer.step(loss_finite=math.isfinite(loss))
-    return loss
-
-
-def _accumulate_gradients(policy: Policy, optimizer: Optimizer, plan: Plan) -> float:
-    total = 0.0
-    for micro in plan.updates[0]:
-        logp_N, _ = completion_logprobs(policy.model, micro.to(policy.device), temperature=1.0)
-        # Divided by the tokens of the whole step, so that the split into micro-batches does not change the gradient.
-        loss = -logp_N.sum() / plan.tokens
-        optimizer.scale_loss(loss).backward()
-        total += float(loss.detach())
-    return total

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from gspo.config import LoraConfig
 from gspo.errors import ConfigError
 from gspo.model import quantization as quantized
 from gspo.model.quantization import linear_layers
+from gspo.model.sharding import sharded_like
 
 NAME = "default"
 SETTINGS = "adapter_config.json"
@@ -137,14 +138,15 @@ def reload_weights(model: Any, folder: Path) -> None:
             "give the model it was trained on"
         )
     for key, weight in weights.items():
-        weight.copy_(saved[key])
+        weight.copy_(sharded_like(saved[key], weight))
 
 
-def save(model: Any, folder: Path) -> None:
-    """Write the adapter without the base model."""
+def save(model: Any, folder: Path, whole: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter without the base model. `whole` are its weights by parameter name, if the model is sharded."""
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[NAME].save_pretrained(str(folder))
-    save_file({key: w.detach().contiguous() for key, w in _weights(model).items()}, folder / WEIGHTS)
+    weights = _weights(model) if whole is None else {_file_name(name): weight for name, weight in whole.items()}
+    save_file({key: weight.detach().contiguous() for key, weight in weights.items()}, folder / WEIGHTS)
 
 
 @contextmanager
@@ -294,8 +296,10 @@ def _match_dtype(model: Any) -> None:
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
     """The weights of the adapters, by their names in peft's files."""
-    return {
-        _PREFIX + name.replace(f".{NAME}.", "."): weight
-        for name, weight in model.named_parameters()
-        if is_adapter_parameter(name)
-    }
+    named = model.named_parameters()
+    return {_file_name(name): weight for name, weight in named if is_adapter_parameter(name)}
+
+
+def _file_name(name: str) -> str:
+    """The name in peft's files of a parameter of an adapter."""
+    return _PREFIX + name.replace(f".{NAME}.", ".")

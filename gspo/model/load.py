@@ -32,6 +32,7 @@ from gspo.model.memory_alignment import align
 from gspo.model.packed_forward import supports_packing
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
+from gspo.model.sharding import sharded_like
 from gspo.model.source import load_errors, resolve_model_source, shape_dir
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -194,7 +195,7 @@ def reload_weights(policy: Policy, config: ModelConfig) -> None:
     # Through transformers, because the names in the file may differ from those in memory.
     saved = _load_plain(config).state_dict()
     for name, tensor in policy.model.state_dict().items():
-        tensor.copy_(saved[name])
+        tensor.copy_(sharded_like(saved[name], tensor))
 
 
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:

@@ -112,6 +112,15 @@ class MicroBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Movable)}
         return replace(self, **moved)
 
+    def without_tokens(self) -> MicroBatch:
+        """The same forward pass without any token to train on: its loss is 0, and so is its gradient.
+
+        Ranks that share a model run equally many forwards. This one is for a rank that has fewer to do."""
+        empty = {name: getattr(self, name)[:0] for name in ("sequence_N", "output_N", "target_N", "at_N")}
+        nowhere = torch.full_like(self.input_at, -1)
+        none = torch.zeros_like(self.times)
+        return replace(self, sequence_ids=(), owners=(), input_at=nowhere, times=none, excluded=None, **empty)
+
 
 Movable = Tensor | Packing | ExcludedTokens
 

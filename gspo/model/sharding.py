@@ -1,19 +1,66 @@
 """Parameters that may be sharded over ranks: DTensors, as FSDP2's `fully_shard` makes them.
 
-In: tensors of a model or of an optimizer. Out: the same as whole tensors, or a whole tensor sharded like another one.
-Invariant: a plain tensor is returned as it is, so a model on one rank costs nothing and computes the same bits. What is
-whole is the same on all ranks, and every rank must ask for it, because it takes a collective.
+In: a model, or tensors of a model or of an optimizer. Out: the model sharded, whole tensors, or a whole tensor sharded
+like another one. Invariant: a plain tensor is returned as it is, so a model on one rank costs nothing and computes the
+same bits. What is whole is the same on all ranks, and every rank must ask for it, because it takes a collective. Ranks
+add up their gradients: per-token loss weights belong to the whole optimizer step, so a mean would be wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+
+def shard(model: Any, ranks: int) -> None:
+    """Shard the parameters of a model over the ranks: each decoder layer by itself, and the rest together.
+
+    Adapters must be in the model before, or ranks would not add up their gradients. 4-bit weights are frozen and not
+    sharded: every rank has all of them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(model.device.type, (ranks,)),
+        # Gradients of 16-bit weights are added up in float32.
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        "ignored_params": {p for p in model.parameters() if not p.is_floating_point()},
+    }
+    # The outputs of a model are a view of a larger tensor. Nothing here changes them in place.
+    warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*returned a view tensor")
+    for unit in (*layers, model):
+        fully_shard(unit, **options)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def synchronize_gradients(model: Any, now: bool) -> None:
+    """Whether ranks add up their gradients in the next backward pass, or later, with those of further micro-batches."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+@contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """Inside, every rank holds whole weights, so that it can run forwards that other ranks do not run."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            # The LM head and the embeddings belong to the model itself. The loss uses them after the forward.
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -38,6 +38,21 @@ SIDES = ("clip_low", "clip_high")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipRange:
+    """What changes the clip range of a step: the scale of an adaptive range, and the factor of rollbacks."""
+
+    scale: float = 1.0
+    factor: float = 1.0
+
+    def apply(self, objective: Objective, adaptive: AdaptiveClip | None) -> Objective:
+        """The objective with the clip range of the step."""
+        if adaptive is not None:
+            return adaptive.scaled(objective, self.scale)
+        # An objective without a clip range has none to scale.
+        return objective if self.factor == 1 else with_scaled_range(objective, self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
     """Which sides adapt, and to what fraction of clipped tokens (both sides together)."""
 

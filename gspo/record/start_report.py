@@ -12,6 +12,7 @@ from collections import Counter
 from gspo.context import RunContext
 from gspo.learner import checkpoint
 from gspo.model.quantization import parameter_count
+from gspo.model.sharding import module_class
 from gspo.record.incidents import Incidents
 from gspo.record.progress import Display
 from gspo.record.retention import extra_checkpoints, planned_saves
@@ -28,7 +29,7 @@ def report_setup(context: RunContext, run_dir: RunDir, display: Display, inciden
     )
     share = f" ({_human(trained)} in adapters are trained)" if trained < size else ""
     display.message(
-        f"{type(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
+        f"{module_class(context.policy.model).__name__}, {_human(size)} parameters{share} on {context.policy.device}; "
         f"{len(problems.train)} training and {len(problems.held_out)} held-out problems{_by_source(context)}; "
         f"objective {context.objective.name}; run directory {run_dir.path}"
     )

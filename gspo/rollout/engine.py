@@ -48,6 +48,8 @@ class EngineTraits:
 
     shares_weights: bool = False
     """Whether it samples in this process with the learner's own weights, so that only rounding separates the two."""
+    data_parallel: bool = False
+    """Whether each of several ranks can have one, for some of the prompts."""
     accepts_quantized: bool = False
     """Whether it can sample from 4-bit weights."""
     memory_options: tuple[str, ...] = ()

@@ -55,7 +55,12 @@ from gspo.rollout.local.sampling import (
 from gspo.rollout.local.states import BLOCK, DecodeState, RecomputeState, cache_state, obstacle_to_cache
 from gspo.types import Completion, Prompt, Routes, Sampling
 
-TRAITS = EngineTraits(shares_weights=True, accepts_quantized=True, memory_options=("rollout.engine_options.slots",))
+TRAITS = EngineTraits(
+    shares_weights=True,
+    data_parallel=True,
+    accepts_quantized=True,
+    memory_options=("rollout.engine_options.slots",),
+)
 
 # Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream, whether the row
 # gets the end of its thinking.

@@ -1,0 +1,154 @@
+"""What every rank but the leader does: wait for a command, run it with the leader, wait for the next one.
+
+In: the commands of the leader (`Ranks.together`). Out: nothing; the leader has all results. Invariant: a command is a
+method of `Follower`, and its body is what the leader runs inside `together`. A follower decides nothing: it has no
+data, no rewards and no run directory to write to, except for its own log, `RUN/ranks/RANK.log`. It ignores stop
+requests, because the leader decides when the run stops, and ends when the leader does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tomllib
+import typing
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gspo.build import build_learner, load_reference, run_adaptive_clip, run_objective, run_tokenizer, saved_model
+from gspo.config import from_tree
+from gspo.context import LearnContext
+from gspo.errors import GspoError, RankError
+from gspo.learner import checkpoint
+from gspo.learner.sft import FineTuner
+from gspo.model.load import reload_weights
+from gspo.model.micro_batch import TokenSequence
+from gspo.objectives.adaptive_clip import ClipRange
+from gspo.ranks.codec import convert
+from gspo.ranks.group import Ranks
+from gspo.rollout.data_parallel import sample_share
+from gspo.rollout.engine import Engine
+from gspo.step import learn
+from gspo.types import Group, Prompt, Sampling
+
+
+def follow(ranks: Ranks) -> None:
+    """Run the commands of the leader until it ends the run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    follower = Follower(ranks)
+    while True:
+        message = orjson.loads(ranks.receive())
+        if message["command"] == "end":
+            return
+        command = getattr(follower, message["command"])
+        hints = typing.get_type_hints(command)
+        arguments = {name: convert(hints[name], value) for name, value in message["arguments"].items()}
+        try:
+            with ranks.peers_answer():
+                command(**arguments)
+        except RankError:
+            raise
+        except GspoError as error:
+            # The leader has the same error at the same point, and decides what follows.
+            print(f"rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            ranks.watch.report_failure(error)
+
+
+class Follower:
+    """A rank that does what the leader does, with its own part of the weights."""
+
+    context: LearnContext
+    engine: Engine
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._run = Path()
+
+    def build(self, config: str, run: str, checkpoint: str) -> None:
+        settings = from_tree(tomllib.loads(config), where="the leader's config")
+        self._run = Path(run)
+        self._ranks.watch.run = self._run
+        _log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        begin = Path(checkpoint) if checkpoint else None
+        self._adaptive_clip = run_adaptive_clip(settings)[0]
+        self.context, self.engine = build_learner(
+            settings,
+            run_objective(settings),
+            run_tokenizer(settings, begin),
+            run=self._run,
+            checkpoint=begin,
+            ranks=self._ranks,
+        )
+
+    def generate(
+        self,
+        call: int,
+        prompts: list[Prompt],
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        stream: str,
+        version: int,
+        routes: bool,
+    ) -> None:
+        options: dict[str, Any] = {
+            "samples": samples,
+            "sampling": sampling,
+            "seed": seed,
+            "stream": stream,
+            "version": version,
+            "routes": routes,
+        }
+        sample_share(self.engine, self.context.policy.model, self._ranks, call=call, prompts=prompts, options=options)
+
+    def learn(self, groups: list[Group], step: int, clip: ClipRange) -> None:
+        objective = clip.apply(self.context.objective, self._adaptive_clip)
+        learn(replace(self.context, objective=objective), groups, step=step)
+
+    def fine_tune(self, sequences: list[TokenSequence], first: bool) -> None:
+        if first:
+            self._tuner = FineTuner(self.context.policy, self.context.config.cold_start, self._ranks)
+        self._tuner.step(sequences)
+
+    def adopt_weights(self) -> None:
+        self.context.optimizer.adopt_weights()
+
+    def load_reference(self) -> None:
+        context = self.context
+        reference = load_reference(self._run, context.config, context.objective, context.policy, self._ranks)
+        self.context = replace(context, reference=reference)
+
+    def gather_state(self) -> None:
+        checkpoint.whole_weights(self.context.policy)
+        self.context.optimizer.state()
+
+    def gather_weights(self) -> None:
+        checkpoint.whole_weights(self.context.policy)
+
+    def restore(self, path: str, updates: int) -> None:
+        checkpoint.restore(Path(path), self.context.optimizer, updates)
+
+    def set_rate_factor(self, factor: float) -> None:
+        learner = self.context.config.learner
+        self.context.optimizer.config = replace(learner, learning_rate=learner.learning_rate * factor)
+
+    def reload_weights(self, path: str) -> None:
+        reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
+
+
+def _log_to(file: Path) -> None:
+    """Write what this process prints to a file: the terminal belongs to the leader."""
+    # A follower on another machine may not see the run directory.
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)

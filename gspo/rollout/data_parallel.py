@@ -1,0 +1,121 @@
+"""Sampling on several ranks: each samples the completions of some of the prompts, with an engine of its own.
+
+In: the calls of the training loop, on the leader. Out: the completions of all prompts. Invariant: a completion depends
+on the weights, its prompt and its own random stream, so it is the one that a single rank would sample, up to rounding.
+A sharded model is gathered first: while it samples, every rank holds all weights. A rank that fails to sample is an
+`EngineError` on the leader, and all ranks stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.errors import EngineError
+from gspo.model.sharding import gathered
+from gspo.ranks.codec import decode, encode
+from gspo.ranks.group import Ranks
+from gspo.rollout.engine import DecodeStats, Engine
+from gspo.signals import Interrupted, shielded
+from gspo.types import Completion, Prompt, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a follower has sampled."""
+
+    completions: tuple[tuple[Completion, ...], ...] = ()
+    steps: int = 0
+    rows: int = 0
+    error: str = ""
+    """Why there are no completions; empty if there are."""
+
+
+class DataParallelEngine:
+    """The engine of the leader."""
+
+    def __init__(self, own: Engine, model: Any, ranks: Ranks) -> None:
+        self._own = own
+        self._model = model
+        self._ranks = ranks
+        self._others = DecodeStats()
+
+    @property
+    def about(self) -> str:
+        return " ".join(filter(None, [self._own.about, f"{self._ranks.count} ranks sample completions."]))
+
+    @property
+    def decoded(self) -> DecodeStats | None:
+        return None if self._own.decoded is None else self._own.decoded + self._others
+
+    @property
+    def reports_routes(self) -> bool:
+        return self._own.reports_routes
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        stream: str,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        options: dict[str, Any] = {
+            "samples": samples,
+            "sampling": sampling,
+            "seed": seed,
+            "stream": stream,
+            "version": version,
+            "routes": routes,
+        }
+        with ExitStack() as stack:
+            with shielded():  # a stop request in between would leave the followers waiting
+                call = self._ranks.call("generate", prompts=list(prompts), **options)
+                stack.enter_context(gathered(self._model))
+            try:
+                own = self._own.generate(prompts[:: self._ranks.count], **options)
+            except BaseException:
+                # The followers reply all the same. The next command drops their replies.
+                self._ranks.cancel(call)
+                raise
+        with shielded():
+            replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
+        return self._combined(own, replies)
+
+    def _combined(self, own: list[list[Completion]], replies: Sequence[Reply]) -> list[list[Completion]]:
+        for rank, reply in enumerate(replies, start=1):
+            if reply.error:
+                raise EngineError(f"rank {rank}: {reply.error}")
+            self._others += DecodeStats(steps=reply.steps, rows=reply.rows)
+        shares = [own, *([list(group) for group in reply.completions] for reply in replies)]
+        return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+
+    def sync(self, version: int) -> None:
+        self._own.sync(version)
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def sample_share(
+    engine: Engine, model: Any, ranks: Ranks, *, call: int, prompts: Sequence[Prompt], options: dict[str, Any]
+) -> None:
+    """What a follower does while the leader is in `generate`."""
+    before = engine.decoded or DecodeStats()
+    with gathered(model):
+        try:
+            with ranks.watch.cancellable(call):
+                completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
+            spent = (engine.decoded or DecodeStats()) - before
+            reply = Reply(completions=tuple(map(tuple, completions)), steps=spent.steps, rows=spent.rows)
+        except Interrupted:
+            reply = Reply(error="sampling was canceled")
+        except Exception as error:
+            # Sampling needs no collective, so the ranks are still in step, and the leader decides what follows.
+            reply = Reply(error=f"{type(error).__name__}: {error}")
+    ranks.reply(encode(reply))
