@@ -84,7 +84,8 @@ def _check_separate(config: Config, objective: Objective) -> None:
             'objective.normalize: "separate" needs the same reward functions for all problems, and a source of '
             'data.mix has its own; leave out data.mix.NAME.reward, or set "sum"'
         )
-    weights = config.reward.weights or (1.0,) * len(config.reward.functions)
+    # Without functions, a generated task has its own verifier.
+    weights = config.reward.weights or (1.0,) * max(1, len(config.reward.functions))
     if objective.normalize == "separate" and sum(map(bool, weights)) < 2:
         raise ConfigError(
             'objective.normalize: "separate" needs two or more reward functions with a weight, and there are '
