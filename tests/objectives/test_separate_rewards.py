@@ -229,7 +229,14 @@ def test_a_run_resumes_bitwise_and_replays_exactly(two: Callable[..., Config], d
     assert any(r["trained"] and r["parts"]["spaces"] is None for r in records)
 
 
-@pytest.mark.parametrize("overrides", [("reward.weights=1,0",), ("reward.functions={one}", "reward.weights=[]")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("reward.weights=1,0",),
+        ("reward.functions={one}", "reward.weights=[]"),
+        ("reward.functions=[]", "reward.weights=[]"),  # the verifier of the generated task
+    ],
+)
 def test_separate_needs_two_functions_with_a_weight(
     two: Callable[..., Config], tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
