@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import tomllib
 import typing
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,27 +37,21 @@ from gspo.step import learn
 from gspo.types import Group, Prompt, Sampling
 
 
-def follow(ranks: Ranks) -> None:
-    """Run the commands of the leader until it ends the run."""
+def follow(ranks: Ranks) -> int:
+    """Run the commands of the leader until it ends the run; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     follower = Follower(ranks)
-    while True:
-        message = orjson.loads(ranks.receive())
-        if message["command"] == "end":
-            return
-        command = getattr(follower, message["command"])
-        hints = typing.get_type_hints(command)
-        arguments = {name: convert(hints[name], value) for name, value in message["arguments"].items()}
-        try:
-            with ranks.peers_answer():
-                command(**arguments)
-        except RankError:
+    try:
+        while follower.run_command():
+            pass
+    except RankError as error:
+        # The leader prints why the run has ended. The terminal is its own, and only a log gets more.
+        if follower.logs:
             raise
-        except GspoError as error:
-            # The leader has the same error at the same point, and decides what follows.
-            print(f"rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            ranks.watch.report_failure(error)
+        ranks.watch.report_failure(error)
+        return 1
+    return 0
 
 
 class Follower:
@@ -67,14 +61,43 @@ class Follower:
     engine: Engine
 
     def __init__(self, ranks: Ranks) -> None:
+        self.logs = False
+        """Whether this process writes to its log, and not to the terminal."""
         self._ranks = ranks
         self._run = Path()
+        self._failed = False
+
+    def run_command(self) -> bool:
+        """Run the next command of the leader; False if it has ended the run."""
+        message = orjson.loads(self._ranks.receive())
+        if self._failed:
+            self._ranks.watch.forget_failure()
+            self._failed = False
+        if message["command"] == "end":
+            return False
+        command = getattr(self, message["command"])
+        hints = typing.get_type_hints(command)
+        arguments = {name: convert(hints[name], value) for name, value in message["arguments"].items()}
+        try:
+            with self._ranks.peers_answer():
+                command(**arguments)
+        except RankError:
+            raise
+        except GspoError as error:
+            # The leader has the same error at the same point, and decides what follows.
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._ranks.watch.report_failure(error)
+            self._failed = True
+        return True
+
+    # ---- commands
 
     def build(self, config: str, run: str, checkpoint: str) -> None:
         settings = from_tree(tomllib.loads(config), where="the leader's config")
         self._run = Path(run)
         self._ranks.watch.run = self._run
-        _log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        self.logs = _log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self._ranks.rank} of {self._ranks.count}", flush=True)
         begin = Path(checkpoint) if checkpoint else None
         self._adaptive_clip = run_adaptive_clip(settings)[0]
         self.context, self.engine = build_learner(
@@ -142,13 +165,15 @@ class Follower:
         reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
 
 
-def _log_to(file: Path) -> None:
-    """Write what this process prints to a file: the terminal belongs to the leader."""
-    # A follower on another machine may not see the run directory.
-    with suppress(OSError):
+def _log_to(file: Path) -> bool:
+    """Write what this process prints to a file: the terminal belongs to the leader. False if that is not possible."""
+    try:
         file.parent.mkdir(exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(descriptor, stream.fileno())
-        os.close(descriptor)
+    except OSError:  # a follower on another machine may not see the run directory
+        return False
+    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        stream.flush()
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    return True

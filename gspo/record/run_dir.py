@@ -66,6 +66,7 @@ FOLDERS = (
     "reward_errors",
     "reward_cache",
     "abandoned",
+    "ranks",
     "tensorboard",
     "wandb",
 )
@@ -290,7 +291,9 @@ class RunDir:
         if not self.started and self._lock.in_place():
             for name in (".lock", "environment.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
-            for folder in (self.path / "rollouts", self.checkpoints, self.path):
+            for file in (self.path / "ranks").glob("[0-9]*.log"):
+                file.unlink(missing_ok=True)
+            for folder in (self.path / "rollouts", self.checkpoints, self.path / "ranks", self.path):
                 # rmdir refuses a directory that still contains something, which then stays.
                 with suppress(OSError):
                     folder.rmdir()
