@@ -147,12 +147,12 @@ class Follower:
         reference = load_reference(self._run, context.config, context.objective, context.policy, self._ranks)
         self.context = replace(context, reference=reference)
 
-    def gather_state(self) -> None:
-        checkpoint.whole_weights(self.context.policy)
-        self.context.optimizer.state()
-
     def gather_weights(self) -> None:
-        checkpoint.whole_weights(self.context.policy)
+        for _ in checkpoint.whole_weights(self.context.policy, self._ranks):
+            pass
+
+    def write_shards(self, path: str) -> None:
+        checkpoint.write_shards(Path(path), self.context.optimizer)
 
     def restore(self, path: str, updates: int) -> None:
         checkpoint.restore(Path(path), self.context.optimizer, updates)

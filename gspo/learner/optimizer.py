@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,17 +175,29 @@ class Optimizer:
                 master.copy_(self._weights[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one."""
+        """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one. They
+        are sharded like the weights."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = full(value.detach()).contiguous()
+                tensors[f"{key}/{name}"] = value.detach()
             if master is not self._weights[name]:
-                tensors[f"master/{name}"] = full(master.detach())
+                tensors[f"master/{name}"] = master.detach()
         if self._loss_scale is not None:
             tensors["loss_scale"] = self._loss_scale.state()
         # float64, as Python's own floats, so that a resumed run skips the same spikes.
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
+
+    def empty_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Tensors to load a state into, sharded like the weights, of which shapes and types are known."""
+        empty: dict[str, Tensor] = {}
+        for key, (shape, dtype) in shapes.items():
+            master = self._masters.get(key.partition("/")[2])
+            if master is not None and shape == master.shape and is_sharded(master):
+                empty[key] = torch.empty_like(master, dtype=dtype)
+            else:
+                empty[key] = torch.empty(shape, dtype=dtype)
+        return empty
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore the result of `state`, in place of the current state."""

@@ -77,9 +77,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has, sharded like another one, on its device."""
+    """A tensor that every rank has, sharded like another one, on its device. It may be sharded already."""
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
+    if isinstance(whole, DTensor) or not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 

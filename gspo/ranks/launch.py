@@ -92,10 +92,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     while any(follower.poll() is None for follower in followers) and time.monotonic() < deadline:
         time.sleep(0.05)
     code = leader.returncode
-    if code < 0:
-        print(
-            f"gspo: rank 0, which leads the run, was ended by {signal.Signals(-code).name}" + _REMEDY, file=sys.stderr
-        )
+    if code < 0 and -code not in (signal.SIGINT, signal.SIGTERM):
+        _report(f"was ended by {signal.Signals(-code).name}")
     # As a shell reports a process that a signal has killed.
     return code if code >= 0 else 128 - code
 

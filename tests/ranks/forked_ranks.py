@@ -14,11 +14,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from gspo.cli import main
 from gspo.config import Config, to_toml
+from gspo.record.run_dir import read_metrics
 
 Hook = Callable[[int], None]
+SETTINGS = ("steps=4", "ranks.timeout_s=6")
+"""Settings of the runs that are compared with an undisturbed one."""
 LIMIT_S = 120.0
 """On any machine a run of a few steps has ended by then, and a deadline of a few seconds has passed."""
 
@@ -44,7 +50,7 @@ class ForkedRanks:
             os.dup2(output, 1)
             os.dup2(output, 2)
             # pytest has replaced them to capture what tests print.
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             if count > 1:
                 launched = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 os.environ.update({name: str(value) for name, value in launched.items()})
@@ -122,3 +128,58 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function in this process: `make` gets the original."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def at_step(step: int, action: Callable[[], None]) -> None:
+    """In the leader: do something once this step is recorded."""
+    from gspo.record.run_dir import RunDir
+
+    def make(original: Any) -> Any:
+        def write(self: RunDir, values: Any) -> None:
+            original(self, values)
+            if values["step"] == step:
+                action()
+
+        return write
+
+    patch(RunDir, "write_timings", make)
+
+
+def own_signal(number: int) -> Callable[[], None]:
+    """An action: this process gets a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+LAYOUT = ("padding/saved", "sampler/decode_steps", "sampler/running_mean", "routing/stored_bytes")
+"""Metrics of how the work is laid out, which depend on the number of ranks."""
+
+
+def agree(a: Path, b: Path, *, tolerance: float = 1e-5, only: Sequence[str] = (), last: int = 1 << 30) -> None:
+    """Assert equal metrics up to rounding, of the steps up to the last one."""
+    rows = [[row for row in read_metrics(run) if row["step"] <= last] for run in (a, b)]
+    assert len(rows[0]) == len(rows[1]) > 1
+    for one, other in zip(*rows, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() & only if only else one.keys() - LAYOUT:
+            close = one[key] is not None and pytest.approx(one[key], rel=tolerance, abs=tolerance, nan_ok=True)
+            assert other[key] in (one[key], close), (one["step"], key, one[key], other[key])
+
+
+def during_sampling(stream: str, action: Callable[[], None]) -> None:
+    """In this rank: do something in the middle of sampling the completions of a stream."""
+    from gspo.rollout.engines.local import LocalEngine
+
+    def make(original: Any) -> Any:
+        def generate(self: LocalEngine, *rest: Any, **options: Any) -> Any:
+            if options["stream"].startswith(stream):
+                action()
+            return original(self, *rest, **options)
+
+        return generate
+
+    patch(LocalEngine, "generate", make)
