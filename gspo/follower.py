@@ -8,7 +8,6 @@ requests, because the leader decides when the run stops, and ends when the leade
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -31,27 +30,20 @@ from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
+from gspo.ranks.output import FollowerOutput
 from gspo.rollout.data_parallel import sample_share
 from gspo.rollout.engine import Engine
 from gspo.step import learn
 from gspo.types import Group, Prompt, Sampling
 
 
-def follow(ranks: Ranks) -> int:
-    """Run the commands of the leader until it ends the run; the exit code."""
+def follow(ranks: Ranks, output: FollowerOutput) -> None:
+    """Run the commands of the leader until it ends the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    follower = Follower(ranks)
-    try:
-        while follower.run_command():
-            pass
-    except RankError as error:
-        # The leader prints why the run has ended. The terminal is its own, and only a log gets more.
-        if follower.logs:
-            raise
-        ranks.watch.report_failure(error)
-        return 1
-    return 0
+    follower = Follower(ranks, output)
+    while follower.run_command():
+        pass
 
 
 class Follower:
@@ -60,10 +52,9 @@ class Follower:
     context: LearnContext
     engine: Engine
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.logs = False
-        """Whether this process writes to its log, and not to the terminal."""
+    def __init__(self, ranks: Ranks, output: FollowerOutput) -> None:
         self._ranks = ranks
+        self._output = output
         self._run = Path()
         self._failed = False
 
@@ -96,7 +87,7 @@ class Follower:
         settings = from_tree(tomllib.loads(config), where="the leader's config")
         self._run = Path(run)
         self._ranks.watch.run = self._run
-        self.logs = _log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        self._output.log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
         print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self._ranks.rank} of {self._ranks.count}", flush=True)
         begin = Path(checkpoint) if checkpoint else None
         self._adaptive_clip = run_adaptive_clip(settings)[0]
@@ -163,17 +154,3 @@ class Follower:
 
     def reload_weights(self, path: str) -> None:
         reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
-
-
-def _log_to(file: Path) -> bool:
-    """Write what this process prints to a file: the terminal belongs to the leader. False if that is not possible."""
-    try:
-        file.parent.mkdir(exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    except OSError:  # a follower on another machine may not see the run directory
-        return False
-    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
-        stream.flush()
-        os.dup2(descriptor, number)
-    os.close(descriptor)
-    return True

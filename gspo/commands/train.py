@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from gspo import config
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
 from gspo.config import RanksConfig
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError, RankError
 from gspo.ranks.environment import LAUNCHED, is_follower, world_size
 
 if TYPE_CHECKING:
@@ -92,12 +93,28 @@ def _timeout(run: str, overrides: Sequence[str]) -> float:
 
 
 def _follow() -> int:
-    quiet_libraries()
-    from gspo.follower import follow
-    from gspo.ranks.start import join_ranks
+    from gspo.ranks.output import FollowerOutput
 
-    with join_ranks() as ranks:
-        return follow(ranks)
+    output = FollowerOutput()
+    joined = False
+    try:
+        quiet_libraries()
+        from gspo.follower import follow
+        from gspo.ranks.start import join_ranks
+
+        with join_ranks() as ranks:
+            joined = True
+            follow(ranks, output)
+        return 0
+    except Exception as error:
+        if isinstance(error, GspoError):
+            print(f"gspo: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        # The leader prints why the run has ended, if another rank was the cause.
+        if not (joined and isinstance(error, RankError)):
+            output.show()
+        return 1
 
 
 def _report(outcome: Outcome) -> int:

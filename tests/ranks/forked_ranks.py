@@ -32,12 +32,19 @@ LIMIT_S = 120.0
 class ForkedRanks:
     """A command on several ranks. What a rank prints is in `FOLDER/RANK.out`."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], count: int = 2, hook: Hook = lambda rank: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        count: int = 2,
+        hook: Hook = lambda rank: None,
+        port: int | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.codes: dict[int, int] = {}
         """Exit codes of the ranks that have ended; minus the signal that killed one."""
-        port = _free_port()
+        port = port or _free_port()
         self.pids = [self._fork(rank, count, port, arguments, hook) for rank in range(count)]
 
     def _fork(self, rank: int, count: int, port: int, arguments: Sequence[str], hook: Hook) -> int:

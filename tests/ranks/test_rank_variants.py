@@ -72,7 +72,7 @@ def test_two_ranks_agree_with_one_process_and_resume(name: str, tmp_path: Path) 
     shutil.copytree(two.run_dir, cut)
     last = checkpoint.saved(cut / "checkpoints")[-1]
     shutil.rmtree(last)
-    finished(resume(cut, 2, hook))
+    finished(resume(cut, 2, hook, more=["--trust-run"]))
     same_end(cut, Path(two.run_dir))
 
 
