@@ -419,7 +419,7 @@ def _read_shards(path: Path, optimizer: Optimizer) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
             dcp.load(state, storage_reader=reader, no_dist=True)  # each rank reads for itself
     # Whatever a file that is no checkpoint makes it raise.
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError, AttributeError) as error:
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path / SHARDS}: {str(error).splitlines()[0]:.300}") from error
     return state
 

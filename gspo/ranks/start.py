@@ -222,9 +222,16 @@ class Watch:
             if time.monotonic() > until:
                 break
             time.sleep(BEAT / 4)
+        return ("; ".join(causes) or self._without_cause(error)) + self._remedy()
+
+    def _without_cause(self, error: BaseException) -> str:
+        if "imed out" in str(error):
+            return (
+                f"rank {self.rank}: another rank is alive but took longer than {self._deadline_s:g} s; if it is slow, "
+                "raise ranks.timeout_s"
+            )
         first = (str(error).splitlines() or [""])[0]
-        text = "; ".join(causes) or f"rank {self.rank}: lost the connection to the other ranks ({first:.200})"
-        return text + self._remedy()
+        return f"rank {self.rank}: lost the connection to the other ranks ({first:.200})"
 
     def _remedy(self) -> str:
         started = self.run is not None and (self.run / "config.toml").exists()

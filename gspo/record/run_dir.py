@@ -14,6 +14,7 @@
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
     abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
+    ranks/1.log            what rank 1 has printed, if the run has several ranks
 
 In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
 write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
