@@ -211,7 +211,7 @@ def test_torchrun_starts_stops_and_resumes_a_run(
 ) -> None:
     config = tiny_config(tmp_path, *SETTINGS)
     run = Path(config.run_dir)
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "gspo", "train")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gspo", "train")
     wrong = launched(*torchrun, "no-such-recipe.toml")
     assert wrong.wait() == 1
     assert len(wrong.errors) == 1, wrong.text

@@ -29,7 +29,7 @@ from tiny_runs import tiny_config
 
 from gspo.learner import checkpoint
 from gspo.ranks.environment import LEADER_SILENT
-from gspo.record.run_dir import read_events
+from gspo.record.run_dir import read_events, read_jsonl
 
 Golden = Callable[[int], Path]
 DEADLINE_S = 6.0 + 30.0
@@ -218,9 +218,17 @@ def test_a_follower_that_fails_to_learn_ends_the_run_with_its_error(tmp_path: Pa
     assert json.loads((run / "checkpoints/000001/trainer.json").read_text())["step"] == 1
 
 
+def wait_for_training(ranks: ForkedRanks, run: Path) -> None:
+    """Wait until a run that was started or resumed has all of its components."""
+    seen = len(read_jsonl(run / "events.jsonl"))
+    until = time.monotonic() + DEADLINE_S
+    while len(read_jsonl(run / "events.jsonl")) < seen + 2 and not ranks.poll() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_f26_ranks_killed_at_twenty_random_instants(tmp_path: Path) -> None:
-    settings = ("steps=24", "eval.every=7", "checkpoint.every=2", "checkpoint.keep=2", "ranks.timeout_s=6")
+    settings = ("steps=40", "eval.every=7", "checkpoint.every=2", "checkpoint.keep=2", "ranks.timeout_s=6")
     whole = tiny_config(tmp_path, *settings, run_dir="whole")
     cut = tiny_config(tmp_path, *settings, run_dir="cut")
     finished(train(whole))
@@ -231,7 +239,9 @@ def test_f26_ranks_killed_at_twenty_random_instants(tmp_path: Path) -> None:
         arguments = ["--resume", str(run)] if (run / "config.toml").exists() else [str(write_recipe(cut))]
         ranks = ForkedRanks(tmp_path / "out", ["train", *arguments])
         victim = rng.randrange(2)
-        time.sleep(rng.uniform(0.5, 5.0))
+        if rng.random() < 0.8:  # otherwise it may be killed while it starts
+            wait_for_training(ranks, run)
+        time.sleep(rng.uniform(0.0, 1.5))
         if victim not in ranks.poll():
             os.kill(ranks.pids[victim], signal.SIGKILL)
         if victim == 0:  # as launchers do, for a rank that has not joined the others yet
@@ -242,7 +252,8 @@ def test_f26_ranks_killed_at_twenty_random_instants(tmp_path: Path) -> None:
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] in (1, -signal.SIGTERM), ranks.output(1 - victim)
         kills[victim] += 1
-    print(f"killed {kills[0]} leaders and {kills[1]} followers")
+    resumed = sum(event["event"] == "resume" for event in read_events(run))
+    print(f"killed {kills[0]} leaders and {kills[1]} followers; {resumed} of the starts resumed the run")
     if (run / "config.toml").exists():
         finished(resume(run))
     assert sum(kills) == 20
