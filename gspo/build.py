@@ -233,6 +233,8 @@ def build_run(
     tokenizer = run_tokenizer(config, checkpoint)
     problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
     rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
+    if ranks.several:
+        ranks.watch.run = run
     with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
         learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
     stack.callback(engine.close)

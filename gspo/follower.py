@@ -8,12 +8,11 @@ requests, because the leader decides when the run stops, and ends when the leade
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import time
 import tomllib
 import typing
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,33 +30,20 @@ from gspo.model.micro_batch import TokenSequence
 from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
+from gspo.ranks.output import FollowerOutput
 from gspo.rollout.data_parallel import sample_share
 from gspo.rollout.engine import Engine
 from gspo.step import learn
 from gspo.types import Group, Prompt, Sampling
 
 
-def follow(ranks: Ranks) -> None:
+def follow(ranks: Ranks, output: FollowerOutput) -> None:
     """Run the commands of the leader until it ends the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    follower = Follower(ranks)
-    while True:
-        message = orjson.loads(ranks.receive())
-        if message["command"] == "end":
-            return
-        command = getattr(follower, message["command"])
-        hints = typing.get_type_hints(command)
-        arguments = {name: convert(hints[name], value) for name, value in message["arguments"].items()}
-        try:
-            with ranks.peers_answer():
-                command(**arguments)
-        except RankError:
-            raise
-        except GspoError as error:
-            # The leader has the same error at the same point, and decides what follows.
-            print(f"rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            ranks.watch.report_failure(error)
+    follower = Follower(ranks, output)
+    while follower.run_command():
+        pass
 
 
 class Follower:
@@ -66,15 +52,43 @@ class Follower:
     context: LearnContext
     engine: Engine
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, output: FollowerOutput) -> None:
         self._ranks = ranks
+        self._output = output
         self._run = Path()
+        self._failed = False
+
+    def run_command(self) -> bool:
+        """Run the next command of the leader; False if it has ended the run."""
+        message = orjson.loads(self._ranks.receive())
+        if self._failed:
+            self._ranks.watch.forget_failure()
+            self._failed = False
+        if message["command"] == "end":
+            return False
+        command = getattr(self, message["command"])
+        hints = typing.get_type_hints(command)
+        arguments = {name: convert(hints[name], value) for name, value in message["arguments"].items()}
+        try:
+            with self._ranks.peers_answer():
+                command(**arguments)
+        except RankError:
+            raise
+        except GspoError as error:
+            # The leader has the same error at the same point, and decides what follows.
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._ranks.watch.report_failure(error)
+            self._failed = True
+        return True
+
+    # ---- commands
 
     def build(self, config: str, run: str, checkpoint: str) -> None:
         settings = from_tree(tomllib.loads(config), where="the leader's config")
         self._run = Path(run)
         self._ranks.watch.run = self._run
-        _log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        self._output.log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self._ranks.rank} of {self._ranks.count}", flush=True)
         begin = Path(checkpoint) if checkpoint else None
         self._adaptive_clip = run_adaptive_clip(settings)[0]
         self.context, self.engine = build_learner(
@@ -124,12 +138,12 @@ class Follower:
         reference = load_reference(self._run, context.config, context.objective, context.policy, self._ranks)
         self.context = replace(context, reference=reference)
 
-    def gather_state(self) -> None:
-        checkpoint.whole_weights(self.context.policy)
-        self.context.optimizer.state()
-
     def gather_weights(self) -> None:
-        checkpoint.whole_weights(self.context.policy)
+        for _ in checkpoint.whole_weights(self.context.policy, self._ranks):
+            pass
+
+    def write_shards(self, path: str) -> None:
+        checkpoint.write_shards(Path(path), self.context.optimizer)
 
     def restore(self, path: str, updates: int) -> None:
         checkpoint.restore(Path(path), self.context.optimizer, updates)
@@ -140,15 +154,3 @@ class Follower:
 
     def reload_weights(self, path: str) -> None:
         reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
-
-
-def _log_to(file: Path) -> None:
-    """Write what this process prints to a file: the terminal belongs to the leader."""
-    # A follower on another machine may not see the run directory.
-    with suppress(OSError):
-        file.parent.mkdir(exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(descriptor, stream.fileno())
-        os.close(descriptor)

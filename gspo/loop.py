@@ -383,7 +383,8 @@ class Loop:
         context = self.context
         if adapted(context.policy.model):
             # Fresh adapters change nothing: the policy with its adapters disabled is the reference, without a copy.
-            self.context = replace(context, reference=context.policy.model)
+            with context.ranks.together("load_reference"):
+                self.context = replace(context, reference=context.policy.model)
             return
         if self.config.model.build or self.config.cold_start.steps:
             with self.run_dir.writing("reference"):

@@ -1,7 +1,8 @@
 """Stop requests. The first signal ends the current phase and saves a checkpoint, the second exits immediately.
 
 In: SIGINT, SIGTERM, or SIGUSR1, which job schedulers send before they preempt a job. Out: a flag, and `Interrupted` in
-phases that may be abandoned halfway. Invariant: a phase that changes weights always finishes.
+phases that may be abandoned halfway. Invariant: a phase that changes weights always finishes. A thread may end such a
+phase, too, with an error of its own (`end_phase`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,20 +20,38 @@ class Interrupted(BaseException):
     """A stop request arrived in an interruptible phase. Not an `Exception`, so no `except Exception` catches it."""
 
 
-_shields = [0, False]  # how many are active, and whether a stop request arrived meanwhile
+@dataclass
+class _Phase:
+    """The current phase of the main thread."""
+
+    interruptible: bool = False
+    shields: int = 0
+    pending: BaseException | None = None
+    """What ends the phase once no shield is active."""
+
+
+_phase = _Phase()
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
     """A part of an interruptible phase that finishes first: a stop request inside raises `Interrupted` at its end."""
-    _shields[0] += 1
+    _phase.shields += 1
     try:
         yield
     finally:
-        _shields[0] -= 1
-    if not _shields[0] and _shields[1]:
-        _shields[1] = False
-        raise Interrupted
+        _phase.shields -= 1
+    if not _phase.shields and _phase.interruptible and _phase.pending is not None:
+        raise _phase.pending
+
+
+def end_phase(error: Exception) -> None:
+    """Raise an error in the main thread, from another one, if the main thread is in an interruptible phase."""
+    if _phase.interruptible and _phase.pending is None and callable(signal.getsignal(signal.SIGUSR1)):
+        _phase.pending = error
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -41,18 +61,18 @@ class StopRequest:
         self.signal: int | None = None
         self._announce = announce
         self._before: dict[int, Any] = {}
-        self._interruptible = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """A phase that a stop request ends immediately with `Interrupted`, also a request from before the phase."""
         if self:
             raise Interrupted
-        self._interruptible = True
+        _phase.interruptible = True
         try:
             yield
         finally:
-            self._interruptible = False
+            _phase.interruptible = False
+            _phase.pending = None
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -71,10 +91,12 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = number
-        if self._interruptible and _shields[0]:
-            _shields[1] = True
-            return
-        if self._interruptible:
-            raise Interrupted
-        self._announce("Stopping after the current phase. A second signal (Ctrl-C) exits immediately.")
+        # A pending error was raised by a thread of this process, which used the signal to wake the main thread.
+        if _phase.pending is None:
+            self.signal = number
+            if not _phase.interruptible:
+                self._announce("Stopping after the current phase. A second signal (Ctrl-C) exits immediately.")
+                return
+            _phase.pending = Interrupted()
+        if not _phase.shields:
+            raise _phase.pending

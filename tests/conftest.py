@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from misaligned import misalign_loading
+from tiny_runs import tiny_config
 
 import gspo.model.load
-from gspo import config as settings
 from gspo.build import build_run, run_objective
 from gspo.config import Config
 from gspo.context import RunContext
@@ -76,21 +77,6 @@ class SilentDisplay:
         pass
 
 
-def tiny_tree(run_dir: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "run_dir": str(run_dir),
-        "steps": 3,
-        "model": {"build": "tiny_dense", "device": "cpu"},
-        "data": {"task": "sorting", "task_options": {"min_items": 2, "max_items": 3}, "task_size": 60, "held_out": 8},
-        "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 10},
-        "reward": {"functions": ["lengths.py:shorter"], "workers": 1},
-        "learner": {"learning_rate": 1e-3, "mini_batches": 2},
-        "eval": {"every": 2},
-        "checkpoint": {"every": 1, "keep": 0},
-    }
-
-
 @pytest.fixture(scope="session", autouse=True)
 def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Trust records of this session, also for the processes that tests start."""
@@ -115,26 +101,8 @@ def empty_curves() -> Iterator[None]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Config]:
-    """Make the config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides settings.
-
-    A random model never answers correctly, so the reward is for what varies: short completions with many spaces. A
-    small term breaks ties, because completions with advantage 0 are not computed.
-    """
-    (tmp_path / "lengths.py").write_text(
-        "import zlib\n"
-        "def shorter(prompts, completions, **columns):\n"
-        "    ties = [0.1 * zlib.crc32(c.encode()) / 2**32 for c in completions]\n"
-        "    return [len(c) % 3 + 0.5 * c.count(' ') + tie for c, tie in zip(completions, ties)]\n"
-    )
-
-    def make(*overrides: str, run_dir: str = "run") -> Config:
-        tree = tiny_tree(tmp_path / run_dir)
-        tree["reward"]["functions"] = [f"{tmp_path}/lengths.py:shorter"]
-        config = settings.override(tree, overrides, where="test")
-        settings.check(config)
-        return config
-
-    return make
+    """Make the config of a run that takes a second; `tiny("objective.name=grpo", ...)` overrides settings."""
+    return partial(tiny_config, tmp_path)
 
 
 @pytest.fixture

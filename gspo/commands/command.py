@@ -36,6 +36,8 @@ def quiet_libraries() -> None:
     # Read when the libraries are imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # torch.distributed would print C++ stack traces when another rank has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     import transformers
 

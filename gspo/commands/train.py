@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ from gspo import config
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
 from gspo.config import RanksConfig
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError, RankError
+from gspo.ranks.environment import LAUNCHED, is_follower, world_size
 
 if TYPE_CHECKING:
-    from gspo.ranks.group import Ranks
     from gspo.trainer import Outcome
 
 
@@ -32,10 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.nproc is not None and options.nproc != 1:
-        from gspo.ranks.launch import launch
+    if options.nproc is not None:
+        from gspo.ranks.launch import check_count, launch
 
-        return launch(options.nproc)
+        check_count(options.nproc)
+        if options.nproc > 1:
+            return launch(options.nproc)
+    if is_follower():
+        # The leader reads the recipe and reports what is wrong with it, once.
+        return _follow()
     if options.resume:
         return _resume(options, overrides)
     if options.trust_run:
@@ -57,7 +63,7 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
     from gspo.trainer import train
 
     with join_ranks(settings.ranks.timeout_s) as ranks:
-        return _report(train(settings, make_display(), ranks)) if ranks.leads else _follow(ranks)
+        return _report(train(settings, make_display(), ranks))
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -67,32 +73,48 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
             "leave out all but --steps and settings"
         )
     quiet_libraries()
-    from gspo.ranks.start import join_ranks, world_size
+    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
     from gspo.trainer import resume
 
     timeout = _timeout(options.resume, overrides) if world_size() > 1 else RanksConfig().timeout_s
     with join_ranks(timeout) as ranks:
-        if not ranks.leads:
-            return _follow(ranks)
         display = make_display()
         given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
         return _report(resume(options.resume, display, **given, ranks=ranks))
 
 
 def _timeout(run: str, overrides: Sequence[str]) -> float:
-    """The `ranks.timeout_s` of a run that is resumed. Ranks must agree on it before the leader opens the run."""
+    """The `ranks.timeout_s` of a run that is resumed. The ranks need it before the leader opens the run."""
     file = Path(run) / "config.toml"
     if not file.is_file():
-        raise ConfigError(f"--resume: {file}: no such file; give the directory of a run")
+        raise ConfigError(f"{run}: not a run directory (no config.toml); give the directory that 'gspo train' made")
     return config.load(str(file), [text for text in overrides if text.startswith("--ranks.")]).ranks.timeout_s
 
 
-def _follow(ranks: Ranks) -> int:
-    from gspo.follower import follow
+def _follow() -> int:
+    from gspo.ranks.output import FollowerOutput
 
-    follow(ranks)
-    return 0
+    output = FollowerOutput()
+    joined = False
+    try:
+        quiet_libraries()
+        from gspo.follower import follow
+        from gspo.ranks.start import join_ranks
+
+        with join_ranks() as ranks:
+            joined = True
+            follow(ranks, output)
+        return 0
+    except Exception as error:
+        if isinstance(error, GspoError):
+            print(f"gspo: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        # The leader prints why the run has ended, if another rank was the cause.
+        if not (joined and isinstance(error, RankError)):
+            output.show()
+        return 1
 
 
 def _report(outcome: Outcome) -> int:
@@ -139,13 +161,14 @@ def _report_accuracy(outcome: Outcome) -> None:
 
 
 def _resume_command(outcome: Outcome) -> str:
-    return f"{_program()} train --resume {outcome.run}"
+    nproc = os.environ.get(LAUNCHED)
+    return f"{_program()} train --resume {outcome.run}" + (f" --nproc {nproc}" if nproc else "")
 
 
 def _program() -> str:
     """The command that started this process: `gspo` if it is on the PATH."""
-    if sys.argv[0].endswith(".py"):
-        return "python -m gspo.cli"
+    if sys.argv[0].endswith(".py") and not (LAUNCHED in os.environ and shutil.which("gspo")):
+        return "python -m gspo"
     return "gspo" if shutil.which("gspo") else os.path.relpath(sys.argv[0])
 
 

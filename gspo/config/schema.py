@@ -450,9 +450,9 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
     timeout_s: Positive = 600.0
-    """How long a rank waits for the others in a collective, in seconds, before the run ends with an error. It must be
-    longer than the slowest rank takes for a micro-batch, and for loading the model. Has no effect in a single
-    process."""
+    """How long a rank waits for the others, in seconds, before the run ends with an error: in a collective, for the
+    completions of a rank that samples longer than rank 0, and for signs of life. It must be longer than the slowest
+    rank takes for a micro-batch, and for loading the model. Has no effect in a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)

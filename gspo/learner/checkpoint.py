@@ -6,6 +6,7 @@
       trainer.tensors                                   optimizer moments and float32 masters by parameter name;
                                                         safetensors format, but without that suffix, because vLLM
                                                         would load it as weights
+                                                        (several ranks: trainer/, with a file of each rank's shards)
       trainer.json                                      `TrainerState`: step, rollout state, counters, file offsets
       difficulty.tensors                                measured pass rates, with data.sampling = "difficulty"
       manifest.json                                     size and SHA-256 of every other file
@@ -38,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo import aliases
-from gspo.errors import FLOAT16_HINT, CheckpointError, NumericalError
+from gspo.errors import FLOAT16_HINT, CheckpointError, DiskError, NumericalError
 from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
 from gspo.model import adapter
@@ -48,6 +49,9 @@ from gspo.ranks.group import ONE, Ranks
 from gspo.rollout.gather import RolloutState
 
 TRAINER = "trainer.tensors"
+SHARDS = "trainer"
+"""The directory with the optimizer's state of several ranks. Its files are in safetensors format. vLLM loads files of
+that suffix as weights, but none in a directory below."""
 _NAME = re.compile("[0-9]{6,18}")
 """Directory names of checkpoints."""
 _LEFT_OVER = re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
@@ -107,7 +111,7 @@ def save(
     """Write `folder/STEP`, then delete all but the newest `keep` checkpoints and those of `protected` steps. `0` keeps
     all. `before_deletion` is called once the new checkpoint is in place."""
     # Whole tensors, of all ranks, before anything that can fail on the leader alone, such as a full disk.
-    weights, tensors = gather_state(policy, optimizer, ranks)
+    weights = gather_weights(policy, ranks)
     # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
     bad = next((name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())), None)
     if bad is not None:
@@ -122,7 +126,7 @@ def save(
         raise FileExistsError(f"{target} exists and is not a checkpoint; move it away")
     _delete_leftover(partial)
     try:
-        _write(partial, policy, weights, tensors, state)
+        _write(partial, policy, weights, optimizer, state, ranks)
     # Ctrl-C must not leave a partial save behind either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -135,45 +139,73 @@ def save(
     return target
 
 
-def gather_state(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights, and the state of the optimizer, as whole tensors. The followers do the same in the meantime."""
-    with ranks.together("gather_state"):
-        return whole_weights(policy), optimizer.state()
-
-
 def gather_weights(policy: Policy, ranks: Ranks) -> dict[str, Tensor]:
     """The weights as whole tensors. The followers do the same in the meantime."""
     with ranks.together("gather_weights"):
-        return whole_weights(policy)
+        return dict(whole_weights(policy, ranks))
 
 
-def whole_weights(policy: Policy) -> dict[str, Tensor]:
-    """The weights of a model, or of its adapters, as whole tensors. All ranks must call it."""
+def whole_weights(policy: Policy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model, or of its adapters, as whole tensors. All ranks must exhaust it. A device holds one whole
+    tensor at a time."""
     adapters = adapter.adapted(policy.model)
-    named = policy.model.named_parameters()
-    return {name: full(weight.detach()) for name, weight in named if weight.requires_grad or not adapters}
+    for name, weight in policy.model.named_parameters():
+        if weight.requires_grad or not adapters:
+            whole = full(weight.detach())
+            yield name, whole.cpu() if ranks.several else whole
 
 
 def _write(
     partial: Path,
     policy: Policy,
     weights: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
+    optimizer: Optimizer,
     state: TrainerState,
+    ranks: Ranks,
 ) -> None:
     save_model(policy, partial, weights)
+    if ranks.several:
+        with ranks.together("write_shards", path=str(partial)):
+            write_shards(partial, optimizer)
     with _disk_errors():
-        save_file(dict(tensors), partial / TRAINER)
+        if not ranks.several:
+            save_file({name: tensor.contiguous() for name, tensor in optimizer.state().items()}, partial / TRAINER)
         state_validation.save_difficulty(state.rollout.difficulty, partial)
     _write_json(partial / "trainer.json", _json_fields(state))
     with _disk_errors():
         _read_back(partial, policy)
-    files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
-    _write_json(partial / "manifest.json", files)
+    files = files_of(partial)
+    _write_json(
+        partial / "manifest.json",
+        {name: {"size": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()},
+    )
     # Before the rename: a file system may write the rename to disk earlier than the data.
-    for path in partial.iterdir():
+    for path in (*files.values(), partial / "manifest.json"):
         _flush(path)
-    _flush(partial)
+    for path in filter(Path.is_dir, (partial / SHARDS, partial)):
+        _flush(path)
+
+
+def write_shards(partial: Path, optimizer: Optimizer) -> None:
+    """Write what each rank holds of the optimizer's state. All ranks must call it, and all of them fail if one does."""
+    import torch.distributed.checkpoint as dcp  # takes a second, and one rank does not need it
+
+    try:
+        # Safetensors, because the metadata of the default format is a pickle. The ranks exchange their plans by
+        # themselves, and wait for each other at the end.
+        dcp.save(
+            optimizer.state(), storage_writer=dcp.HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True)
+        )
+    except dcp.api.CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
+        raise DiskError(f"{partial / SHARDS}: cannot be written: {causes}") from error
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    """The files of a checkpoint by the name that a manifest has for them, except for the manifest itself."""
+    found = [*path.iterdir(), *((path / SHARDS).iterdir() if (path / SHARDS).is_dir() else ())]
+    names = {str(file.relative_to(path)): file for file in found if not file.is_dir()}
+    return {name: names[name] for name in sorted(names) if name != "manifest.json"}
 
 
 def _json_fields(state: TrainerState) -> dict[str, Any]:
@@ -211,7 +243,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 def _read_back(partial: Path, policy: Policy) -> None:
     """Detect a write that was lost or truncated without an error, before the file is hashed as if correct. A tensor
     file must have the length that its header says. Tokenizer files can have any format, so they are written twice."""
-    for path in (*partial.glob("*.safetensors"), *partial.glob("*.tensors")):
+    for path in (*partial.rglob("*.safetensors"), *partial.glob("*.tensors")):
         with safe_open(path, framework="pt"):
             pass
     again = partial / "again"
@@ -344,10 +376,11 @@ def damage(path: Path) -> str | None:
 
 def _foreign_entry(path: Path, names: Iterable[str]) -> str | None:
     """What leads outside a checkpoint: a link, or a manifest entry that is a path; None if nothing does."""
-    for file in (path, *sorted(path.iterdir())):
-        if file.is_symlink() or (file != path and not file.is_file()):
+    shards = path / SHARDS
+    for file in (path, *sorted(path.iterdir()), *(sorted(shards.iterdir()) if shards.is_dir() else ())):
+        if file.is_symlink() or (file not in (path, shards) and not file.is_file()):
             return f"{file}: not a plain file; a checkpoint contains only plain files"
-    strange = next((name for name in names if Path(name).name != name), None)
+    strange = next((name for name in names if Path(name).name != name.removeprefix(f"{SHARDS}/")), None)
     return None if strange is None else f"{path}: its manifest names {strange!r}, which is not a file in it"
 
 
@@ -366,11 +399,29 @@ def read_state(path: Path) -> TrainerState:
 
 
 def restore(path: Path, optimizer: Optimizer, updates: int) -> None:
-    """Load the optimizer's moments from an intact checkpoint."""
+    """Load the optimizer's moments from an intact checkpoint, which any number of ranks may have written."""
+    sharded = (path / SHARDS).is_dir()
     try:
-        optimizer.load(load_file(path / TRAINER), updates)
+        optimizer.load(_read_shards(path, optimizer) if sharded else load_file(path / TRAINER), updates)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path / TRAINER}: {error}") from error
+        raise CheckpointError(f"{path / (SHARDS if sharded else TRAINER)}: {error}") from error
+
+
+def _read_shards(path: Path, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The part of the optimizer's state that this rank needs."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        reader = dcp.HuggingFaceStorageReader(str(path / SHARDS))
+        saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        state = optimizer.empty_state({name: (entry.size, entry.properties.dtype) for name, entry in saved.items()})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            dcp.load(state, storage_reader=reader, no_dist=True)  # each rank reads for itself
+    # Whatever a file that is no checkpoint makes it raise.
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{path / SHARDS}: {str(error).splitlines()[0]:.300}") from error
+    return state
 
 
 def _retire(folder: Path, keep: int, step: int, protected: Collection[int]) -> None:

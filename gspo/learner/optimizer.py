@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from gspo.config import LearnerConfig
 from gspo.errors import FLOAT16_HINT
 from gspo.learner.loss_scale import LossScale
-from gspo.model.sharding import full, is_sharded, on_all_ranks, over_ranks, sharded_like
+from gspo.model.sharding import full, is_sharded, sharded_like
 
 WINDOW = 128
 """How many earlier gradient norms a spike is compared with. Detection starts once an eighth of them is known."""
@@ -99,13 +99,14 @@ class Optimizer:
 
     def retry_after_overflow(self, *, loss_finite: bool) -> bool:
         """Whether the accumulated gradients overflowed because of the loss scale. If so, they are discarded and the
-        scale is halved, and the caller must compute them again. All ranks get the same answer."""
+        scale is halved, and the caller must compute them again. All ranks get the same answer, if `loss_finite` is that
+        of all ranks."""
         if self._loss_scale is None:
             return False
         gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
         finite = math.isfinite(float(full(torch.nn.utils.get_total_norm(gradients))))
         # The scale does not affect the loss: if that is not finite, `step` skips the update, as in any precision.
-        if finite or not on_all_ranks(loss_finite, self._masters.values()) or not self._loss_scale.halve():
+        if finite or not loss_finite or not self._loss_scale.halve():
             return False
         self._reset_gradients()
         return True
@@ -113,17 +114,18 @@ class Optimizer:
     def step(self, *, loss_finite: bool, log_weight_B: Tensor | None = None) -> Update:
         """Clip and apply the accumulated gradients. Skip if loss or gradient is not finite or the gradient spikes.
 
-        `log_weight_B` are the log importance weights of the completions of this optimizer step; None without any."""
+        `log_weight_B` are the log importance weights of the completions of this optimizer step; None without any. Both
+        are those of all ranks, so that all ranks do the same."""
         self._gradients_to_masters()
         norm = self._clip()
         # A skipped update does not advance the schedule, which counts the updates that were applied.
         rate = learning_rate(self.config, self.updates, self.total_updates)
         ess = 1.0
         if log_weight_B is not None and len(log_weight_B):  # an update in which nothing is computed has none
-            ess = effective_sample_size(log_weight_B, self._masters.values())
+            ess = effective_sample_size(log_weight_B)
         factor = ess_factor(self.config, ess)
         rate = rate * factor
-        skipped = self._skip_reason(on_all_ranks(loss_finite, self._masters.values()), norm)
+        skipped = self._skip_reason(loss_finite, norm)
         if not skipped:
             for group in self._adamw.param_groups:
                 group["lr"] = rate
@@ -175,17 +177,29 @@ class Optimizer:
                 master.copy_(self._weights[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one."""
+        """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one. They
+        are sharded like the weights."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = full(value.detach()).contiguous()
+                tensors[f"{key}/{name}"] = value.detach()
             if master is not self._weights[name]:
-                tensors[f"master/{name}"] = full(master.detach())
+                tensors[f"master/{name}"] = master.detach()
         if self._loss_scale is not None:
             tensors["loss_scale"] = self._loss_scale.state()
         # float64, as Python's own floats, so that a resumed run skips the same spikes.
         return tensors | {"norms": torch.tensor(self._norms, dtype=torch.float64)}
+
+    def empty_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Tensors to load a state into, sharded like the weights, of which shapes and types are known."""
+        empty: dict[str, Tensor] = {}
+        for key, (shape, dtype) in shapes.items():
+            master = self._masters.get(key.partition("/")[2])
+            if master is not None and shape == master.shape and is_sharded(master):
+                empty[key] = torch.empty_like(master, dtype=dtype)
+            else:
+                empty[key] = torch.empty(shape, dtype=dtype)
+        return empty
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore the result of `state`, in place of the current state."""
@@ -235,17 +249,12 @@ class Optimizer:
                 self._weights[name].copy_(master)
 
 
-def effective_sample_size(log_weight_B: Tensor, weights: Iterable[Tensor]) -> float:
-    """(sum w)^2 / (N sum w^2), from log w, over the completions of all ranks that share the model's weights.
-
-    1 if all w are equal, 1/N if one dominates."""
-    weights = list(weights)
+def effective_sample_size(log_weight_B: Tensor) -> float:
+    """(sum w)^2 / (N sum w^2), from log w: 1 if all w are equal, 1/N if one dominates."""
     # Relative to the largest, which cancels: the ratio of a long completion may be e^100.
-    largest = over_ranks(log_weight_B.double().max(), "max", weights)
-    relative_B = (log_weight_B.double() - largest).exp()
-    sums = torch.stack([relative_B.sum(), relative_B.square().sum(), relative_B.new_tensor(float(len(relative_B)))])
-    total, squares, count = over_ranks(sums, "sum", weights).tolist()
-    return total * total / (count * squares)
+    relative_B = (log_weight_B.double() - log_weight_B.double().max()).exp()
+    total, squares = float(relative_B.sum()), float(relative_B.square().sum())
+    return total * total / (len(relative_B) * squares)
 
 
 def ess_factor(config: LearnerConfig, ess: float) -> float:

@@ -9,9 +9,9 @@ add up their gradients: per-token loss weights belong to the whole optimizer ste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,32 +77,11 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has, sharded like another one, on its device."""
+    """A tensor that every rank has, sharded like another one, on its device. It may be sharded already."""
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
+    if isinstance(whole, DTensor) or not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def on_all_ranks(flag: bool, tensors: Iterable[Tensor]) -> bool:
-    """Whether the flag is true on every rank that shares one of these tensors."""
-    # In the same order on all ranks, and all of them before the answer: each rank must take part in every collective.
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    opposed = 0.0
-    for mesh in meshes:
-        vote = torch.tensor(float(not flag), device=mesh.device_type)
-        opposed += float(DTensor.from_local(vote, mesh, [Partial()] * mesh.ndim).full_tensor())
-    return flag and not opposed
-
-
-def over_ranks(values: Tensor, operation: Literal["sum", "max"], tensors: Iterable[Tensor]) -> Tensor:
-    """The sum or maximum of the values over the ranks that share these tensors, all of them on the same mesh."""
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    if mesh is None:
-        return values
-    own = values.to(mesh.device_type)
-    whole: Tensor = DTensor.from_local(own, mesh, [Partial(operation)] * mesh.ndim).full_tensor()
-    return whole.to(values.device)
 
 
 def module_class(module: Any) -> type:

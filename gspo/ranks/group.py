@@ -11,10 +11,12 @@ other ranks do: they wait for a command, and run the same function as the leader
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from torch import Tensor
 from gspo.errors import GspoError, RankError
 from gspo.ranks.codec import encode
 from gspo.signals import shielded
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +35,8 @@ class Ranks:
     rank: int = 0
     count: int = 1
     commands: Any = None
-    """The process group through which the leader sends commands. Its deadline is that of a run: a follower may wait
-    while the leader scores completions."""
-    explain: Callable[[BaseException], str] = str
-    """Why a peer did not answer, for the message of the error."""
-    cancel: Callable[[int], None] = lambda call: None
-    """Asks the followers to end the sampling of a call early."""
+    """The process group through which the leader sends commands and the followers reply. A follower waits for commands
+    without a deadline, because the leader may score completions for long."""
     watch: Any = None
     """Knows which ranks are alive (`ranks/start.py`); None for a single one."""
     _state: _State = field(default_factory=lambda: _State())
@@ -74,7 +74,7 @@ class Ranks:
         """Send a command to all followers."""
         import torch.distributed as dist
 
-        if self._state.awaits_replies:  # of sampling that was interrupted
+        if self._state.replies is not None or self._state.awaits_replies:  # of sampling that was interrupted
             self.replies()
         data = _tensor(encode({"command": command, "arguments": arguments}))
         with self.peers_answer():
@@ -97,12 +97,11 @@ class Ranks:
         if self.several and self.leads and self._state.in_step:
             self.send("end")
 
-    def call(self, command: str, **arguments: Any) -> int:
-        """Send a command to which the followers reply; its number."""
+    def call(self, command: str, **arguments: Any) -> None:
+        """Send a command to which the followers reply."""
         self.send(command, call=self._state.calls, **arguments)
         self._state.awaits_replies = True
         self._state.calls += 1
-        return self._state.calls - 1
 
     def reply(self, data: bytes) -> None:
         """Reply to the leader's call."""
@@ -114,11 +113,18 @@ class Ranks:
             dist.send(_tensor(data), dst=0, group=self.commands)
 
     def replies(self) -> list[bytes]:
-        """What the followers have replied, in the order of their ranks."""
+        """What the followers have replied, in the order of their ranks. A stop request may interrupt the wait. The next
+        command then waits for the replies and drops them."""
+        if self._state.replies is None:
+            self._state.replies = _in_thread(lambda: [self._from(source) for source in range(1, self.count)])
         with self.peers_answer():
-            replies = [self._from(source) for source in range(1, self.count)]
-        self._state.awaits_replies = False
+            replies = self._state.replies.result()
+        self._state.replies, self._state.awaits_replies = None, False
         return replies
+
+    def cancel(self) -> None:
+        """Ask the followers to reply to the last call early."""
+        self.watch.cancel(self._state.calls - 1)
 
     # ---- values
 
@@ -158,7 +164,8 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, GspoError) or not _is_collective(error):
                 raise
-            raise RankError(self.explain(error)) from error
+            self._state.in_step = False
+            raise RankError(self.watch.explain(error) if self.watch else str(error)) from error
 
 
 @dataclass
@@ -166,6 +173,8 @@ class _State:
     in_step: bool = True
     """Whether all followers wait for a command whenever the leader does not wait for them."""
     awaits_replies: bool = False
+    replies: Future[list[bytes]] | None = None
+    """The replies, if they are being received."""
     calls: int = 0
 
 
@@ -186,3 +195,17 @@ ONE = Ranks()
 def _tensor(data: bytes) -> Tensor:
     # A copy that can be written: torch warns about memory that it must not write.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _in_thread(wait: Callable[[], T]) -> Future[T]:
+    """Wait in a thread, so that signals can interrupt the main thread, which they cannot do inside of gloo."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(wait())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rank replies", daemon=True).start()
+    return future

@@ -1,11 +1,13 @@
 """`gspo train --nproc N`: start N ranks of a run on this machine, and end with the leader's exit code.
 
 In: the arguments of this process. Out: an exit code. Invariant: no rank outlives this process. Signals go to the
-leader, which saves a checkpoint and lets the others end. If the leader is gone, the others are killed.
+leader, which saves a checkpoint and lets the others end. If the leader is gone or frozen, the others end, and what is
+left is killed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,15 +19,25 @@ from contextlib import suppress
 from typing import Any
 
 from gspo.errors import ConfigError
+from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, world_size
 
-GRACE_S = 15.0
+GRACE_S = 10.0
 """Seconds that the others get to end after the leader has."""
+
+
+def check_count(count: int) -> None:
+    """Refuse a number of ranks that cannot be started."""
+    if count < 1:
+        raise ConfigError(f"--nproc: must be at least 1, is {count}")
+    if count > 1 and world_size() > 1:
+        raise ConfigError(
+            f"--nproc: this process is already one of {world_size()} that a launcher started (WORLD_SIZE); leave out "
+            "--nproc, or unset WORLD_SIZE"
+        )
 
 
 def launch(count: int, arguments: Sequence[str] | None = None) -> int:
     """Run `gspo` with these arguments on `count` ranks. By default, they are those of this process."""
-    if count < 1:
-        raise ConfigError(f"--nproc: must be at least 1, is {count}")
     given = _without_nproc(sys.argv[1:] if arguments is None else arguments)
     environment = {
         **os.environ,
@@ -33,45 +45,69 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
+        LAUNCHED: str(count),
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "gspo", *given],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            # Of their own: Ctrl-C in a terminal must reach the leader alone, and only once.
-            start_new_session=True,
-        )
-        for rank in range(count)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: Any) -> None:
+        for leader in ranks[:1]:
+            with suppress(ProcessLookupError):
+                leader.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
+        for rank in range(count):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "gspo", *given],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                # Of their own: Ctrl-C in a terminal must reach the leader alone, and only once.
+                start_new_session=True,
+                preexec_fn=_end_with_launcher,
+            )
+            ranks.append(process)
         return _wait(ranks)
     finally:
         for process in ranks:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    leader = ranks[0]
-
-    def forward(number: int, frame: Any) -> None:
+    leader, *followers = ranks
+    while leader.poll() is None:
+        if any(follower.poll() == LEADER_SILENT for follower in followers):
+            _report("does not respond (ranks.timeout_s)")
+            return 1
+        time.sleep(0.05)
+    for follower in followers:
+        # Those that have joined the run ignore it, and end because the leader has.
         with suppress(ProcessLookupError):
-            leader.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        code = leader.wait()
-        deadline = time.monotonic() + GRACE_S
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            follower.terminate()
+    deadline = time.monotonic() + GRACE_S
+    while any(follower.poll() is None for follower in followers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    code = leader.returncode
+    if code < 0 and -code not in (signal.SIGINT, signal.SIGTERM):
+        _report(f"was ended by {signal.Signals(-code).name}")
     # As a shell reports a process that a signal has killed.
     return code if code >= 0 else 128 - code
+
+
+def _report(what: str) -> None:
+    """Print what has happened to the leader, which cannot do it."""
+    print(f"gspo: rank 0, which leads the run, {what}; continue with: gspo train --resume RUN", file=sys.stderr)
+
+
+def _end_with_launcher() -> None:
+    """In a new rank: if the launcher is killed, the rank gets SIGTERM. The leader then saves a checkpoint and ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:

@@ -8,12 +8,13 @@ what it last wrote.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,44 +22,58 @@ from types import FrameType
 from typing import Any
 
 from gspo.errors import ConfigError, RankError
+from gspo.ranks.environment import LEADER_SILENT, own_rank, world_size
 from gspo.ranks.group import ONE, Ranks
-from gspo.signals import Interrupted
+from gspo.signals import Interrupted, end_phase
 
 BEAT = 1.0
 """Seconds between two heartbeats."""
-LATE = 2.5
+LATE = 3.0
 """Seconds without a heartbeat after which a rank is named as the cause of an error."""
 LINES = 12
 """How many of its last lines an error carries of a rank."""
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes the launcher of this one has started."""
-    world = environment.get("WORLD_SIZE", "1")
-    return int(world) if world.isdecimal() else 1
+JOIN_S = 600.0
+"""Seconds that a follower waits for the leader to appear. It does not know the settings of the run yet."""
 
 
 @contextmanager
-def join_ranks(deadline_s: float) -> Iterator[Ranks]:
+def join_ranks(deadline_s: float | None = None) -> Iterator[Ranks]:
     """The ranks of this run, as the environment describes them; a single one without a launcher.
 
-    `deadline_s` is how long a rank waits for the others in a collective."""
+    `deadline_s` is how long a rank waits for the others in a collective. A follower learns it from the leader."""
     if world_size() == 1:
         yield ONE
         return
-    missing = [name for name in NEEDED if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} is not set; start the processes with torchrun, "
-            "or with gspo train --nproc"
-        )
+    rank, count = own_rank(), world_size()
+    watch, commands = _connect(rank, count, deadline_s)
+    import torch.distributed as dist
+
+    ranks = Ranks(rank=rank, count=count, commands=commands, watch=watch)
+    try:
+        yield ranks
+        ranks.end()
+        dist.destroy_process_group()
+    except BaseException as error:
+        watch.report_failure(error)
+        # A process group whose peers are gone may wait for them when it is destroyed.
+        atexit.register(_exit)
+        raise
+    finally:
+        watch.stop()
+
+
+def _connect(rank: int, count: int, deadline_s: float | None) -> tuple[Watch, Any]:
+    """The watch, and the process group of the leader's commands."""
     import torch
     import torch.distributed as dist
 
-    rank, count, deadline = int(os.environ["RANK"]), world_size(), timedelta(seconds=deadline_s)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=deadline))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=deadline_s or JOIN_S)))
+        if deadline_s is None:
+            deadline_s = float(store.get("deadline"))
+        else:
+            store.set("deadline", repr(deadline_s))
+        deadline = timedelta(seconds=deadline_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=dist.PrefixStore("group", store),
@@ -66,29 +81,30 @@ def join_ranks(deadline_s: float) -> Iterator[Ranks]:
             world_size=count,
             timeout=deadline,
         )
-        # The leader may score completions for as long as the rewards allow.
-        commands = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        # A follower waits for commands while the leader scores completions for as long as the rewards allow. The watch
+        # ends it if the leader is gone.
+        commands = dist.new_group(backend="gloo", timeout=timedelta(days=7) if rank else deadline)
+        return Watch(rank, count, deadline_s), commands
     except (RuntimeError, dist.DistError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in str(error):
+            raise RankError(f"MASTER_PORT: {where} is in use by another process; choose another port") from error
         raise RankError(
-            f"rank {rank}: the {count} ranks did not find each other within {deadline_s:g} s at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}); "
-            "start all of them, or raise ranks.timeout_s"
+            f"rank {rank}: the {count} ranks did not find each other within {deadline_s or JOIN_S:g} s at {where} "
+            f"({str(error).splitlines()[0]:.200}); start all of them, or raise ranks.timeout_s"
         ) from error
-    watch = Watch(rank, count, deadline_s)
-    ranks = Ranks(rank=rank, count=count, commands=commands, explain=watch.explain, cancel=watch.cancel, watch=watch)
-    try:
-        yield ranks
-        ranks.end()
-        dist.destroy_process_group()
-    except BaseException as error:
-        watch.report_failure(error)
-        raise
-    finally:
-        watch.stop()
+
+
+def _exit() -> None:
+    """End this process after an error, with the exit code of errors."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 class Watch:
-    """A thread that tells the other ranks that this one is alive, and learns the same of them."""
+    """Threads that tell the other ranks that this one is alive, and learn the same of them."""
 
     def __init__(self, rank: int, count: int, deadline_s: float) -> None:
         import torch.distributed as dist
@@ -102,16 +118,24 @@ class Watch:
         self._call: int | None = None
         self._cancelled = False
         self._stopped = threading.Event()
-        # A connection of its own: another one may be blocked by a call that waits.
-        self._store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
+        # A connection of its own: another one may be blocked by a call that waits. torchrun restarts a run with the
+        # same store.
+        self._store = dist.PrefixStore(
+            f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=30),
+            ),
         )
-        self._thread = threading.Thread(target=self._beat, name="rank watch", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=target, name=f"rank {target.__name__}", daemon=True)
+            for target in (self._beat, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _beat(self) -> None:
         beats = 0
@@ -119,20 +143,33 @@ class Watch:
             while not self._stopped.wait(BEAT if self._call is None else BEAT / 4):
                 beats += 1
                 self._store.set(f"beat/{self.rank}", str(beats))
-                for other in self._others if self.rank == 0 else [0]:
+                for other in self._others:
                     key = f"beat/{other}"
                     if self._store.check([key]) and (value := self._store.get(key)) != self._seen[other][0]:
                         self._seen[other] = (value, time.monotonic())
-                self._check_leader()
                 self._check_cancelled()
-        except RuntimeError:  # the rank that holds the store has ended; collectives notice it, too
+        except RuntimeError:  # the process that holds the store has ended
             pass
 
-    def _check_leader(self) -> None:
-        """End this process if the leader is frozen: a follower waits for its commands without a deadline."""
-        if self.rank and self.silent_s(0) > self._deadline_s:
-            print(f"rank {self.rank}: rank 0 has not responded for {self._deadline_s:g} s", file=sys.stderr, flush=True)
-            os._exit(1)
+    def _guard(self) -> None:
+        """Apart from the heartbeats, because these wait for the store, which a frozen leader may hold."""
+        awake = time.monotonic()
+        while not self._stopped.wait(BEAT / 2):
+            now = time.monotonic()
+            if now - awake > LATE:  # this process itself was frozen (Ctrl-Z), so it could not see heartbeats
+                self._seen = {other: (value, now) for other, (value, _) in self._seen.items()}
+            awake = now
+            silent = next((other for other in self._others if self.silent_s(other) > self._deadline_s), None)
+            if silent is None:
+                continue
+            text = f"rank {silent} has not responded for {self.silent_s(silent):.0f} s"
+            if self.rank == 0:
+                # In a collective, the main thread notices it by itself.
+                end_phase(RankError(text + self._last_lines(silent) + self._remedy()))
+            elif silent == 0:
+                # A follower waits for the commands of the leader without a deadline.
+                print(f"gspo: rank {self.rank}: {text}", file=sys.stderr, flush=True)
+                os._exit(LEADER_SILENT)
 
     def _check_cancelled(self) -> None:
         call = self._call
@@ -169,16 +206,36 @@ class Watch:
             signal.signal(signal.SIGUSR1, before)
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
+        """Tell the others why this rank ends, or why it did not do what the leader asked for."""
         with suppress(RuntimeError):
             self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"[:2000])
 
+    def forget_failure(self) -> None:
+        """All ranks had the same error, and the run continues."""
+        with suppress(RuntimeError):
+            self._store.delete_key(f"failed/{self.rank}")
+
     def explain(self, error: BaseException) -> str:
         """Which rank is the cause of a failed collective, and what it last wrote."""
-        time.sleep(LATE + BEAT)  # until a rank that has ended has missed heartbeats
-        causes = [text for other in self._others if (text := self._cause(other))]
+        until = time.monotonic() + LATE + BEAT  # by then a rank that has ended has missed heartbeats
+        while not (causes := [text for other in self._others if (text := self._cause(other))]):
+            if time.monotonic() > until:
+                break
+            time.sleep(BEAT / 4)
+        return ("; ".join(causes) or self._without_cause(error)) + self._remedy()
+
+    def _without_cause(self, error: BaseException) -> str:
+        if "imed out" in str(error):
+            return (
+                f"rank {self.rank}: another rank is alive but took longer than {self._deadline_s:g} s; if it is slow, "
+                "raise ranks.timeout_s"
+            )
         first = (str(error).splitlines() or [""])[0]
-        return "; ".join(causes) or f"rank {self.rank}: lost the connection to the other ranks ({first:.200})"
+        return f"rank {self.rank}: lost the connection to the other ranks ({first:.200})"
+
+    def _remedy(self) -> str:
+        started = self.run is not None and (self.run / "config.toml").exists()
+        return f"\ncontinue with: gspo train --resume {self.run}" if started else ""
 
     def _cause(self, other: int) -> str:
         failure = ""
@@ -188,24 +245,26 @@ class Watch:
         if failure.startswith(RankError.__name__):  # it only noticed that another one failed
             return ""
         if failure:
-            return f"rank {other} failed: {failure}"
+            return f"rank {other} failed: {failure}{self._last_lines(other)}"
         if self.silent_s(other) <= LATE:
             return ""
         return f"rank {other} has not responded for {self.silent_s(other):.0f} s{self._last_lines(other)}"
 
     def _last_lines(self, other: int) -> str:
-        if self.run is None:
+        if self.run is None or not other:
             return ""
+        file = self.run / "ranks" / f"{other}.log"
         try:
-            text = (self.run / "ranks" / f"{other}.log").read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
         last = [line for line in text.splitlines() if line.strip()][-LINES:]
-        return "; its last lines:\n  " + "\n  ".join(last) if last else ""
+        return f"; the last lines of {file}:\n  " + "\n  ".join(last) if last else ""
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
 
 def check_device(device: Any, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
     abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
+    ranks/1.log            what rank 1 has printed, if the run has several ranks
 
 In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
 write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
@@ -66,6 +67,7 @@ FOLDERS = (
     "reward_errors",
     "reward_cache",
     "abandoned",
+    "ranks",
     "tensorboard",
     "wandb",
 )
@@ -290,7 +292,9 @@ class RunDir:
         if not self.started and self._lock.in_place():
             for name in (".lock", "environment.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
-            for folder in (self.path / "rollouts", self.checkpoints, self.path):
+            for file in (self.path / "ranks").glob("[0-9]*.log"):
+                file.unlink(missing_ok=True)
+            for folder in (self.path / "rollouts", self.checkpoints, self.path / "ranks", self.path):
                 # rmdir refuses a directory that still contains something, which then stays.
                 with suppress(OSError):
                     folder.rmdir()

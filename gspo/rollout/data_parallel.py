@@ -74,17 +74,16 @@ class DataParallelEngine:
             "routes": routes,
         }
         with ExitStack() as stack:
-            with shielded():  # a stop request in between would leave the followers waiting
-                call = self._ranks.call("generate", prompts=list(prompts), **options)
-                stack.enter_context(gathered(self._model))
             try:
+                with shielded():  # a stop request in between would leave the followers waiting
+                    self._ranks.call("generate", prompts=list(prompts), **options)
+                    stack.enter_context(gathered(self._model))
                 own = self._own.generate(prompts[:: self._ranks.count], **options)
+                replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
             except BaseException:
                 # The followers reply all the same. The next command drops their replies.
-                self._ranks.cancel(call)
+                self._ranks.cancel()
                 raise
-        with shielded():
-            replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
         return self._combined(own, replies)
 
     def _combined(self, own: list[list[Completion]], replies: Sequence[Reply]) -> list[list[Completion]]:

@@ -46,7 +46,7 @@ def test_gradient_norm_and_weights_are_those_of_one_rank(saved: Saved, name: str
         assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         assert update.grad_norm > SETTINGS.max_grad_norm, "clipping must act on the norm of all ranks"
         assert update.ess == pytest.approx(expected.ess, rel=1e-9)
-        assert update.ess < 0.9, "the completions of all ranks must count"
+        assert update.ess < 0.9
         assert update.learning_rate == pytest.approx(SETTINGS.learning_rate * update.ess**0.5, rel=1e-9)
         assert distance(gradient, whole) < 1e-4
     assert distance(two["weights"], one["weights"]) < 1e-4
@@ -90,11 +90,6 @@ def test_all_ranks_see_the_same(saved: Saved, name: str) -> None:
     assert [update for update, _ in first["updates"]] == [update for update, _ in second["updates"]]
     for key in ("weights", "state"):
         assert all(torch.equal(value, second[key][n]) for n, value in first[key].items()), key
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all(saved: Saved) -> None:
-    for rank in (0, 1):
-        assert [update.applied for update, _ in saved("broken-2", rank)["updates"]] == [False, True]
 
 
 @pytest.mark.parametrize("name", CASES)

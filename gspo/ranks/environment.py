@@ -1,0 +1,47 @@
+"""What a launcher tells a process in its environment. `torchrun` and `gspo train --nproc` set the same variables.
+
+In: the environment. Out: whether this process is one of several, and which. Invariant: needs nothing but the standard
+library, so that a command can ask before it loads anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from gspo.errors import ConfigError
+
+NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = "GSPO_NPROC"
+"""The number of ranks, in the environment of those that `gspo train --nproc` has started."""
+LEADER_SILENT = 75
+"""Exit code of a follower whose leader is frozen. The launcher then ends the leader."""
+
+
+def world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes the launcher of this one has started."""
+    world = environment.get("WORLD_SIZE", "1")
+    return int(world) if world.isdecimal() else 1
+
+
+def is_follower(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this process as one of several, and not as the leader."""
+    return world_size(environment) > 1 and environment.get("RANK", "0") != "0"
+
+
+def own_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank of this process, one of several."""
+    world = world_size(environment)
+    missing = [name for name in NEEDED if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {world}, but {', '.join(missing)} is not set; start the processes with torchrun, or with "
+            "gspo train --nproc"
+        )
+    for name in ("RANK", "MASTER_PORT"):
+        if not environment[name].isdecimal():
+            raise ConfigError(f"{name}: must be a number, is {environment[name]!r}")
+    rank = int(environment["RANK"])
+    if rank >= world:
+        raise ConfigError(f"RANK: must be less than WORLD_SIZE, which is {world}; is {rank}")
+    return rank
