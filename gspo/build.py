@@ -22,12 +22,14 @@ from gspo.data.task import build_task
 from gspo.errors import ConfigError
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
+from gspo.model.context_parallel import check_context_parallel
 from gspo.model.load import Policy, load_policy, load_tokenizer
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
+from gspo.ranks.context import join_context
 from gspo.ranks.group import ONE, Ranks
 from gspo.ranks.start import check_device
 from gspo.reward.reward import RewardPool
@@ -262,6 +264,10 @@ def build_learner(
     engine = engine_for(config, policy)
     if ranks.several:
         check_device(policy.device, ranks)
+        if config.learner.context_parallel > 1:
+            context = join_context(ranks, config.learner.context_parallel, config.ranks.timeout_s)
+            check_context_parallel(policy.model, context)
+            ranks = dataclasses.replace(ranks, context=context)
         shard(policy.model, ranks.count)
     learner = LearnContext(
         config=config,
@@ -275,12 +281,23 @@ def build_learner(
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse settings that need a single process."""
+    """Refuse settings that do not work on this number of ranks."""
     engine = config.rollout.engine
     if ranks.several and not engine_traits(engine).data_parallel:
         raise ConfigError(
             f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks yet; use "
             f"{' or '.join(name for name in engine_names() if engine_traits(name).data_parallel)}, or a single process"
+        )
+    context = config.learner.context_parallel
+    if ranks.count % context:
+        raise ConfigError(
+            f"learner.context_parallel: {ranks.count} rank{'s' * ranks.several} cannot form groups of {context}; start "
+            f"a multiple of {context} ranks (gspo train --nproc N), or set it to 1"
+        )
+    if context > 1 and config.model.compile == "on":
+        raise ConfigError(
+            'model.compile: compiled layers cannot exchange tokens with other ranks; set it to "off", or '
+            "learner.context_parallel = 1"
         )
 
 

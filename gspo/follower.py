@@ -127,7 +127,7 @@ class Follower:
 
     def fine_tune(self, sequences: list[TokenSequence], first: bool) -> None:
         if first:
-            self._tuner = FineTuner(self.context.policy, self.context.config.cold_start, self._ranks)
+            self._tuner = FineTuner(self.context.policy, self.context.config.cold_start, self.context.ranks)
         self._tuner.step(sequences)
 
     def adopt_weights(self) -> None:

@@ -47,6 +47,7 @@ MAY_CHANGE = (
     "reward.memory_mb",
     "reward.max_unscored_fraction",
     "learner.micro_batch_tokens",
+    "learner.context_parallel",
     "learner.max_skipped",
     "learner.old_logp",
     "learner.allow_mismatch",

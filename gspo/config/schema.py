@@ -331,6 +331,10 @@ class LearnerConfig:
     micro_batch_tokens: Count = 16384
     """Tokens per forward and backward pass: the completions, and each group's prompt once. Padding counts too for
     models that do not support sequence packing. Affects memory and speed, never the gradient."""
+    context_parallel: Count = 1
+    """Ranks that compute each micro-batch together (Ulysses). A rank computes 1 / `context_parallel` of its tokens, so
+    that sequences fit whose activations exceed the memory of one rank. It must divide the number of ranks and of
+    attention heads. Affects memory and speed, never the gradient. Sampling does not use it."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_updates: NonNegative = 0

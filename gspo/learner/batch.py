@@ -79,7 +79,7 @@ class OldLogprobs:
         """Get the values of the tokens `at_N`, of which this rank has filled in `own_at_N`, from all ranks."""
         values = torch.zeros(2, len(self.logp_N), dtype=self.logp_N.dtype, device=self.logp_N.device)
         values[:, own_at_N] = torch.stack([self.logp_N, self.entropy_N])[:, own_at_N]
-        logp_N, entropy_N = ranks.sum(values)
+        logp_N, entropy_N = ranks.sum_micro_batches(values)
         self.fill(at_N, logp_N[at_N], entropy_N[at_N])
 
     @property
@@ -267,7 +267,7 @@ def batch_routing(
         return NoRouting()
     return RecordedRouting(
         policy.routers,
-        plan,
+        plan.own,
         reported,
         replay=settings.replay,
         balance=settings.balance_loss,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo.learner.plan import Plan
 from gspo.model.compiled_layers import compiled_layers, prepare_layers
+from gspo.model.context_parallel import gather_logprobs
 from gspo.model.kernels.fused_linear_logprobs import LOWEST, fused_linear_logprobs
 from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_logits_to_keep
 from gspo.model.micro_batch import MicroBatch
@@ -107,7 +108,7 @@ def plan_logprobs(
     waiting = [micro for micro_batches in reversed(updates) for micro in reversed(micro_batches)]
     while waiting:
         cpu_batch = waiting.pop()
-        batch = cpu_batch.to(device)
+        batch = cpu_batch.own.to(device)
         try:
             prepare_layers(model, batch)  # likewise
             with routed(batch):
@@ -199,19 +200,22 @@ def training_forward(
     # The first optimizer step has the weights of the old policy, so its forwards can be the old ones, too.
     is_old = update_index == 0 and batch.old.by_training
     # Gradient checkpointing repeats the forward during the backward pass, and it must choose the same experts.
-    with batch.routing.old(micro) if is_old else batch.routing.learning(micro) as trace:
+    own = micro.own
+    with batch.routing.old(own) if is_old else batch.routing.learning(own) as trace:
         logp_N, entropy_N = completion_logprobs(
             context.policy.model,
-            micro,
+            own,
             batch.temperature,
             entropy_gradient=bool(context.objective.entropy),
         )
+        if context.ranks.context is not None:
+            logp_N, entropy_N = gather_logprobs(micro, context.ranks.context, logp_N, entropy_N)
         if is_old:
             batch.old.fill(micro.at_N, logp_N, entropy_N)
         yield TrainForward(
             logp_N=logp_N,
             entropy_N=entropy_N,
-            balance_loss=lambda: batch.routing.balance_loss(micro, trace, update_index),
+            balance_loss=lambda: batch.routing.balance_loss(own, trace, update_index),
         )
 
 

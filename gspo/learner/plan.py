@@ -9,7 +9,8 @@ so to its denominators, but to no micro-batch.
 
 If several ranks share the model, the sequences of an update are divided among them by the tokens to compute. A rank
 holds its own micro-batches, and as many of them as any other rank: a forward pass that one rank skips would block the
-others. Everything else in a plan is the same on all ranks.
+others. Everything else in a plan is the same on all ranks. With context parallelism, the ranks of a group have the
+same micro-batches, and each has another part of their tokens (`MicroBatch.own`).
 
 A micro-batch is a matrix of padded sequences, or one long row without padding that contains each prompt once for all of
 its completions (`Packing`). A token attends to the same tokens in both, so its log-prob is the same.
@@ -25,6 +26,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
+from gspo.model.context_parallel import with_part
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
 from gspo.ranks.group import ONE, Ranks
 
@@ -75,6 +77,11 @@ class Plan:
         """Those of them that are in a micro-batch of this rank."""
         return torch.cat([micro.at_N for micro in self.updates[update]]) if self.updates[update] else _NONE
 
+    @property
+    def own(self) -> Plan:
+        """The plan with what this rank computes of each micro-batch in its place."""
+        return replace(self, updates=tuple(tuple(micro.own for micro in update) for update in self.updates))
+
     def part(self, updates: Sequence[int]) -> Plan:
         """A plan of some of the optimizer steps."""
         return replace(
@@ -100,7 +107,7 @@ class Plan:
     @property
     def positions(self) -> Positions:
         """How many positions a pass over the batch computes on this rank."""
-        micros = [micro for update in self.updates for micro in update]
+        micros = [micro.own for update in self.updates for micro in update]
         lengths = [[self.sequences[s].length for s in chosen] for chosen in self.computed_ids]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
@@ -166,14 +173,14 @@ def make_plan(
     updates = []
     for chosen in computed:
         parts_of_ranks = [
-            split(sequences, share, token_budget) for share in _shares(sequences, chosen, ranks.count, packed)
+            split(sequences, share, token_budget) for share in _shares(sequences, chosen, ranks.data_count, packed)
         ]
-        own = [micro_batch(sequences, part, pad_id, packed) for part in parts_of_ranks[ranks.rank]]
+        own = [micro_batch(sequences, part, pad_id, packed) for part in parts_of_ranks[ranks.data_rank]]
         missing = max(map(len, parts_of_ranks)) - len(own)
         if missing:
             shortest = min(chosen, key=lambda s: sequences[s].length)
             own += [micro_batch(sequences, [shortest], pad_id, packed).without_tokens()] * missing
-        updates.append(tuple(own))
+        updates.append(tuple(own if ranks.context is None else [with_part(micro, ranks.context) for micro in own]))
     return Plan(
         sequences=tuple(sequences),
         sequence_N=sequence_N,

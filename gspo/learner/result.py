@@ -173,9 +173,9 @@ def _exchanged(own: GradientResult, ranks: Ranks, batch: TrainBatch, update_inde
         batch.old.exchange(ranks, own.at_N, at_N)
     values = own.logp_N.new_zeros(3, batch.plan.tokens)
     values[:, own.at_N] = torch.stack([own.logp_N, own.ratio_N, own.clipped_N.to(own.logp_N.dtype)])
-    logp_N, ratio_N, clipped_N = ranks.sum(values)[:, at_N]
+    logp_N, ratio_N, clipped_N = ranks.sum_micro_batches(values)[:, at_N]
     terms = ("total", "policy", "kl", "entropy")
-    sums = ranks.sum(torch.stack([getattr(own.loss, name) for name in terms]))
+    sums = ranks.sum_micro_batches(torch.stack([getattr(own.loss, name) for name in terms]))
     loss = replace(own.loss, **dict(zip(terms, sums, strict=True)))
     return GradientResult(loss=loss, at_N=at_N, logp_N=logp_N, ratio_N=ratio_N, clipped_N=clipped_N.bool())
 

@@ -263,7 +263,8 @@ class RecordedRouting:
             with self.routers.watch(forced) as trace, torch.no_grad():
                 run_forward(model, micro, **options)
         except Exception as error:
-            if not out_of_memory(error):
+            # Other ranks would wait for the forward that failed.
+            if not out_of_memory(error) or self.ranks.several:
                 raise
             # A statistic must not end the run: if a single sequence does not fit, it is not measured.
             if len(micro.sequence_ids) > 1:

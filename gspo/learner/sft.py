@@ -65,7 +65,7 @@ class FineTuner:
         total = torch.zeros((), dtype=torch.float64)
         for index, micro in enumerate(own, start=1):
             synchronize_gradients(model, index == len(own))
-            logp_N, _ = completion_logprobs(model, micro.to(device), temperature=1.0)
+            logp_N, _ = completion_logprobs(model, micro.own.to(device), temperature=1.0)
             # Divided by the tokens of the whole step, so that the split into micro-batches does not change the
             # gradient.
             loss = -logp_N.sum() / plan.tokens

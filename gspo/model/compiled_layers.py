@@ -61,6 +61,8 @@ def prepare_layers(model: Any, batch: MicroBatch) -> Forwards:
     """The compiled forwards of a model; none if their compilation was not requested or failed.
 
     The first call runs a trial with this micro-batch, which must not happen while routers are being watched."""
+    if batch.own.packing is not None and batch.own.packing.exchange is not None:
+        return []  # context parallelism: the compiler does not follow exchanges between ranks
     if model not in _forwards:
         _forwards[model] = []  # until the trial has ended
         if _requested.get(model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.model.attention_blocks import AttentionBlocks, attention_blocks
+
+if TYPE_CHECKING:
+    from gspo.model.context_parallel import HeadExchange
 
 Places = NDArray[np.int64]
 """Token indices. numpy, because a batch has thousands of short spans and torch takes ten times as long for each."""
@@ -75,10 +78,12 @@ class Packing:
     """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
     blocks: AttentionBlocks
     """How attention kernels divide the packed row."""
+    exchange: HeadExchange | None = None
+    """With context parallelism: how the ranks that have parts of the row attend together."""
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
-        return Packing(**{k: v.to(device) for k, v in vars(self).items()})
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if k != "exchange"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,13 @@ class MicroBatch:
     """None if padded: each row of `input_ids` is one sequence."""
     excluded: ExcludedTokens | None = None
     """Tokens that had probability 0 where some of its tokens were sampled; None if there are none."""
+    part: MicroBatch | None = None
+    """With context parallelism: the part of its tokens that this rank computes."""
+
+    @property
+    def own(self) -> MicroBatch:
+        """What this rank computes of it: all, unless there is context parallelism."""
+        return self if self.part is None else self.part
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on another device."""
@@ -122,7 +134,7 @@ class MicroBatch:
         return replace(self, sequence_ids=(), owners=(), input_at=nowhere, times=none, excluded=None, **empty)
 
 
-Movable = Tensor | Packing | ExcludedTokens
+Movable = Tensor | Packing | ExcludedTokens | MicroBatch
 
 
 def micro_batch(

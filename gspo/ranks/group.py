@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from gspo.errors import GspoError, RankError
 from gspo.ranks.codec import encode
 from gspo.signals import shielded
+
+if TYPE_CHECKING:
+    from gspo.ranks.context import ContextGroup
 
 T = TypeVar("T")
 
@@ -39,6 +42,9 @@ class Ranks:
     without a deadline, because the leader may score completions for long."""
     watch: Any = None
     """Knows which ranks are alive (`ranks/start.py`); None for a single one."""
+    context: ContextGroup | None = None
+    """The ranks that compute the same micro-batches as this one (`learner.context_parallel`); None if it computes its
+    micro-batches alone."""
     _state: _State = field(default_factory=lambda: _State())
 
     @property
@@ -49,6 +55,16 @@ class Ranks:
     @property
     def several(self) -> bool:
         return self.count > 1
+
+    @property
+    def data_count(self) -> int:
+        """How many ranks, or context groups, have micro-batches of their own."""
+        return self.count // (self.context.size if self.context else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is, or belongs to."""
+        return self.rank // (self.context.size if self.context else 1)
 
     # ---- commands
 
@@ -131,6 +147,12 @@ class Ranks:
     def sum(self, own: Tensor) -> Tensor:
         """The sum over all ranks. It is exact where all ranks but one add 0."""
         return self._reduced(own, "SUM")
+
+    def sum_micro_batches(self, own: Tensor) -> Tensor:
+        """The sum over all ranks of what they have computed from whole micro-batches. The ranks of a context group have
+        the same values, which count once."""
+        copy = self.context is not None and self.context.rank > 0
+        return self.sum(torch.zeros_like(own) if copy else own)
 
     def max(self, own: Tensor) -> Tensor:
         """The maximum over all ranks."""

@@ -1,7 +1,8 @@
-"""One rank of a learner, as a program: `learning_rank.py RANK RANKS FOLDER CASE ...`. With one rank nothing is sharded.
+"""One rank of a learner, as a program: `learning_rank.py RANK RANKS CONTEXT FOLDER CASE ...`. With one rank nothing is
+sharded. With CONTEXT > 1, so many ranks compute each micro-batch together.
 
 Each case calls `learn` with the same groups of uneven length, and writes the gradients of its optimizer steps and what
-`learn` returned to `FOLDER/CASE-RANKS-RANK.pt`.
+`learn` returned to `FOLDER/CASE-RANKS-CONTEXT-RANK.pt`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig
 
 from gspo import config as settings
 from gspo.build import policy_for, run_objective, tokenizer_for
@@ -23,9 +25,11 @@ from gspo.config import Config
 from gspo.context import LearnContext
 from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
+from gspo.model.context_parallel import check_context_parallel
 from gspo.model.routing import Routers
 from gspo.model.sharding import full, shard
 from gspo.objectives.table import objective_names
+from gspo.ranks.context import join_context
 from gspo.ranks.group import Ranks
 from gspo.step import learn
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
@@ -33,6 +37,11 @@ from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 MOE = {"model.build": "tiny_moe"}
 LORA = {"model.build": "", "model.path": "dense", "model.lora.rank": "4"}
 LORA_MOE = LORA | {"model.path": "moe", "model.lora.experts": "true"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"attn_logit_softcapping": 1.0},
+}
+"""Families with sliding windows: with sinks, and with soft caps of attention scores and of logits."""
 WIDE = {"objective.select_fraction": "0.2"}
 """With so few tokens the usual fraction would select none."""
 RUN_OBJECTIVES = [name for name in objective_names() if name != "ppo_clip"]
@@ -69,7 +78,24 @@ CASES = {
     "moe sampler replay": Case("gspo", MOE | {"routing.replay": "sampler"}),
     "moe balance": Case("gspo", MOE | {"routing.balance_loss": "0.1"}),
     "moe lora": Case("gspo", LORA_MOE),
+    **{name: Case("gspo", {"model.build": name}) for name in SHAPES},
 }
+CONTEXT_CASES = (
+    "gspo",
+    "minpro",  # a minimum over earlier tokens of the sequence
+    "clip_cov",  # selects tokens
+    "kl",
+    "entropy",
+    "padded",
+    "checkpointing",
+    "minimum",
+    "lora",
+    "moe one update",
+    "moe sampler replay",
+    "moe balance",
+    *SHAPES,
+)
+"""What may differ if the tokens of a micro-batch are divided among ranks."""
 
 
 def config_of(case: Case) -> Config:
@@ -156,7 +182,11 @@ class GradientDescent:
 
 
 def save_bases(folder: Path) -> None:
-    """Models to attach adapters to."""
+    """Models to attach adapters to, and shapes of models to build."""
+    size = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "sliding_window": 6}
+    for kind, fields in SHAPES.items():
+        AutoConfig.for_model(kind, **size, **heads, **fields).save_pretrained(folder / kind)
     for name, settings_of_model in {"dense": {}, "moe": MOE}.items():
         config = config_of(Case(settings=settings_of_model))
         policy = policy_for(config, tokenizer_for(config))
@@ -168,6 +198,8 @@ def run(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
     config = config_of(case)
     if config.model.path:
         config = replace(config, model=replace(config.model, path=str(folder / config.model.path)))
+    if config.model.build in SHAPES:
+        config = replace(config, model=replace(config.model, build=str(folder / config.model.build)))
     policy = policy_for(config, tokenizer_for(config))
     objective = run_objective(config)
     reference = None
@@ -179,6 +211,8 @@ def run(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
         for p in policy.model.parameters():
             if p.requires_grad:
                 torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
+    if ranks.context is not None:
+        check_context_parallel(policy.model, ranks.context)
     if case.padded:
         from gspo.model import packed_forward
 
@@ -213,14 +247,18 @@ def _values(learned: LearnResult) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, count, context, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
+    ranks = Ranks(rank=rank, count=count)
     torch.set_num_threads(1)
     if count == 1:
         save_bases(folder)
     else:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store-{count}", rank=rank, world_size=count)
-    for name in sys.argv[4:]:
-        torch.save(run(CASES[name], Ranks(rank=rank, count=count), folder), folder / f"{name}-{count}-{rank}.pt")
+        store = f"file://{folder}/store-{count}-{context}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    if context > 1:
+        ranks = replace(ranks, context=join_context(ranks, context, deadline_s=300))
+    for name in sys.argv[5:]:
+        torch.save(run(CASES[name], ranks, folder), folder / f"{name}-{count}-{context}-{rank}.pt")
     if count > 1:
         dist.barrier()
         dist.destroy_process_group()

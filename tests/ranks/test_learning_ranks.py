@@ -11,37 +11,38 @@ from typing import Any
 
 import pytest
 import torch
-from learning_rank import CASES
+from learning_rank import CASES, CONTEXT_CASES
 
 from gspo.learner.plan import make_plan
 from gspo.model.micro_batch import TokenSequence
 from gspo.ranks.group import Ranks
 
-Saved = Callable[[str, int, int], dict[str, Any]]
+Saved = Callable[[str, tuple[int, int], int], dict[str, Any]]
+"""(case, (ranks, context_parallel), rank) -> what this rank has written."""
 PROGRAM = Path(__file__).with_name("learning_rank.py")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What a number of ranks has written; they run when it is first asked for."""
+    """What the ranks of a layout have written; they run when it is first asked for."""
     folder = tmp_path_factory.mktemp("ranks")
-    done: set[int] = set()
+    done: set[tuple[int, int]] = set()
 
-    def read(name: str, count: int, rank: int) -> dict[str, Any]:
-        if count not in done:
-            _run(folder, count)
-            done.add(count)
-        values: dict[str, Any] = torch.load(folder / f"{name}-{count}-{rank}.pt", weights_only=True)
+    def read(name: str, layout: tuple[int, int], rank: int) -> dict[str, Any]:
+        if layout not in done:
+            _run(folder, *layout)
+            done.add(layout)
+        file = folder / f"{name}-{layout[0]}-{layout[1]}-{rank}.pt"
+        values: dict[str, Any] = torch.load(file, weights_only=True)
         return values
 
     return read
 
 
-def _run(folder: Path, count: int) -> None:
+def _run(folder: Path, count: int, context: int) -> None:
+    arguments = [str(count), str(context), folder, *(CASES if context == 1 else CONTEXT_CASES)]
     children = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(count), folder, *CASES], stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, PROGRAM, str(rank), *arguments], stderr=subprocess.PIPE, text=True)
         for rank in range(count)
     ]
     for child in children:
@@ -49,24 +50,35 @@ def _run(folder: Path, count: int) -> None:
         assert child.returncode == 0, errors[-3000:]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_process(saved: Saved, name: str, count: int) -> None:
-    one, several = saved(name, 1, 0)["gradients"], saved(name, count, 0)["gradients"]
+def _layouts() -> pytest.MarkDecorator:
+    """Cases and layouts (ranks x context_parallel). Four processes take tens of seconds."""
+    plain = [(name, (count, 1)) for name in CASES for count in (2, 4)]
+    divided = [(name, layout) for name in CONTEXT_CASES for layout in ((2, 2), (4, 2), (4, 4))]
+    params = [
+        pytest.param(
+            name, layout, marks=[pytest.mark.slow] if layout[0] == 4 else [], id=f"{name}-{layout[0]}x{layout[1]}"
+        )
+        for name, layout in (*plain, *divided)
+    ]
+    return pytest.mark.parametrize(("name", "layout"), params)
+
+
+@_layouts()
+def test_gradients_are_those_of_one_process(saved: Saved, name: str, layout: tuple[int, int]) -> None:
+    one, several = saved(name, (1, 1), 0)["gradients"], saved(name, layout, 0)["gradients"]
     assert sum(float(gradient.norm()) for gradient in one) > 0.1
     # Later optimizer steps start from weights that already differ by rounding.
     for expected, found, tolerance in zip(one, several, (1e-6, 3e-6), strict=False):
         assert float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_knows_what_all_ranks_computed(saved: Saved, name: str, count: int) -> None:
-    one = saved(name, 1, 0)
+@_layouts()
+def test_every_rank_knows_what_all_ranks_computed(saved: Saved, name: str, layout: tuple[int, int]) -> None:
+    one = saved(name, (1, 1), 0)
     # With a single update, each rank measures the flips that it causes in one of its own micro-batches.
     sampled = {"routing flipped_N", "routing native_N", "routing update_N"} if name == "moe one update" else set()
-    for rank in range(count):
-        found = saved(name, count, rank)
+    for rank in range(layout[0]):
+        found = saved(name, layout, rank)
         for key in one.keys() - {"gradients"} - sampled:
             torch.testing.assert_close(found[key], one[key], rtol=1e-4, atol=1e-5, equal_nan=True, msg=key)
 

@@ -77,9 +77,15 @@ def attention(
     _refuse_unknown(options)
     longest = packing.rows_RT.shape[1]
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
-    if softcap is None and _kernels_support(query, value):
-        return shared_prompt_attention(query, key, value, scale, packing.blocks, window or 0, s_aux), None
-    return _as_rows(query, key, value, scale, packing, window, softcap, s_aux), None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
+        if softcap is None and _kernels_support(query, value):
+            return shared_prompt_attention(query, key, value, scale, packing.blocks, window or 0, sink)
+        return _as_rows(query, key, value, scale, packing, window, softcap, sink)
+
+    if packing.exchange is not None:  # context parallelism: only a part of the row is here
+        return packing.exchange(attend, query, key, value, s_aux), None
+    return attend(query, key, value, s_aux), None
 
 
 AttentionInterface.register(NAME, attention)
