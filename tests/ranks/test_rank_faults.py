@@ -143,6 +143,7 @@ def test_a_rank_that_is_gone_ends_the_run_in_time_and_loses_nothing(
     same_end(run, golden(2))
 
 
+@pytest.mark.slow
 def test_a_frozen_follower_ends_the_run_while_completions_are_scored(golden: Golden, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, *SETTINGS)
     run = Path(config.run_dir)
