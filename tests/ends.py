@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
         reader = dcp.HuggingFaceStorageReader(str(path / checkpoint.SHARDS))
         saved = reader.read_metadata().state_dict_metadata
         state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is a single process
+            dcp.load(state, storage_reader=reader, no_dist=True)
         tensors |= {f"{checkpoint.TRAINER}: {name}": tensor for name, tensor in state.items()}
     assert len({name.partition(":")[0] for name in tensors}) >= 2
     return tensors

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,7 @@ def before_own_shards(times: int, action: Callable[[], None]) -> None:
     calls = []
 
     def make(original: Any) -> Any:
-        def write(self: Follower, path: str) -> None:
+        def write(self: Any, path: str) -> None:
             calls.append(1)
             if len(calls) == times:
                 action()
@@ -140,6 +141,45 @@ def test_a_rank_that_is_gone_ends_the_run_in_time_and_loses_nothing(
     assert "000001" in names
     finished(resume(run))
     same_end(run, golden(2))
+
+
+@pytest.mark.slow
+def test_a_frozen_follower_ends_the_run_while_completions_are_scored(golden: Golden, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *SETTINGS)
+    run = Path(config.run_dir)
+
+    def hook(rank: int) -> None:
+        if rank == 0:
+            score_for_long(2)
+        else:
+            during_sampling("train/2/", lambda: threading.Timer(1.0, own_signal(signal.SIGSTOP)).start())
+
+    ranks = train(config, hook=hook)
+    try:
+        assert ranks.wait([0], limit_s=DEADLINE_S) == [1]
+    finally:
+        ranks.kill()
+    assert "gspo: rank 1 has not responded for" in ranks.output()
+    finished(resume(run))
+    same_end(run, golden(2))
+
+
+def score_for_long(batch: int) -> None:
+    """The rewards of a batch take longer than the limit of the test."""
+    from gspo.reward.reward import RewardPool
+
+    calls = []
+
+    def make(original: Any) -> Any:
+        def score(self: RewardPool, *rest: Any) -> Any:
+            calls.append(1)
+            if len(calls) == batch + 2:  # after two evaluations at step 0, sampled and greedy
+                time.sleep(2 * DEADLINE_S)
+            return original(self, *rest)
+
+        return score
+
+    patch(RewardPool, "score", make)
 
 
 def test_a_full_disk_at_a_save_does_not_end_the_run(golden: Golden, tmp_path: Path) -> None:

@@ -32,7 +32,13 @@ def stop_in_sampling(rank: int) -> None:
         during_sampling("train/3/", own_signal(signal.SIGINT))
 
 
-@pytest.mark.parametrize(("hook", "number"), [(stop_after_a_step, signal.SIGTERM), (stop_in_sampling, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    [
+        pytest.param(stop_after_a_step, signal.SIGTERM, marks=pytest.mark.slow),
+        (stop_in_sampling, signal.SIGINT),
+    ],
+)
 def test_a_stopped_run_resumes_bitwise(
     hook: Callable[[int], None], number: int, golden: Golden, tmp_path: Path
 ) -> None:
