@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.clock import Clock
 from gspo.errors import GspoError, RankError
 from gspo.ranks.codec import encode
 from gspo.signals import shielded
@@ -39,6 +40,8 @@ class Ranks:
     """Asks the followers to end the sampling of a call early."""
     watch: Any = None
     """Knows which ranks are alive (`ranks/start.py`); None for a single one."""
+    clock: Clock = field(default_factory=Clock)
+    """Seconds of this rank's own work, by what it was for (`ranks/usage.py`)."""
     _state: _State = field(default_factory=lambda: _State())
 
     @property

@@ -78,7 +78,8 @@ class DataParallelEngine:
                 call = self._ranks.call("generate", prompts=list(prompts), **options)
                 stack.enter_context(gathered(self._model))
             try:
-                own = self._own.generate(prompts[:: self._ranks.count], **options)
+                with self._ranks.clock.measure(_purpose(stream)):
+                    own = self._own.generate(prompts[:: self._ranks.count], **options)
             except BaseException:
                 # The followers reply all the same. The next command drops their replies.
                 self._ranks.cancel(call)
@@ -109,7 +110,7 @@ def sample_share(
     before = engine.decoded or DecodeStats()
     with gathered(model):
         try:
-            with ranks.watch.cancellable(call):
+            with ranks.watch.cancellable(call), ranks.clock.measure(_purpose(options["stream"])):
                 completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
             spent = (engine.decoded or DecodeStats()) - before
             reply = Reply(completions=tuple(map(tuple, completions)), steps=spent.steps, rows=spent.rows)
@@ -119,3 +120,8 @@ def sample_share(
             # Sampling needs no collective, so the ranks are still in step, and the leader decides what follows.
             reply = Reply(error=f"{type(error).__name__}: {error}")
     ranks.reply(encode(reply))
+
+
+def _purpose(stream: str) -> str:
+    """What completions are sampled for: the random streams of training batches are `train/...`."""
+    return stream.partition("/")[0]
