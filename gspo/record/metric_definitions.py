@@ -1275,8 +1275,8 @@ TIMINGS = (
     ),
     Metric(
         "ranks/learn_max_s",
-        "Training time of the slowest rank. Ranks wait for each other in every layer, so their times are nearly equal, "
-        "whichever of them is slow.",
+        "Training time of the slowest rank. Ranks wait for each other in every layer, so it does not show which of "
+        "them is slow.",
         present="several ranks",
         unit="seconds",
         reduction=Reduction.MAX,
