@@ -22,6 +22,11 @@ class Clock:
         finally:
             self.add(name, time.monotonic() - start)
 
+    def take(self) -> dict[str, float]:
+        """The seconds so far. The clock starts again from 0."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere to `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds

@@ -31,6 +31,7 @@ from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
 from gspo.ranks.output import FollowerOutput
+from gspo.ranks.usage import exchange_usage
 from gspo.rollout.data_parallel import sample_share
 from gspo.rollout.engine import Engine
 from gspo.step import learn
@@ -123,7 +124,11 @@ class Follower:
 
     def learn(self, groups: list[Group], step: int, clip: ClipRange) -> None:
         objective = clip.apply(self.context.objective, self._adaptive_clip)
-        learn(replace(self.context, objective=objective), groups, step=step)
+        with self._ranks.clock.measure("learn"):
+            learn(replace(self.context, objective=objective), groups, step=step)
+
+    def exchange_usage(self) -> None:
+        exchange_usage(self._ranks, self.context.policy.device)
 
     def fine_tune(self, sequences: list[TokenSequence], first: bool) -> None:
         if first:

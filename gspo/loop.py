@@ -33,7 +33,8 @@ from gspo.model.compiled_layers import compile_seconds
 from gspo.model.load import reload_weights
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
-from gspo.record.eval_metrics import eval_metrics, source_eval_metrics, step_timings
+from gspo.ranks.usage import RankUsage, exchange_usage
+from gspo.record.eval_metrics import eval_metrics, rank_timings, source_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
 from gspo.record.incidents import Incidents, skipped_in_row
 from gspo.record.metrics import rollout_records, step_metrics
@@ -147,6 +148,7 @@ class Loop:
             with (
                 clock.measure("learn"),
                 context.ranks.together("learn", groups=groups, step=step, clip=_clip_range(state)),
+                context.ranks.clock.measure("learn"),
             ):
                 learned = learn(context, groups, step=step)
             if compile_seconds() > compiled_before:
@@ -170,11 +172,13 @@ class Loop:
                 pending={"step": step, "tokens/sampled": tokens, **metrics},
             )
         )
+        with context.ranks.together("exchange_usage"):
+            usage = exchange_usage(context.ranks, context.policy.device)
         self._write_rollouts(step, context, collected, learned)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
         self._keep_micro_batch_size(step, learned)
-        return self._evaluate_and_record(learned_state, clock)
+        return self._evaluate_and_record(learned_state, clock, usage)
 
     def _check_updates(
         self, state: TrainerState, context: RunContext, collected: CollectResult, learned: LearnResult | None
@@ -196,7 +200,9 @@ class Loop:
             buffer.put(collected)
             self.incidents.report_faults(collected.batch, context.rewards)
 
-    def _evaluate_and_record(self, state: TrainerState, clock: Clock | None = None) -> TrainerState:
+    def _evaluate_and_record(
+        self, state: TrainerState, clock: Clock | None = None, ranks: Sequence[RankUsage] = ()
+    ) -> TrainerState:
         """Evaluate, if due, and record the step. A stop during the evaluation leaves the step pending."""
         assert state.pending is not None
         clock = clock or Clock()
@@ -205,7 +211,7 @@ class Loop:
         metrics = {**state.pending, **evaluation}
         # Step 0 has no timings: the usage of its evaluation is counted in step 1.
         usage = self.context.rewards.take_usage() if state.step else {}
-        self._record(state, metrics, step_timings(state.step, clock, usage))
+        self._record(state, metrics, {**step_timings(state.step, clock, usage), **rank_timings(ranks)})
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         self._check_alarms(state, metrics)
         self._check_held_out(state, metrics)

@@ -43,6 +43,7 @@ LAYERS = (
 WITHIN = {
     ("safe_output", "redact"),
     ("errors", "redact"),
+    ("ranks", "clock"),
     ("ranks", "errors"),
     ("ranks", "signals"),
     ("config", "aliases"),

@@ -221,7 +221,7 @@ def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
 def device_of(name: str) -> torch.device:
     """The device that a setting names, if this machine has it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -230,6 +230,9 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"model.device: {name} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: {name} is set, but this machine has no usable GPU; use auto or cpu")
+    if device.type == "cuda" and device.index is None and (local := os.environ.get("LOCAL_RANK", "")).isdecimal():
+        # Of several ranks on a machine, each has a GPU of its own. Some launchers let each see that one alone.
+        return torch.device("cuda", int(local) % torch.cuda.device_count())
     return device
 
 

@@ -58,6 +58,9 @@ def gathered(model: Any) -> Iterator[None]:
         yield
     finally:
         for unit in units:
+            # First, because a layer whose forward was interrupted (by a stop request, or without memory) would stay
+            # whole otherwise, on this rank alone, and the next collective would not fit those of the others.
+            unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
             # The LM head and the embeddings belong to the model itself. The loss uses them after the forward.
             unit.set_reshard_after_forward(unit is not model, recurse=False)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from gspo.clock import Clock
 from gspo.errors import GspoError, RankError
 from gspo.ranks.codec import encode
 from gspo.signals import shielded
@@ -45,6 +46,8 @@ class Ranks:
     context: ContextGroup | None = None
     """The ranks that compute the same micro-batches as this one (`learner.context_parallel`); None if it computes its
     micro-batches alone."""
+    clock: Clock = field(default_factory=Clock)
+    """Seconds of this rank's own work, by what it was for (`ranks/usage.py`)."""
     _state: _State = field(default_factory=lambda: _State())
 
     @property

@@ -1,17 +1,19 @@
 """The metrics of an evaluation, and the timings of a step.
 
-In: an `Evaluation`; a `Clock` and the usage of services. Out: flat dictionaries that are ready to be written;
-`record/metric_definitions.py` defines every metric. Invariant: timings have their own dictionary, because
+In: an `Evaluation`; a `Clock` and the usage of services and of ranks. Out: flat dictionaries that are ready to be
+written; `record/metric_definitions.py` defines every metric. Invariant: timings have their own dictionary, because
 `metrics.jsonl` must not depend on the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo.clock import Clock
 from gspo.evaluation import Evaluation
+from gspo.ranks.usage import RankUsage
+from gspo.reduction import Family, Max, Mean, Reduced, Same, combined
 
 
 def eval_metrics(evaluation: Evaluation, name: str = "") -> dict[str, Any]:
@@ -36,6 +38,28 @@ def source_eval_metrics(evaluation: Evaluation) -> dict[str, Any]:
     for name, part in evaluation.by_source().items():
         metrics |= eval_metrics(part, name)
     return metrics
+
+
+def rank_timings(ranks: Sequence[RankUsage]) -> dict[str, Any]:
+    """Time and memory of each rank, and over all ranks. A single process has only its memory."""
+    return combined([_usage(rank, usage, len(ranks)) for rank, usage in enumerate(ranks)])
+
+
+def _usage(rank: int, usage: RankUsage, count: int) -> dict[str, Reduced]:
+    memory_gb = round(usage.memory_bytes / 1e9, 6)
+    peak: dict[str, Reduced] = {"memory/peak_gb": Max(memory_gb)}
+    if count == 1:
+        return peak
+    numbers = {"rollout_s": round(usage.rollout_s, 6), "learn_s": round(usage.learn_s, 6), "memory_gb": memory_gb}
+    return {
+        **peak,
+        "memory/mean_gb": Mean(memory_gb, 1),
+        "ranks/rollout_max_s": Max(numbers["rollout_s"]),
+        "ranks/rollout_mean_s": Mean(numbers["rollout_s"], 1),
+        "ranks/learn_max_s": Max(numbers["learn_s"]),
+        "ranks/learn_mean_s": Mean(numbers["learn_s"], 1),
+        **{f"rank/NAME/{name}": Family({str(rank): Same(number)}) for name, number in numbers.items()},
+    }
 
 
 def step_timings(step: int, clock: Clock, usage: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

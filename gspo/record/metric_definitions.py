@@ -36,7 +36,7 @@ class Metric:
     present: str
     """When it is written."""
     unit: str
-    """`number`, `count`, `share`, `nats` or `seconds`."""
+    """`number`, `count`, `share`, `nats`, `seconds` or `GB` (1e9 bytes)."""
     reduction: Reduction
     panels: tuple[str, ...] = ()
     """Ids of the panels that show it. A panel shows its curves in the order of `METRICS`."""
@@ -250,6 +250,22 @@ PANELS = (
         what=(
             "Completions that could not be scored, skipped updates, gradients that overflowed float16, and groups that "
             "a batch lacks."
+        ),
+    ),
+    Panel(
+        id="rank-sampling",
+        title="Sampling time by rank",
+        what=(
+            "Seconds that each rank spends on its own share of the completions. All ranks wait for the slowest one. A "
+            "rank that is always above the others is a straggler: something else uses its machine or GPU."
+        ),
+    ),
+    Panel(
+        id="rank-memory",
+        title="Memory by rank",
+        what=(
+            "Peak memory of each rank in GB since it started: allocated memory on a GPU, the resident set on a CPU. "
+            "Weights, gradients and optimizer states are sharded; while sampling, every rank holds all weights."
         ),
     ),
 )
@@ -1225,6 +1241,77 @@ TIMINGS = (
         unit="seconds",
         reduction=Reduction.MAX,
         heading="seconds",
+    ),
+    Metric(
+        "memory/peak_gb",
+        "Peak memory of a process since it started, in GB: memory allocated on a GPU, the resident set on a CPU "
+        "(without reward workers and vLLM servers). With several ranks, that of the rank with the most.",
+        present="step ≥ 1",
+        unit="GB",
+        reduction=Reduction.MAX,
+    ),
+    # Of several ranks. A single process has the same times in `time/...`.
+    Metric(
+        "memory/mean_gb",
+        "The mean of that peak over ranks.",
+        present="several ranks",
+        unit="GB",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
+        "ranks/rollout_max_s",
+        "Sampling time of the slowest rank, for its own share of the completions. The rest of `time/rollout_s` is "
+        "spent on gathering weights and on messages.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.MAX,
+    ),
+    Metric(
+        "ranks/rollout_mean_s",
+        "The mean of that time over ranks. If it is far below the maximum, ranks wait for the slowest one.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
+        "ranks/learn_max_s",
+        "Training time of the slowest rank. Ranks wait for each other in every layer, so it does not show which of "
+        "them is slow.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.MAX,
+    ),
+    Metric(
+        "ranks/learn_mean_s",
+        "The mean of that time over ranks.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
+        "rank/NAME/rollout_s",
+        "Sampling time of one rank, whose number is NAME, for its own share of the completions.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.GATHER,
+        panels=("rank-sampling",),
+        label="rank NAME",
+    ),
+    Metric(
+        "rank/NAME/learn_s",
+        "Training time of one rank, including the time that it waits for the others.",
+        present="several ranks",
+        unit="seconds",
+        reduction=Reduction.GATHER,
+    ),
+    Metric(
+        "rank/NAME/memory_gb",
+        "Peak memory of one rank since it started, in GB.",
+        present="several ranks",
+        unit="GB",
+        reduction=Reduction.GATHER,
+        panels=("rank-memory",),
+        label="rank NAME",
     ),
     # Not in metrics.jsonl, because a resumed run finds scores in the cache that the first run had to ask for.
     Metric(

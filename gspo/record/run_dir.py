@@ -4,7 +4,7 @@
     config.toml            resolved, complete
     environment.json       versions, device, commit
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
-    timings.jsonl          one object per step; everything that depends on the clock
+    timings.jsonl          one object per step; everything that depends on the clock or on the machine
     rollouts/000012.jsonl  every completion of the step
     reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
     reward_cache/          scores of judges and reward models behind an endpoint, so that none is paid for twice

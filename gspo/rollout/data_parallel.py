@@ -78,7 +78,8 @@ class DataParallelEngine:
                 with shielded():  # a stop request in between would leave the followers waiting
                     self._ranks.call("generate", prompts=list(prompts), **options)
                     stack.enter_context(gathered(self._model))
-                own = self._own.generate(prompts[:: self._ranks.count], **options)
+                with self._ranks.clock.measure(_purpose(stream)):
+                    own = self._own.generate(prompts[:: self._ranks.count], **options)
                 replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
             except BaseException:
                 # The followers reply all the same. The next command drops their replies.
@@ -108,7 +109,7 @@ def sample_share(
     before = engine.decoded or DecodeStats()
     with gathered(model):
         try:
-            with ranks.watch.cancellable(call):
+            with ranks.watch.cancellable(call), ranks.clock.measure(_purpose(options["stream"])):
                 completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
             spent = (engine.decoded or DecodeStats()) - before
             reply = Reply(completions=tuple(map(tuple, completions)), steps=spent.steps, rows=spent.rows)
@@ -118,3 +119,8 @@ def sample_share(
             # Sampling needs no collective, so the ranks are still in step, and the leader decides what follows.
             reply = Reply(error=f"{type(error).__name__}: {error}")
     ranks.reply(encode(reply))
+
+
+def _purpose(stream: str) -> str:
+    """What completions are sampled for: the random streams of training batches are `train/...`."""
+    return stream.partition("/")[0]

@@ -8,6 +8,7 @@ that does not.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,12 @@ WINDOW = 20
 """Number of recent steps that a rule considers."""
 FEWEST_STEPS = 5
 """With fewer steps, no rule reports a trend or an average."""
+
+MANY_STEPS = 10
+"""With fewer steps, no rank is called a straggler: completions of one rank may be longer by chance."""
+MUCH_SLOWER = 1.5
+"""How much longer than the others a straggler takes."""
+_RANK = re.compile(r"rank/[0-9]{1,6}/rollout_s").fullmatch
 
 NEARLY_ALL = 0.95
 """At this share of uniform groups, the reward hardly contributes to training."""
@@ -686,6 +693,48 @@ def _sampling_remedy(facts: RunFacts) -> str:
     return "Shorter completions, fewer uniform groups or a faster engine help; a faster learner does not."
 
 
+def _straggler(facts: RunFacts) -> Finding | None:
+    """A rank that samples much longer than the others in most steps. Training cannot show it: there, all ranks wait for
+    each other in every layer."""
+    rows = [times for row in facts.timings if len(times := _sampling_times(row)) > 1]
+    if len(rows) < MANY_STEPS:
+        return None
+    # A rank that has one prompt more than the others may take longer without being slow.
+    shares = {rank: len(range(rank, facts.setting("rollout", "prompts", 0), len(rows[-1]))) or 1 for rank in rows[-1]}
+    for rank in rows[-1]:
+        slow = [times for times in rows if rank in times and _slower(times, rank, shares)]
+        if len(slow) < 0.8 * len(rows):
+            continue
+        own = _mean([times[rank] for times in slow])
+        others = _mean([_others_mean(times, rank) for times in slow])
+        log = f", and its log (ranks/{rank}.log)" if rank else ""
+        return Finding(
+            name="straggler",
+            level="warn",
+            what=(
+                f"Rank {rank} is slower than the others: it samples for {seconds(own)}, they for {seconds(others)}, in "
+                f"{len(slow)} of the last {len(rows)} steps. All ranks wait for it."
+            ),
+            remedy=f"Check what else uses its machine or GPU{log}.",
+        )
+    return None
+
+
+def _sampling_times(row: Row) -> dict[int, float]:
+    """Seconds by rank; empty for a run in one process."""
+    found = {key.removeprefix("rank/").removesuffix("/rollout_s"): value for key, value in row.items() if _RANK(key)}
+    return {int(rank): float(value) for rank, value in found.items()}
+
+
+def _slower(times: Mapping[int, float], rank: int, shares: Mapping[int, int]) -> bool:
+    per_prompt = {other: value / shares.get(other, 1) for other, value in times.items()}
+    return all(given[rank] >= MUCH_SLOWER * _others_mean(given, rank) > 0 for given in (times, per_prompt))
+
+
+def _others_mean(times: Mapping[int, float], rank: int) -> float:
+    return _mean([value for other, value in times.items() if other != rank])
+
+
 Rule = Callable[[RunFacts], Finding | None]
 RULES: tuple[Rule, ...] = (
     _error,
@@ -711,6 +760,7 @@ RULES: tuple[Rule, ...] = (
     _flips,
     _load,
     _time,
+    _straggler,
 )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo import aliases
 from gspo.record import run_format
@@ -162,7 +164,21 @@ class RunReader:
         found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)
+        found |= self._timing_curves(points, axis, steps, *bounds)
         return {"curves": {k: v for k, v in found.items() if v["x"]}, "phases": self._phases(points, *bounds)}
+
+    def _timing_curves(
+        self, points: int, axis: NDArray[np.float64], steps: NDArray[np.float64], first: float, last: float
+    ) -> dict[str, dict[str, list[float | None]]]:
+        """The metrics of `timings.jsonl` that a panel of curves shows, for the steps that are in both files."""
+        timed = self.timings.values("step")
+        keys = panel_keys(self.timings.columns)
+        if not keys or not len(timed) or not len(steps) or len(axis) != len(steps):
+            return {}
+        # Both files are in the order of steps, but metrics.jsonl begins with step 0, and either may be ahead.
+        at = np.minimum(np.searchsorted(steps, timed), len(steps) - 1)
+        inside = (steps[at] == timed) & (timed >= first) & (timed <= last)
+        return {key: downsample(axis[at][inside], self.timings.values(key)[inside], points) for key in keys}
 
     def _phases(self, points: int, first: float, last: float) -> dict[str, Any]:
         """Seconds per step by phase, `other` for the remainder. Fewer points than a curve, because bars need width."""
@@ -204,6 +220,20 @@ class RunReader:
         rows = np.flatnonzero(~np.isnan(columns["eval/accuracy"]))[-MOST_EVALUATIONS:]
         found = [{k: float(c[i]) for k, c in columns.items() if not np.isnan(c[i])} for i in rows]
         return [row for row in found if {"step", "eval/accuracy_low", "eval/accuracy_high"} <= row.keys()]
+
+    def latest(self, key: str) -> float:
+        """The latest value of a metric; NaN if there is none."""
+        return (self.metrics if key in self.metrics.columns else self.timings).latest(key)
+
+    @property
+    def rank_logs(self) -> list[str]:
+        """What the followers of a run on several ranks have printed: paths relative to the run directory."""
+        try:
+            names = [entry.name for entry in os.scandir(self.path / "ranks")]
+        except OSError:
+            return []
+        ranks = sorted(int(name[:-4]) for name in names if re.fullmatch(r"[0-9]{1,6}\.log", name))
+        return [f"ranks/{rank}.log" for rank in ranks[:MOST_ITEMS]]
 
     def pace(self) -> float | None:
         """Median seconds per step over the recent steps."""

@@ -70,7 +70,7 @@ def _run(name: str, watched: WatchedRun, width: int, height: int | None) -> list
     findings = _findings(watched)
     used = 4 + sum(1 + len(text.plain) // (width + LABEL_WIDTH) for text in findings)
     most = None if height is None else max(2, height - used)
-    return [_title(name, watched), *findings, _curves(watched, width, most), _times(watched), Text("")]
+    return [_title(name, watched), *findings, _curves(watched, width, most), _times(watched), *_logs(watched), Text("")]
 
 
 def _width(console: Console) -> int:
@@ -119,9 +119,9 @@ def _latest(watched: WatchedRun, key: str) -> float:
     of it."""
     last = next(iter(watched.run.metrics.last(1)), {})
     idle = last.get("samples/trained") == 0 or last.get("learner/uncomputed_fraction") == 1
-    if idle and not key.startswith("eval/"):
+    if idle and key in watched.run.metrics.columns and not key.startswith("eval/"):
         return last.get(key, math.nan)
-    return watched.run.metrics.latest(key)
+    return watched.run.latest(key)
 
 
 def _times(watched: WatchedRun) -> Text:
@@ -133,6 +133,15 @@ def _times(watched: WatchedRun) -> Text:
     shares = {m.label: sum(row.get(m.key, 0.0) for row in rows) / total for m in phases().metrics}
     listed = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items() if share >= 0.005)
     return Text(f"step time: {listed}", style="dim")
+
+
+def _logs(watched: WatchedRun) -> list[Text]:
+    """Where the other ranks of a run write what they print."""
+    logs = watched.run.rank_logs
+    if not logs:
+        return []
+    listed = logs[0] if len(logs) == 1 else f"{logs[0]} to {logs[-1]}"
+    return [Text(line(f"logs of ranks: {watched.run.path / listed}"), style="dim")]
 
 
 def _findings(watched: WatchedRun) -> list[Text]:

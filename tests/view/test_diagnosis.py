@@ -63,6 +63,12 @@ def phase(**share: float) -> Callable[[int], dict[str, Any]]:
     return lambda step: timings(step, **share)
 
 
+def ranks(*sampling: float) -> Callable[[int], dict[str, Any]]:
+    """Timings of a run on several ranks."""
+    times = {f"rank/{rank}/rollout_s": value for rank, value in enumerate(sampling)}
+    return lambda step: timings(step) | times
+
+
 def evaluation(step: int, accuracy: float, reward: float = 0.5, half: float = 0.03) -> dict[str, Any]:
     return {
         "step": step,
@@ -283,6 +289,28 @@ CASES = [
         "60 % of the step time",
     ),
     Case("time: evaluation", "note", facts(times=phase(eval=0.5)), facts(times=phase(eval=0.1)), "eval.every"),
+    Case(
+        "straggler",
+        "warn",
+        facts(times=ranks(0.5, 1.2, 0.6)),
+        facts(times=ranks(0.5, 0.8, 0.7)),
+        "Rank 1 is slower than the others: it samples for 1.2 s, they for 0.55 s, in 20 of the last 20 steps.",
+    ),
+    Case(
+        "straggler",
+        "warn",
+        facts(times=ranks(1.2, 0.5)),
+        facts(times=ranks(1.2, 0.5), rollout__prompts=3),  # rank 0 has two of the three prompts
+        "Check what else uses its machine or GPU.",
+    ),
+    Case(
+        "straggler",
+        "warn",
+        facts(times=lambda step: ranks(*((0.5, 1.5) if step % 10 else (0.5, 0.5)))(step)),
+        facts(times=lambda step: ranks(*((0.5, 1.5) if step % 2 else (1.5, 0.5)))(step)),
+        "in 18 of the last 20 steps",
+    ),
+    Case("straggler", "warn", facts(times=ranks(0.5, 1.5)), facts(times=ranks(0.5, 1.5), steps=9), "ranks/1.log"),
     Case(
         "time: sampling",
         "note",

@@ -125,6 +125,7 @@ def about(watched: WatchedRun) -> dict[str, Any]:
             "settings": watched.run.settings,
             "environment": watched.run.environment,
             "rollouts": watched.completions.steps(),
+            "rank_logs": watched.run.rank_logs,
         }
 
 

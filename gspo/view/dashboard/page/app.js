@@ -205,7 +205,9 @@ async function drawAbout(runs, view) {
     const about = await ask(`${apiRun(r.name)}/about`);
     const rows = settingRows({ ...about.settings, environment: about.environment });
     return node("details", { class: "card" }, node("summary", {}, `Settings and environment of ${r.name}`),
-      node("p", { class: "soft" }, about.path), node("table", {}, node("tbody", {}, ...rows)));
+      node("p", { class: "soft" }, about.path),
+      about.rank_logs.length ? node("p", { class: "soft" }, `Logs of ranks: ${about.rank_logs.join(", ")}`) : null,
+      node("table", {}, node("tbody", {}, ...rows)));
   })).catch(() => []);
   view.about.replaceChildren(...cards);
 }

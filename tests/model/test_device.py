@@ -1,0 +1,30 @@
+"""The device of a rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gspo.model.load import device_of
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "expected"),
+    [
+        ("auto", None, "cuda"),
+        ("auto", "2", "cuda:2"),
+        ("cuda", "3", "cuda:3"),
+        ("cuda", "5", "cuda:1"),  # a launcher that lets each rank see only some GPUs
+        ("cuda:1", "3", "cuda:1"),
+        ("cpu", "3", "cpu"),
+    ],
+)
+def test_each_rank_of_a_machine_has_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, local: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert device_of(name) == torch.device(expected)
