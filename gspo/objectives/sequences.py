@@ -1,14 +1,12 @@
 """Packed tokens and the sequences they belong to.
 
 In: `[N]` values and the sequence of each token. Out: per-sequence sums and means. Invariant: there is no padding, and
-the tokens of a sequence may be anywhere in the batch. If a sequence is split over several processes (context
-parallelism), `reduce` adds up the partial sums before any mean is taken, so no process ever sees the ratio of half a
-sequence.
+the tokens of a sequence may be anywhere in the batch. Sequences are whole: with context parallelism, log-probs are
+gathered before an objective sees them, so no process ever sees the ratio of half a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,13 +21,10 @@ class Sequences:
 
     index_N: Tensor
     count: int
-    reduce: Callable[[Tensor], Tensor] | None = None
-    """Sums a `[B]` tensor over the processes that share these sequences. Values only; no gradient flows through it."""
 
     def sum(self, x_N: Tensor) -> Tensor:
         """Per-sequence sums `[B]`."""
-        total_B = torch.zeros(self.count, dtype=x_N.dtype, device=x_N.device).index_add(0, self.index_N, x_N)
-        return self.reduce(total_B) if self.reduce else total_B
+        return torch.zeros(self.count, dtype=x_N.dtype, device=x_N.device).index_add(0, self.index_N, x_N)
 
     def mean(self, x_N: Tensor) -> Tensor:
         """Per-sequence means `[B]`; 0 for a sequence without tokens."""
@@ -43,8 +38,6 @@ class Sequences:
         """The smallest value among the earlier tokens of the same sequence `[N]`; 0 for its first token.
 
         The tokens of a sequence must be in order; other tokens may be between them."""
-        if self.reduce is not None:
-            raise NotImplementedError("a minimum over the tokens before each token needs whole sequences per process")
         if not len(x_N):
             return x_N
         # Sequence by sequence. The sort is stable, so it keeps the order within each of them.

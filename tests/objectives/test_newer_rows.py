@@ -174,8 +174,6 @@ def test_minpro_reads_the_order_of_tokens_within_each_sequence():
     got = Sequences(index, 5).minimum_before(x)
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0, 2.0, -1.0, 0.1, 1.0])
     assert Sequences(index[:0], 5).minimum_before(x[:0]).tolist() == []
-    with pytest.raises(NotImplementedError, match="whole sequences"):
-        Sequences(index, 5, reduce=lambda total: total).minimum_before(x)
 
 
 def test_masked_tokens_are_no_prefix():
