@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import gspo.model.load
 from gspo.cli import main
 from gspo.config import Config, to_toml
 from gspo.record.run_dir import read_metrics
@@ -61,6 +64,7 @@ class ForkedRanks:
             if count > 1:
                 launched = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 os.environ.update({name: str(value) for name, value in launched.items()})
+            _use_one_thread()
             hook(rank)
             code = main(list(arguments))
         except BaseException:
@@ -103,6 +107,23 @@ class ForkedRanks:
     def output(self, rank: int = 0) -> str:
         file = self.folder / f"{rank}.out"
         return file.read_text() if file.exists() else ""
+
+
+def _use_one_thread() -> None:
+    """The pools of threads that this process has had before the fork are gone, and a parallel region would wait for
+    them forever."""
+    # It may fail after it has set the number, because one of the pools cannot be changed.
+    with suppress(RuntimeError):
+        torch.set_num_threads(1)
+    patch(gspo.model.load, "_choose_threads", lambda original: lambda *rest: None)
+
+
+def spawned(arguments: Sequence[str]) -> None:
+    """Run the `gspo` command in new processes, for libraries with threads of their own; it must succeed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gspo", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def write_recipe(config: Config) -> Path:

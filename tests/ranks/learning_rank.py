@@ -7,6 +7,7 @@ Each case calls `learn` with the same groups of uneven length, and writes the gr
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Mapping
@@ -54,6 +55,8 @@ class Case:
     uniform: bool = False
     """Whether most groups have equal rewards, so that ranks have little or nothing to compute."""
     padded: bool = False
+    broken: bool = False
+    """Whether the sampler's log-prob of a single token is NaN, and with it the loss of a single rank."""
 
 
 def _selecting(name: str) -> dict[str, str]:
@@ -96,6 +99,7 @@ CONTEXT_CASES = (
     *SHAPES,
 )
 """What may differ if the tokens of a micro-batch are divided among ranks."""
+BROKEN = {"broken": Case("dppo_tv", broken=True)}
 
 
 def config_of(case: Case) -> Config:
@@ -129,13 +133,16 @@ def groups_of(case: Case, config: Config, vocabulary: int, stop: int, routers: R
                 # The prompt has the same experts in all completions of a group.
                 spans = (_experts(routers, len(prompt), g), _experts(routers, len(tokens) - 1, 100 * g + sample + 50))
                 routes = routers.pack(torch.cat(spans))
+            logp = [-rng.random() - 3 for _ in tokens]
+            if case.broken and not completions and not groups:
+                logp[0] = math.nan
             completions.append(
                 Completion(
                     prompt_id=str(g),
                     sample=sample,
                     token_ids=tokens,
                     text="",
-                    logp_sampler=tuple(-rng.random() - 3 for _ in tokens),
+                    logp_sampler=tuple(logp),
                     stop=StopReason.LENGTH,
                     version=0,
                     routes=routes,
@@ -162,6 +169,7 @@ class GradientDescent:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.gradients: list[Tensor] = []
+        self.finite: list[bool] = []
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss
@@ -170,11 +178,12 @@ class GradientDescent:
         return False
 
     def step(self, *, loss_finite: bool, log_weight_B: Tensor) -> Update:
-        assert loss_finite
+        self.finite.append(loss_finite)
         trained = [p for p in self.model.parameters() if p.grad is not None]
         self.gradients.append(torch.cat([torch.zeros(1), *(full(p.grad).flatten() for p in trained)]))
         for p in trained:
-            p.data.add_(p.grad, alpha=-0.05)
+            if loss_finite:
+                p.data.add_(p.grad, alpha=-0.05)
             p.grad = None
         # The sum shows that every rank has the weights of all completions.
         norm = float(self.gradients[-1].norm())
@@ -229,7 +238,7 @@ def run(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
     groups = groups_of(case, config, vocabulary, policy.stop_ids[0], policy.routers)
     learned = learn(context, groups, step=1)
     assert learned is not None
-    return {"gradients": optimizer.gradients, **_values(learned)}
+    return {"gradients": optimizer.gradients, "finite": torch.tensor(optimizer.finite), **_values(learned)}
 
 
 def _values(learned: LearnResult) -> dict[str, Any]:
@@ -258,7 +267,7 @@ def main() -> None:
     if context > 1:
         ranks = replace(ranks, context=join_context(ranks, context, deadline_s=300))
     for name in sys.argv[5:]:
-        torch.save(run(CASES[name], ranks, folder), folder / f"{name}-{count}-{context}-{rank}.pt")
+        torch.save(run((CASES | BROKEN)[name], ranks, folder), folder / f"{name}-{count}-{context}-{rank}.pt")
     if count > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ends import same_end
-from forked_ranks import agree, finished, patch, resume, train
+from forked_ranks import agree, finished, patch, resume, spawned, train, write_recipe
 from tiny_runs import tiny_config
 
 from gspo.config import Config, ModelConfig
@@ -30,13 +30,15 @@ class Case:
     """Whether only the first step is compared, and not to every digit: in 16 bits the order in which gradients are
     added up rounds weights to other values."""
     rolled_back: bool = False
+    spawned: bool = False
+    """Whether its processes are new ones."""
 
 
 CASES = {
     "KL to a stored reference": Case(("objective.name=grpo",)),
     "LoRA": Case(LORA),
     "LoRA with a KL reference": Case((*LORA, "objective.name=grpo")),
-    "QLoRA": Case((*LORA, "model.quantize=nf4", "model.dtype=bfloat16"), rough=True),
+    "QLoRA": Case((*LORA, "model.quantize=nf4", "model.dtype=bfloat16"), rough=True, spawned=True),
     "bfloat16": Case(("model.dtype=bfloat16",), rough=True),
     "float16": Case(("model.dtype=float16",), rough=True),
     "mixture of experts": Case(("model.build=tiny_moe",)),
@@ -64,15 +66,21 @@ def test_two_ranks_agree_with_one_process_and_resume(name: str, tmp_path: Path) 
     case = CASES[name]
     hook = repetitive_batches if case.rolled_back else lambda rank: None
     one, two = (config_of(case, tmp_path, run_dir) for run_dir in ("one", "two"))
-    finished(train(one, 1, hook))
-    finished(train(two, 2, hook))
+    for config, count in ((one, 1), (two, 2)):
+        if case.spawned:
+            spawned(["train", str(write_recipe(config)), "--nproc", str(count)])
+        else:
+            finished(train(config, count, hook))
     agree(Path(one.run_dir), Path(two.run_dir), **({"tolerance": 5e-3, "only": ROUGH, "last": 1} if case.rough else {}))
     assert len(read_rollbacks(Path(two.run_dir))) == case.rolled_back
     cut = tmp_path / "cut"
     shutil.copytree(two.run_dir, cut)
     last = checkpoint.saved(cut / "checkpoints")[-1]
     shutil.rmtree(last)
-    finished(resume(cut, 2, hook, more=["--trust-run"]))
+    if case.spawned:
+        spawned(["train", "--resume", str(cut), "--trust-run", "--nproc", "2"])
+    else:
+        finished(resume(cut, 2, hook, more=["--trust-run"]))
     same_end(cut, Path(two.run_dir))
 
 
