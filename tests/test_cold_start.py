@@ -60,11 +60,11 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> list[TokenSequence]:
     """The demonstrations that fine-tuning gets, without training on them."""
     seen: list[TokenSequence] = []
 
-    def record(policy: Any, optimizer: Any, sequences: list[TokenSequence]) -> float:
+    def record(self: Any, sequences: list[TokenSequence]) -> float:
         seen.extend(sequences)
         return 0.0
 
-    monkeypatch.setattr(sft, "_train_step", record)
+    monkeypatch.setattr(sft.FineTuner, "step", record)
     return seen
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from ends import run_of
+from tiny_runs import REWARD
 
 from gspo import trust
 from gspo.cli import main
@@ -48,8 +49,7 @@ def untrusted(
         _trained_runs.append(shutil.copytree(run_of(config), tmp_path_factory.mktemp("trained") / "run"))
         shutil.rmtree(run_of(config))
     run = shutil.copytree(_trained_runs[0], tmp_path / "unpacked")
-    text = (tmp_path / "lengths.py").read_text()
-    (run / "reward.py").write_text(f"import os\nos.makedirs({str(tmp_path / 'canary')!r}, exist_ok=True)\n{text}")
+    (run / "reward.py").write_text(f"import os\nos.makedirs({str(tmp_path / 'canary')!r}, exist_ok=True)\n{REWARD}")
     settings = (run / "config.toml").read_text().splitlines()
     settings = [f'functions = ["{run}/reward.py:shorter"]' if s.startswith("functions =") else s for s in settings]
     (run / "config.toml").write_text("\n".join(settings) + "\n")

@@ -26,7 +26,7 @@ from gspo.config import Config, to_toml
 from gspo.record.run_dir import read_metrics
 
 Hook = Callable[[int], None]
-SETTINGS = ("steps=4", "ranks.timeout_s=6")
+SETTINGS = ("steps=4", "ranks.timeout_s=60")
 """Settings of the runs that are compared with an undisturbed one."""
 LIMIT_S = 120.0
 """On any machine a run of a few steps has ended by then, and a deadline of a few seconds has passed."""
