@@ -230,6 +230,7 @@ def test_a_replay_is_exact_on_both_sides_of_a_rollback(step: int, rolled_back: P
     assert result.exact
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant_of_a_rollback_leaves_a_run_that_resumes_exactly(
     tiny: Callable[..., Config], tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

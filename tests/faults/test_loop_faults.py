@@ -99,7 +99,11 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [*((phase, number) for phase in PHASES for number in (signal.SIGTERM, signal.SIGINT)), ("reward", signal.SIGUSR1)],
+    [
+        *((phase, signal.SIGTERM) for phase in PHASES),
+        *(pytest.param(phase, signal.SIGINT, marks=pytest.mark.slow) for phase in PHASES),
+        ("reward", signal.SIGUSR1),
+    ],
 )
 def test_f7_a_signal_in_any_phase_saves_and_exits_soon_and_the_run_resumes_bitwise(
     phase: str,
@@ -472,7 +476,7 @@ def starve(
     return shots
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, pytest.param(RuntimeError, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "old log-probs"])
 def test_f22_a_micro_batch_that_does_not_fit_is_halved_with_the_same_result(
     training: bool,

@@ -152,7 +152,11 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"blocks": 10, "slots": 12}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in ({"slots": 3}, {"blocks": 10, "slots": 12}))],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CONTROLS)
 def test_controls_act_as_in_plain_decoding(model: Any, name: str, options: dict[str, int]) -> None:
     sampling = Sampling(max_tokens=60, **CONTROLS[name])
