@@ -16,6 +16,8 @@ from torch import Tensor
 
 from gspo.learner.forward import plan_logprobs
 
+pytestmark = pytest.mark.slow  # whole runs in several processes
+
 EXACT = [name for name, case in CASES.items() if case.dtype == torch.float32]
 Saved = Callable[..., dict[str, Any]]
 

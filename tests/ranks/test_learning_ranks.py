@@ -33,9 +33,8 @@ FAST = {
         "moe replay",
         "moe balance",
     ),
-    (2, 2): ("gspo", "clip_cov", "padded", "moe balance"),
 }
-"""Cases of the fast tests by layout. The slow tests have all, also on four ranks."""
+"""Cases of the fast tests by layout. The slow tests have all, also on four ranks and with context parallelism."""
 FAST[2, 1] = FAST[1, 1]
 
 

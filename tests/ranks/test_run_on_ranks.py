@@ -16,6 +16,8 @@ import pytest
 from gspo.record.metric_definitions import TIMINGS
 from gspo.view.run_reader import RunReader
 
+pytestmark = pytest.mark.slow  # whole runs in several processes
+
 RECIPE = """\
 name = "ranks"
 steps = 2

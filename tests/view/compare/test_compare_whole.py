@@ -197,6 +197,8 @@ from gspo.view.compare.plan import shared_config, start_job
 from gspo.config import recipe_dir
 from gspo.signals import StopRequest
 
+pytestmark = pytest.mark.slow  # whole runs in several processes
+
 shared = shared_config(recipe_dir() / "demo.toml", [])
 with StopRequest(print) as stop:
     jobs = [start_job(Path(sys.argv[1]), shared, seed) for seed in (0, 1, 2)]
