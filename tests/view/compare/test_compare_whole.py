@@ -24,6 +24,7 @@ from gspo.cli import main
 from gspo.record.run_dir import read_jsonl
 from gspo.view.compare import launch
 
+pytestmark = pytest.mark.slow  # whole runs in several processes
 ARMS = "grpo,gspo+replay"
 RUNS = [f"{arm}-seed-{seed}" for arm in ARMS.split(",") for seed in (0, 1)]
 STEPS = 6
@@ -196,8 +197,6 @@ from gspo.view.compare.launch import run_jobs
 from gspo.view.compare.plan import shared_config, start_job
 from gspo.config import recipe_dir
 from gspo.signals import StopRequest
-
-pytestmark = pytest.mark.slow  # whole runs in several processes
 
 shared = shared_config(recipe_dir() / "demo.toml", [])
 with StopRequest(print) as stop:
