@@ -33,6 +33,9 @@ if "GSPO_TESTS_OFFSET" in os.environ:
 
 
 LONGEST = (
+    "test_learning_ranks.py",
+    "test_rank_variants.py",
+    "test_rank_faults.py",
     "test_paged.py",
     "test_paged_families.py",
     "test_sandbox_clock.py",
