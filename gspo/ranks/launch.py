@@ -23,6 +23,8 @@ from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, world_size
 
 GRACE_S = 10.0
 """Seconds that the others get to end after the leader has."""
+UNNOTICED_S = 120.0
+"""Seconds that the leader gets to notice that another rank has failed. It waits longer for one that never joined."""
 
 
 def check_count(count: int) -> None:
@@ -79,9 +81,15 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     leader, *followers = ranks
+    failed_at: float | None = None
     while leader.poll() is None:
         if any(follower.poll() == LEADER_SILENT for follower in followers):
             _report("does not respond (ranks.timeout_s)")
+            return 1
+        failed = [rank for rank, follower in enumerate(followers, start=1) if follower.poll()]
+        failed_at = failed_at or (time.monotonic() if failed else None)
+        if failed_at is not None and time.monotonic() > failed_at + UNNOTICED_S:
+            print(f"gspo: rank {failed[0]} failed, and rank 0 still waits for it; the run was ended", file=sys.stderr)
             return 1
         time.sleep(0.05)
     for follower in followers:

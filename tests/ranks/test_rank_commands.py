@@ -18,6 +18,7 @@ from processes import descendants, is_running
 from tiny_runs import tiny_config
 
 from gspo.cli import main
+from gspo.ranks import launch
 from gspo.record.run_dir import read_jsonl
 
 Golden = Callable[[int], Path]
@@ -223,3 +224,17 @@ def test_torchrun_starts_stops_and_resumes_a_run(
     resumed = launched(*torchrun, "--resume", str(run))
     assert resumed.wait() == 0, resumed.text
     same_end(run, golden(2))
+
+
+def test_a_rank_that_fails_before_it_joins_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The leader would wait for it until `ranks.timeout_s` is over."""
+    monkeypatch.setattr(launch, "UNNOTICED_S", 0.2)
+    program = "import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' else sys.exit(3)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        launch.subprocess, "Popen", lambda command, **options: popen([command[0], "-c", program], **options)
+    )
+    assert launch.launch(2, ["train"]) == 1
+    assert "gspo: rank 1 failed, and rank 0 still waits for it" in capfd.readouterr().err

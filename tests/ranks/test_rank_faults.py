@@ -273,7 +273,7 @@ def wait_for_steps(ranks: ForkedRanks, run: Path, count: int) -> None:
 @pytest.mark.slow
 def test_f26_ranks_killed_at_twenty_random_instants(tmp_path: Path) -> None:
     # More steps than twenty starts can do before they are killed.
-    settings = ("steps=90", "eval.every=7", "checkpoint.every=2", "checkpoint.keep=2", "ranks.timeout_s=60")
+    settings = ("steps=90", "eval.every=7", "checkpoint.every=2", "checkpoint.keep=2", "ranks.timeout_s=20")
     whole = tiny_config(tmp_path, *settings, run_dir="whole")
     cut = tiny_config(tmp_path, *settings, run_dir="cut")
     finished(train(whole))
