@@ -74,7 +74,7 @@ def _run(folder: Path, count: int, context: int, cases: Sequence[str]) -> None:
 def _layouts() -> pytest.MarkDecorator:
     """Cases and layouts (ranks x context_parallel)."""
     plain = [(name, (count, 1)) for name in CASES for count in (2, 4)]
-    divided = [(name, layout) for name in CONTEXT_CASES for layout in ((2, 2), (4, 2), (4, 4))]
+    divided = [(name, layout) for name in CONTEXT_CASES for layout in ((2, 2), (4, 2))]
     params = [
         pytest.param(
             name,
