@@ -21,6 +21,7 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, world_size
 
+CONTINUE = "continue with: gspo train --resume RUN"
 GRACE_S = 10.0
 """Seconds that the others get to end after the leader has."""
 UNNOTICED_S = 120.0
@@ -89,7 +90,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [rank for rank, follower in enumerate(followers, start=1) if follower.poll()]
         failed_at = failed_at or (time.monotonic() if failed else None)
         if failed_at is not None and time.monotonic() > failed_at + UNNOTICED_S:
-            print(f"gspo: rank {failed[0]} failed, and rank 0 still waits for it; the run was ended", file=sys.stderr)
+            print(f"gspo: rank {failed[0]} failed, and rank 0 still waits for it; {CONTINUE}", file=sys.stderr)
             return 1
         time.sleep(0.05)
     for follower in followers:
@@ -108,7 +109,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _report(what: str) -> None:
     """Print what has happened to the leader, which cannot do it."""
-    print(f"gspo: rank 0, which leads the run, {what}; continue with: gspo train --resume RUN", file=sys.stderr)
+    print(f"gspo: rank 0, which leads the run, {what}; {CONTINUE}", file=sys.stderr)
 
 
 def _end_with_launcher() -> None:
