@@ -7,6 +7,7 @@ library, so that a command can ask before it loads anything.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 
 from gspo.errors import ConfigError
@@ -16,6 +17,13 @@ LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
 LEADER_SILENT = 75
 """Exit code of a follower whose leader is frozen. The launcher then ends the leader."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that is currently free."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:

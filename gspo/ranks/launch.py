@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, world_size
+from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, free_port, world_size
 
 CONTINUE = "continue with: gspo train --resume RUN"
 GRACE_S = 10.0
@@ -47,7 +46,7 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         LAUNCHED: str(count),
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -128,10 +127,3 @@ def _without_nproc(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = argument == "--nproc"
     return kept
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 import gspo.model.load
 from gspo.cli import main
 from gspo.config import Config, to_toml
+from gspo.ranks.environment import free_port
 from gspo.record.run_dir import read_metrics
 
 Hook = Callable[[int], None]
@@ -47,7 +47,7 @@ class ForkedRanks:
         self.folder = folder
         self.codes: dict[int, int] = {}
         """Exit codes of the ranks that have ended; minus the signal that killed one."""
-        port = port or _free_port()
+        port = port or free_port()
         self.pids = [self._fork(rank, count, port, arguments, hook) for rank in range(count)]
 
     def _fork(self, rank: int, count: int, port: int, arguments: Sequence[str], hook: Hook) -> int:
@@ -149,13 +149,6 @@ def finished(ranks: ForkedRanks) -> ForkedRanks:
     codes = ranks.wait()
     assert codes == [0] * len(codes), f"{codes}\n{ranks.output(0)[-3000:]}\n{ranks.output(1)[-3000:]}"
     return ranks
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from gspo.errors import ConfigError, EngineError
+from gspo.ranks.environment import free_port
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 
@@ -68,13 +68,6 @@ def environment(token: str) -> dict[str, str]:
         env.setdefault(name, value)
     # vLLM offers the paths that change weights and adapters only with these.
     return env | {TOKEN: token, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:

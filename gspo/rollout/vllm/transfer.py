@@ -20,10 +20,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from gspo.errors import WeightSyncError
+from gspo.ranks.environment import free_port
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.launch_server import free_port
 from gspo.rollout.vllm.transfer_folder import transfer_folder
 from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
 
