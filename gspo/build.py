@@ -209,10 +209,10 @@ def optimizer_for(config: Config, policy: Policy) -> Optimizer:
     return Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches)
 
 
-def engine_for(config: Config, policy: Policy) -> Engine:
+def engine_for(config: Config, policy: Policy, ranks: Ranks = ONE) -> Engine:
     """The engine that samples from a policy."""
     context = EngineContext(
-        model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers
+        model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers, ranks=ranks
     )
     controls_for(context, config.rollout.sampling)  # settings that the tokenizer refuses, before vLLM starts
     return build_engine(config.rollout.engine, context, config.rollout.engine_options)
@@ -239,6 +239,7 @@ def build_run(
         ranks.watch.run = run
     with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
         learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
+    assert engine is not None  # the leader has one
     stack.callback(engine.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
@@ -247,7 +248,7 @@ def build_run(
         **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        engine=DataParallelEngine(engine, learner.policy.model, ranks) if ranks.several else engine,
+        engine=DataParallelEngine(engine, learner.policy.model, ranks) if _on_every_rank(config, ranks) else engine,
         rewards=rewards,
         adaptive_clip=run_adaptive_clip(config)[0],
     )
@@ -255,13 +256,13 @@ def build_run(
 
 def build_learner(
     config: Config, objective: Objective, tokenizer: Any, *, run: Path, checkpoint: Path | None, ranks: Ranks = ONE
-) -> tuple[LearnContext, Engine]:
-    """What every rank has: the components that `learn` needs, and an engine."""
+) -> tuple[LearnContext, Engine | None]:
+    """What every rank has: the components that `learn` needs, and an engine, if it samples."""
     policy = policy_for(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint)
     )
     # Before the model is sharded: an engine may try forwards of its own.
-    engine = engine_for(config, policy)
+    engine = engine_for(config, policy, ranks) if ranks.leads or _on_every_rank(config, ranks) else None
     if ranks.several:
         check_device(policy.device, ranks)
         if config.learner.context_parallel > 1:
@@ -280,13 +281,18 @@ def build_learner(
     return learner, engine
 
 
+def _on_every_rank(config: Config, ranks: Ranks) -> bool:
+    """Whether there are several ranks and each has an engine."""
+    return ranks.several and engine_traits(config.rollout.engine).data_parallel
+
+
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings that do not work on this number of ranks."""
     engine = config.rollout.engine
-    if ranks.several and not engine_traits(engine).data_parallel:
+    if ranks.several and engine not in (able := _engines_of_ranks()):
         raise ConfigError(
-            f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks yet; use "
-            f"{' or '.join(name for name in engine_names() if engine_traits(name).data_parallel)}, or a single process"
+            f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks; use {' or '.join(able)}, or a single "
+            "process"
         )
     context = config.learner.context_parallel
     if ranks.count % context:
@@ -299,6 +305,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
             'model.compile: compiled layers cannot exchange tokens with other ranks; set it to "off", or '
             "learner.context_parallel = 1"
         )
+
+
+def _engines_of_ranks() -> list[str]:
+    """The engines that work on several ranks."""
+    traits = {name: engine_traits(name) for name in engine_names()}
+    return [name for name, known in traits.items() if known.data_parallel or known.on_leader]
 
 
 def check_routes(config: Config, engine: Engine) -> None:

@@ -34,6 +34,8 @@ from gspo.ranks.output import FollowerOutput
 from gspo.ranks.usage import exchange_usage
 from gspo.rollout.data_parallel import sample_share
 from gspo.rollout.engine import Engine
+from gspo.rollout.vllm.policy import logprobs, whole_tensors
+from gspo.rollout.vllm.weights import Part
 from gspo.step import learn
 from gspo.types import Group, Prompt, Sampling
 
@@ -51,7 +53,7 @@ class Follower:
     """A rank that does what the leader does, with its own part of the weights."""
 
     context: LearnContext
-    engine: Engine
+    engine: Engine | None
 
     def __init__(self, ranks: Ranks, output: FollowerOutput) -> None:
         self._ranks = ranks
@@ -120,7 +122,15 @@ class Follower:
             "version": version,
             "routes": routes,
         }
+        assert self.engine is not None
         sample_share(self.engine, self.context.policy.model, self._ranks, call=call, prompts=prompts, options=options)
+
+    def send_weights(self, part: Part) -> None:
+        for _ in whole_tensors(self.context.policy.model, part):
+            pass
+
+    def score(self, sequences: list[TokenSequence], temperature: float) -> None:
+        logprobs(self.context.policy.model, sequences, temperature)
 
     def learn(self, groups: list[Group], step: int, clip: ClipRange) -> None:
         objective = clip.apply(self.context.objective, self._adaptive_clip)

@@ -66,9 +66,21 @@ def gathered(model: Any) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
+def reshard(model: Any) -> None:
+    """Free the embeddings and the LM head, which stay gathered after a forward for the loss and the backward pass, if
+    there is none."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds a part of the tensor."""
     return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:

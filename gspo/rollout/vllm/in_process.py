@@ -1,6 +1,6 @@
 """vLLM in the learner's own process: weights are passed by reference, a LoRA adapter as an adapter.
 
-In: the learner's model, for its shape. Out: a `Host`. Invariant: vLLM starts with dummy weights and samples only with
+In: the learner's policy. Out: a `Host`. Invariant: vLLM starts with dummy weights and samples only with
 weights that `sync` gave it.
 """
 
@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.model.adapter import layers as adapted_layers
+from gspo.model.sharding import module_class
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import pack_experts, vllm_returns_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
 from gspo.rollout.vllm.launch_server import EXTENSION
-from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
+from gspo.rollout.vllm.policy import LearnerPolicy, Pairs
+from gspo.rollout.vllm.weights import Part, digest
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
@@ -71,7 +72,7 @@ def write_shape(model: Any, folder: Path) -> None:
     """Write the model's config, which is all that vLLM needs to build the model with dummy weights."""
     config = copy.deepcopy(model.config)
     # A model that was built from a config does not name its class.
-    config.architectures = [type(model).__name__]
+    config.architectures = [module_class(model).__name__]
     config.save_pretrained(folder)
 
 
@@ -132,22 +133,22 @@ class InProcessHost:
     def label(self) -> str | None:
         return self._label
 
-    def sync(self, model: Any, label: str, check: Check) -> None:
+    def sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
         with self._lock:
-            self._sync(model, label, check)
+            self._sync(policy, label, check)
 
-    def _sync(self, model: Any, label: str, check: Check) -> None:
+    def _sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
         self._label = None
         if self.adapters:
-            base = fingerprint(model, adapters=False)
+            base = policy.fingerprint(adapters=False)
             held = self._base
             self._base = None  # if the update fails, the next one sends the base weights again
             self._unload_adapters()
             if base != held:
-                self._send(list(named_weights(model, merge=False)), f"{label} without its adapter")
-            self._load_adapter(model, label)
+                self._send(policy, Part.BASE, f"{label} without its adapter")
+            self._load_adapter(policy, label)
         else:
-            self._send(list(named_weights(model)), label)
+            self._send(policy, Part.MERGED, label)
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         check(lambda requests: self.generate(requests, routes=False))
         self._label = label
@@ -159,32 +160,37 @@ class InProcessHost:
         for number in self.llm.llm_engine.list_loras():
             self.llm.llm_engine.remove_lora(number)
 
-    def _load_adapter(self, model: Any, label: str) -> None:
+    def _load_adapter(self, policy: LearnerPolicy, label: str) -> None:
         """Load the adapter. The digest is taken from the buffers that vLLM's kernels read."""
         from vllm.lora.request import LoRARequest
 
+        model, weights = policy.model, policy.adapter()
         number = next(self._numbers)
-        with adapter.temporary_folder(model) as folder:
+        with adapter.temporary_folder(model, weights) as folder:
             request = LoRARequest(lora_name=label, lora_int_id=number, lora_path=folder)
             self.llm.llm_engine.add_lora(request)
         if self.llm.llm_engine.list_loras() != {number}:
             raise WeightSyncError("engine 'vllm': the learner's adapter is not the only one in vLLM")
-        if self._rpc("gspo_adapter", number, adapter.lora_rank(model)) != digest(adapter.kernel_weights(model)):
+        if self._rpc("gspo_adapter", number, adapter.lora_rank(model)) != digest(
+            adapter.kernel_weights(model, weights)
+        ):
             raise WeightSyncError("engine 'vllm': the adapter that arrived in vLLM differs from the learner's")
         self._request = request
 
-    def _send(self, pairs: list[tuple[str, Tensor]], label: str) -> None:
+    def _send(self, policy: LearnerPolicy, part: Part, label: str) -> None:
         from gspo.rollout.vllm.worker import OFFERED
 
-        OFFERED[label] = pairs
-        try:
-            self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"handed": label}})
-            self.llm.finish_weight_update(label)
-        finally:
-            del OFFERED[label]
-        received = self._rpc("gspo_received")
-        if received != digest(pairs):
+        def hand(pairs: Pairs) -> None:
+            OFFERED[label] = pairs
+            try:
+                self.llm.start_weight_update()
+                self.llm.update_weights({"update_info": {"handed": label}})
+                self.llm.finish_weight_update(label)
+            finally:
+                del OFFERED[label]
+
+        sent = policy.send(part, hand)
+        if self._rpc("gspo_received") != sent:
             raise WeightSyncError("engine 'vllm': the weights that arrived in vLLM differ from the learner's")
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[RequestOutput]:
