@@ -23,7 +23,8 @@ from gspo.errors import ConfigError
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
-from gspo.model.load import Policy, load_policy, load_tokenizer
+from gspo.model.load import Policy, device_of, load_policy, load_tokenizer
+from gspo.model.partial import whole
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
@@ -198,10 +199,12 @@ def run_tokenizer(config: Config, checkpoint: Path | None) -> Any:
     return tokenizer_for(config, config.model if checkpoint is None else saved_model(config.model, checkpoint))
 
 
-def policy_for(config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True) -> Policy:
+def policy_for(
+    config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True, ranks: Ranks = ONE
+) -> Policy:
     """The config's model on its device, or `model` in its place. Sampling alone does not need its `routers`."""
     routing = config.routing if routers else None
-    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing)
+    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing, ranks=ranks)
 
 
 def optimizer_for(config: Config, policy: Policy) -> Optimizer:
@@ -258,13 +261,16 @@ def build_learner(
     config: Config, objective: Objective, tokenizer: Any, *, run: Path, checkpoint: Path | None, ranks: Ranks = ONE
 ) -> tuple[LearnContext, Engine | None]:
     """What every rank has: the components that `learn` needs, and an engine, if it samples."""
+    check_device(device_of(config.model.device), ranks)
     policy = policy_for(
-        config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint)
+        config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
-    # Before the model is sharded: an engine may try forwards of its own.
-    engine = engine_for(config, policy, ranks) if ranks.leads or _on_every_rank(config, ranks) else None
+    engine = None
+    if not ranks.several or _on_every_rank(config, ranks):
+        # Before the model is sharded, because an engine may try forwards of its own.
+        with whole(policy.model):
+            engine = engine_for(config, policy, ranks)
     if ranks.several:
-        check_device(policy.device, ranks)
         if config.learner.context_parallel > 1:
             context = join_context(ranks, config.learner.context_parallel, config.ranks.timeout_s)
             check_context_parallel(policy.model, context)
@@ -278,6 +284,9 @@ def build_learner(
         optimizer=optimizer_for(config, policy),
         ranks=ranks,
     )
+    if engine is None and ranks.leads:
+        # The others wait for commands, so this engine must not run the model.
+        engine = engine_for(config, policy, ranks)
     return learner, engine
 
 
@@ -382,7 +391,7 @@ def load_reference(run: Path, config: Config, objective: Objective, policy: Poli
     model = saved_model(config.model, saved) if saved.is_dir() else config.model
     # The reference has no backward pass, so checkpointing its activations would save nothing.
     model = dataclasses.replace(model, gradient_checkpointing=False)
-    reference = load_policy(model, load_tokenizer(model), seed=0).model.requires_grad_(False)
+    reference = load_policy(model, load_tokenizer(model), seed=0, ranks=ranks).model.requires_grad_(False)
     if ranks.several:
         shard(reference, ranks.count)
     return reference

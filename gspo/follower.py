@@ -168,4 +168,4 @@ class Follower:
         self.context.optimizer.config = replace(learner, learning_rate=learner.learning_rate * factor)
 
     def reload_weights(self, path: str) -> None:
-        reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
+        reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)), self._ranks)

@@ -161,6 +161,17 @@ class Ranks:
         """The maximum over all ranks."""
         return self._reduced(own, "MAX")
 
+    def gather(self, own: Tensor) -> Tensor:
+        """The tensors of all ranks, which are equally long, one after the other."""
+        if not self.several:
+            return own
+        import torch.distributed as dist
+
+        everything = own.new_empty(self.count * len(own))
+        with self.peers_answer():
+            dist.all_gather_into_tensor(everything, own)
+        return everything
+
     def _from(self, source: int) -> bytes:
         import torch.distributed as dist
 

@@ -68,7 +68,9 @@ def use_receiving_vllm(rank: int, folder: Path) -> None:
     whole = WholeTensors()
     patch(weights, "full", whole.counted)
     patch(
-        vllm, "build", lambda original: lambda context, **options: vllm.VllmEngine(context, ReceivingVllm(context, file))
+        vllm,
+        "build",
+        lambda original: lambda context, **options: vllm.VllmEngine(context, ReceivingVllm(context, file)),
     )
 
     def counted(original: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo.model import adapter
-from gspo.model.routing import find_routers
+from gspo.model.routing import says_it_routes
 from gspo.model.sharding import module_class
 from gspo.rollout.vllm.transfer_folder import transfer_folder
 
@@ -53,7 +53,7 @@ def obstacle_to_adapter(model: Any, settings: Mapping[str, Any]) -> str:
         return "vLLM supports no adapters whose rank or scale differs by layer"
     if model.device.type == "cuda" and model.dtype == torch.float32:
         return "vLLM's LoRA kernels on GPUs compute in 16 bits, not in float32"
-    if model.device.type == "cpu" and find_routers(model) is not None:
+    if model.device.type == "cpu" and says_it_routes(model):
         return "with LoRA enabled, vLLM's MoE kernel needs a GPU (Triton), whichever layers have adapters"
     if settings.get("tensor_parallel_size", 1) != 1:
         return "with tensor_parallel_size above 1, the transfer of an adapter cannot be verified"

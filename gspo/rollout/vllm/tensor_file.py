@@ -47,7 +47,7 @@ def write_tensors(
         out.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in pairs:
             out.seek(8 + len(text) + offsets[name][0])
-            out.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            out.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _offsets(shapes: Sequence[tuple[str, torch.dtype, torch.Size]]) -> dict[str, tuple[int, int]]:
