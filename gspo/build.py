@@ -9,10 +9,12 @@ anything expensive starts.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gspo.config import Config, ModelConfig, RolloutConfig, to_toml
 from gspo.context import LearnContext, RunContext
@@ -20,9 +22,11 @@ from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
+from gspo.learner.checkpoint import size_of as checkpoint_size
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
+from gspo.model.free_memory import free_memory
 from gspo.model.load import Policy, device_of, load_policy, load_tokenizer
 from gspo.model.partial import whole
 from gspo.model.sharding import shard
@@ -31,6 +35,7 @@ from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
 from gspo.ranks.context import join_context
+from gspo.ranks.environment import local_ranks
 from gspo.ranks.group import ONE, Ranks
 from gspo.ranks.start import check_device
 from gspo.reward.reward import RewardPool
@@ -38,6 +43,8 @@ from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.data_parallel import DataParallelEngine
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
 
+ROOM = 0.5
+"""The share of the free memory of a rank that whole weights may take while it samples. The KV cache needs some, too."""
 REWARD_CACHE = "reward_cache"
 """The folder of a run directory with the scores of models and endpoints."""
 
@@ -243,6 +250,8 @@ def build_run(
     with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
         learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
     assert engine is not None  # the leader has one
+    if _on_every_rank(config, ranks):
+        engine = DataParallelEngine(engine, learner.policy.model, learner.ranks)
     stack.callback(engine.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
@@ -251,7 +260,7 @@ def build_run(
         **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        engine=DataParallelEngine(engine, learner.policy.model, ranks) if _on_every_rank(config, ranks) else engine,
+        engine=engine,
         rewards=rewards,
         adaptive_clip=run_adaptive_clip(config)[0],
     )
@@ -265,10 +274,11 @@ def build_learner(
     policy = policy_for(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
+    ranks = dataclasses.replace(ranks, by_layer=samples_by_layer(config, policy, ranks))
     engine = None
     if not ranks.several or _on_every_rank(config, ranks):
         # Before the model is sharded, because an engine may try forwards of its own.
-        with whole(policy.model):
+        with nullcontext() if ranks.by_layer else whole(policy.model):
             engine = engine_for(config, policy, ranks)
     if ranks.several:
         if config.learner.context_parallel > 1:
@@ -288,6 +298,22 @@ def build_learner(
         # The others wait for commands, so this engine must not run the model.
         engine = engine_for(config, policy, ranks)
     return learner, engine
+
+
+def samples_by_layer(config: Config, policy: Policy, ranks: Ranks) -> bool:
+    """Whether the ranks gather the weights layer by layer while they sample; the same on all of them."""
+    choice, model = config.ranks.sampling_weights, policy.model
+    if not _on_every_rank(config, ranks) or choice == "whole":
+        return False
+    if choice == "layers":
+        return True
+    # On GPUs it was never tried, and it costs the CUDA graphs.
+    if policy.device.type == "cuda":
+        return False
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Masters and moments will take their memory at the first update.
+    free = free_memory(policy.device)[0] / local_ranks(ranks.count) - checkpoint_size(model) / ranks.count
+    return bool(ranks.max(torch.tensor(int(weights > ROOM * free))))
 
 
 def _on_every_rank(config: Config, ranks: Ranks) -> bool:

@@ -123,7 +123,8 @@ class Follower:
             "routes": routes,
         }
         assert self.engine is not None
-        sample_share(self.engine, self.context.policy.model, self._ranks, call=call, prompts=prompts, options=options)
+        ranks = self.context.ranks
+        sample_share(self.engine, self.context.policy.model, ranks, call=call, prompts=prompts, options=options)
 
     def send_weights(self, part: Part) -> None:
         for _ in whole_tensors(self.context.policy.model, part):

@@ -46,6 +46,9 @@ class Ranks:
     context: ContextGroup | None = None
     """The ranks that compute the same micro-batches as this one (`learner.context_parallel`); None if it computes its
     micro-batches alone."""
+    by_layer: bool = False
+    """Whether ranks gather the weights layer by layer while they sample, instead of all of them at once
+    (`ranks.sampling_weights`)."""
     clock: Clock = field(default_factory=Clock)
     """Seconds of this rank's own work, by what it was for (`ranks/usage.py`)."""
     _state: _State = field(default_factory=lambda: _State())

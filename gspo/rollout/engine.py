@@ -122,6 +122,11 @@ class EngineContext:
     ranks: Ranks = ONE
     """The processes that share the model."""
 
+    @property
+    def whole_weights(self) -> bool:
+        """Whether the weights are whole between two forwards of an engine, so that it may read or copy them."""
+        return not self.ranks.by_layer
+
     def texts(self, ids_B: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
         """Completions as text; with `special`, all of their tokens, as they are. A damaged tokenizer may load and
         encode, and raise or panic only here."""

@@ -1,5 +1,5 @@
-"""What a rank does that loads a model: it writes the weights after they were sharded, and the most bytes of them that it
-has held at the same time."""
+"""What a rank does that loads a model: it writes the weights after they were sharded, and the most bytes of them that
+it has held at the same time."""
 
 from __future__ import annotations
 

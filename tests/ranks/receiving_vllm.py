@@ -19,10 +19,10 @@ import gspo.follower
 import gspo.loop
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines import vllm
+from gspo.rollout.vllm import weights
 from gspo.rollout.vllm.host import Check
 from gspo.rollout.vllm.http import Fault
 from gspo.rollout.vllm.policy import LearnerPolicy
-from gspo.rollout.vllm import weights
 from gspo.rollout.vllm.weights import Part
 
 

@@ -88,7 +88,8 @@ class LocalEngine:
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.position_limit = position_limit(context.model)
-        self.paged = context.model.device.type == "cuda" and _can_page(context.model)
+        # The paged path copies weights for fused projections, and CUDA graphs need them at fixed addresses.
+        self.paged = context.model.device.type == "cuda" and context.whole_weights and _can_page(context.model)
         if not self.paged:
             _ = self.cached  # warn when the engine is built, not in the middle of a run
 

@@ -1,8 +1,9 @@
 """A policy's LoRA adapter, sent to vLLM as an adapter: the base weights are sent once, then only A and B.
 
-In: the learner's model with peft adapters, and their weights as whole tensors. Out: a folder in peft's format that vLLM
-reads, and the digest of what its kernels must hold afterwards. Invariant: if vLLM cannot apply the adapter as the learner does, `obstacle_to_adapter`
-says so before vLLM is built, and the adapter is merged into the weights that are sent.
+In: the learner's model with peft adapters, and their weights as whole tensors. Out: a folder in peft's format that
+vLLM reads, and the digest of what its kernels must hold afterwards. Invariant: if vLLM cannot apply the adapter as the
+learner does, `obstacle_to_adapter` says so before vLLM is built, and the adapter is merged into the weights that are
+sent.
 """
 
 from __future__ import annotations
