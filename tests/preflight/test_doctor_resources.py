@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.plan import make_plan
+from gspo.model import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.model.micro_batch import TokenSequence
-from gspo.model import free_memory
 from gspo.preflight import disk, machine, memory, model, ratio, sampling, step_time
 from gspo.preflight.context import Timings
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason

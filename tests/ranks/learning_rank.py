@@ -74,6 +74,7 @@ CASES = {
     "checkpointing": Case("gspo", {"model.gradient_checkpointing": "true"}),
     "minimum": Case("gspo", {"rollout.min_tokens": "3"}),
     "lora": Case("gspo", LORA),
+    "qlora": Case("gspo", LORA | {"model.quantize": "nf4"}),
     "lora kl": Case("grpo", LORA | {"objective.kl": "0.1"}),
     "moe": Case("gspo", MOE),
     "moe one update": Case("gspo", MOE | {"learner.mini_batches": "1"}),

@@ -1,4 +1,4 @@
-"""Engine `vllm` on several ranks: it runs on the leader and gets whole weights from shards, one tensor at a time."""
+"""Engine `vllm` on several ranks: the leader has it, and it gets whole weights from shards, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -51,11 +51,14 @@ def test_a_run_on_two_ranks_is_that_of_one_process(settings: tuple[str, ...], tm
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("lora", [False, True])
-def test_two_ranks_sample_with_a_real_server(lora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["dense", "lora"])
+@pytest.mark.parametrize("start", [0, 1], ids=["in process", "served"])
+def test_two_ranks_sample_with_the_real_vllm(start: int, lora: bool, tmp_path: Path) -> None:
     needs_vllm()
     settings = LORA if lora else ("model.build_options={head_dim = 32}", "learner.learning_rate=1e-2")
-    config = config_of(tmp_path, *settings, "rollout.engine_options={start = 1, check_s = 30.0}", run_dir="run")
+    config = config_of(
+        tmp_path, *settings, f"rollout.engine_options={{start = {start}, check_s = 30.0}}", run_dir="run"
+    )
     spawned(["train", str(write_recipe(config)), "--nproc", "2"])
     rows = [row for row in read_metrics(Path(config.run_dir)) if row["step"]]
     assert len(rows) == 3

@@ -86,11 +86,6 @@ def build(
     from gspo.rollout.vllm import connect
     from gspo.rollout.vllm.in_process import settings_for
 
-    if context.ranks.several and not servers and not start:
-        raise ConfigError(
-            f"rollout.engine_options: on {context.ranks.count} ranks vLLM cannot run in the process of rank 0, because "
-            "its process groups and those of the ranks are global; set start = 1, or servers"
-        )
     layers = () if context.routers is None else tuple(moe_layers(context.model, context.routers))
     experts = experts and bool(layers)
     for name in settings or {}:

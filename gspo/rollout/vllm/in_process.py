@@ -12,8 +12,8 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from gspo.rollout.vllm.launch_server import EXTENSION
 from gspo.rollout.vllm.policy import LearnerPolicy, Pairs
 from gspo.rollout.vllm.weights import Part, digest
 
+_KEPT: list[Any] = []
+"""What was closed without a shutdown."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
 
@@ -108,8 +110,12 @@ class InProcessHost:
         self.folder = tempfile.TemporaryDirectory(prefix="gspo-vllm-")
         write_shape(model, Path(self.folder.name))
         set_num_threads = torch.set_num_threads
+        own = settings_for(model, experts=experts, adapters=adapters)
+        self._with_ranks = torch.distributed.is_initialized()
+        """Whether this process has process groups that are not vLLM's."""
         try:
-            self.llm = vllm.LLM(self.folder.name, **settings_for(model, experts=experts, adapters=adapters), **settings)
+            with _own_process_groups() if self._with_ranks else nullcontext():
+                self.llm = vllm.LLM(self.folder.name, **own, **settings)
         finally:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a function that raises
         self.experts = experts
@@ -209,8 +215,12 @@ class InProcessHost:
 
     def close(self) -> None:
         if self.llm is not None:
-            with suppress(Exception):
-                self.llm.llm_engine.engine_core.shutdown()
+            if self._with_ranks:
+                # vLLM would destroy the process groups of the ranks with its own. This process ends with the run.
+                _KEPT.append(self.llm)
+            else:
+                with suppress(Exception):
+                    self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             InProcessHost.alive -= 1
             self.folder.cleanup()
@@ -232,6 +242,21 @@ class InProcessHost:
         texts = self._rpc("gspo_take_routes", [o.request_id for o in outputs])
         self._rpc("gspo_forget_routes")
         return [None if text is None else base64.b64decode(text) for text in texts]
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside, `torch.distributed` does not know the process groups of the ranks. vLLM then makes its own, of this
+    process alone, instead of waiting for the other ranks."""
+    # Torch has no public way to have a second world. `make test-vllm` runs this.
+    from torch.distributed import distributed_c10d
+
+    ranks = distributed_c10d._world
+    distributed_c10d._world = distributed_c10d._World()
+    try:
+        yield
+    finally:
+        distributed_c10d._world = ranks
 
 
 def _convert(done: Any, experts: bytes | None) -> RequestOutput:
