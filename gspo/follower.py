@@ -22,11 +22,12 @@ import orjson
 from gspo.build import build_learner, load_reference, run_adaptive_clip, run_objective, run_tokenizer, saved_model
 from gspo.config import from_tree
 from gspo.context import LearnContext
-from gspo.errors import GspoError, RankError
+from gspo.errors import GspoError, MemoryLimitError, RankError
 from gspo.learner import checkpoint
 from gspo.learner.sft import FineTuner
 from gspo.model.load import reload_weights
 from gspo.model.micro_batch import TokenSequence
+from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
@@ -82,6 +83,11 @@ class Follower:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._ranks.watch.report_failure(error)
             self._failed = True
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            # The leader waits for the rest of a collective, and reports this as the reason.
+            raise MemoryLimitError(f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens") from error
         return True
 
     # ---- commands

@@ -19,15 +19,15 @@ from gspo.ranks.group import Ranks
 
 SIZES = {"num_hidden_layers": 8, "tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
-    "dense": {"dtype": "bfloat16"},
-    "moe": {"gradient_checkpointing": True},
+    "moe": {"dtype": "bfloat16", "gradient_checkpointing": True},
     "lora": {"lora": LoraConfig(rank=2)},
 }
 
 
 def save_models(folder: Path) -> None:
     tokenizer = char_tokenizer("0123456789")
-    for name, build in {"dense": "tiny_dense", "moe": "tiny_moe", "lora": "tiny_dense", "other": "tiny_dense"}.items():
+    builds = {"moe": "tiny_moe", "lora": "tiny_dense", "another": "tiny_moe"}
+    for name, build in builds.items():
         config = ModelConfig(build=build, build_options=SIZES)
         build_model(config, tokenizer, seed=len(name)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -98,8 +98,8 @@ def load(name: str, ranks: Ranks, folder: Path) -> None:
     file = f"{name}-{ranks.count}-{ranks.rank}"
     torch.save(sizes | {"peak": alive.peak}, folder / f"{file}.pt")
     weights = {key: full(p.detach()).clone() for key, p in model.named_parameters()}
-    if name == "dense":
-        reload_weights(policy, replace(config, path=str(folder / "other")), ranks)
+    if name == "moe":  # as a rollback does
+        reload_weights(policy, replace(config, path=str(folder / "another")), ranks)
         weights |= {f"reloaded {key}": full(p.detach()).clone() for key, p in model.named_parameters()}
     save_file(weights, folder / f"{file}.safetensors")
 
