@@ -335,6 +335,10 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
             f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks; use {' or '.join(able)}, or a single "
             "process"
         )
+    if ranks.several and config.ranks.sampling_weights != "auto" and not _on_every_rank(config, ranks):
+        raise ConfigError(
+            f"ranks.sampling_weights: has no effect with engine {engine!r}, which has weights of its own; leave it out"
+        )
     context = config.learner.context_parallel
     if ranks.count % context:
         raise ConfigError(

@@ -14,6 +14,8 @@ from forked_ranks import agree, during_sampling, finished, own_signal, patch, re
 from tiny_runs import tiny_config
 
 import gspo.build
+from gspo.errors import ConfigError
+from gspo.ranks.group import ONE, Ranks
 from gspo.record.run_dir import read_events, read_jsonl
 from gspo.rollout import data_parallel
 from gspo.rollout.local.states import KVCacheState
@@ -68,6 +70,20 @@ def test_a_forward_that_fails_ends_the_run_with_a_reason(tmp_path: Path) -> None
     (line,) = [line for line in ranks.output().splitlines() if line.startswith("gspo: ")]
     assert "rank 1 failed: ForwardError: rank 1: a forward pass failed while it sampled" in line
     assert "lower rollout.engine_options.slots" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("ranks.sampling_weights=layers", r"ranks\.sampling_weights: has no effect with engine 'vllm'"),
+        ("rollout.engine=scripted", r"rollout\.engine: 'scripted' cannot sample on 2 ranks; use local or vllm"),
+    ],
+)
+def test_what_has_no_effect_or_does_not_work_is_refused(setting: str, message: str, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "rollout.engine=vllm", setting)
+    with pytest.raises(ConfigError, match=message):
+        gspo.build.check_ranks(config, Ranks(count=2))
+    gspo.build.check_ranks(config, ONE)
 
 
 def act_once(module: Any, action: Callable[[], None]) -> None:
