@@ -81,6 +81,11 @@ _ABANDONED = re.compile(r"(\.tmp-)?[0-9]{3,18}")
 """Directory names in `abandoned/`, also of an unfinished move."""
 
 
+def run_path(config: Config) -> Path:
+    """Where a new run is written."""
+    return Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
 class RunDir:
     """Owns a run directory while a trainer works in it."""
 
@@ -97,7 +102,7 @@ class RunDir:
     @classmethod
     def create(cls, config: Config) -> RunDir:
         """Create a directory. One that already holds a run is rejected, so nothing is overwritten."""
-        path = Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+        path = run_path(config)
         if (path / "config.toml").exists():
             raise ConfigError(
                 f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
