@@ -23,7 +23,7 @@ import gspo
 LAYERS = (
     {"errors", "types", "clock", "http_calls", "ranks", "redact", "reduction", "safe_files", "safe_output", "signals"},
     {"aliases", "config", "hub"},
-    {"data", "model", "objectives"},
+    {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"learner"},
     {"context"},

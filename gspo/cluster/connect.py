@@ -93,6 +93,9 @@ def joined(address: str, *, namespace: str, cpus: int = 0) -> Iterator[Any]:
                 f"--cluster: cannot use the cluster at {address}: {first:.300}; it needs the same versions of Python "
                 "and Ray, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
             ) from error
+    # The last log lines of a raylet that was killed, in every process: the errors of this package have the cause.
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
     try:
         yield ray
     finally:
@@ -126,8 +129,8 @@ def membership(environment: Mapping[str, str] = os.environ) -> dict[str, Any] | 
 def reason(error: BaseException) -> str:
     """Why an actor is gone, in a line. Ray puts it after the description of the actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if ":" not in line.split(" ")[0]]
-    return (" ".join(told) or type(error).__name__)[:400]
+    _, *told = [line for line in lines if ":" not in line.split(" ")[0]] or [""]
+    return (" ".join(told) or (lines or [type(error).__name__])[0])[:400]
 
 
 def schedule_in(ray: Any, group: Any, place: int) -> dict[str, Any]:
@@ -161,4 +164,3 @@ def _handlers_kept() -> Iterator[None]:
         with suppress(ValueError):  # not in the main thread, where nothing can have changed
             for number, handler in before:
                 signal.signal(number, handler)
-

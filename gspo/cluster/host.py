@@ -1,8 +1,7 @@
 """The actor that runs one process of a run on its node.
 
 In: a command, as JSON. Out: the output of the process, and how it ended, as JSON. Invariant: the process never outlives
-the actor, so it is gone once Ray says that the actor is. Output that is not taken is bounded, and the process never
-waits for it.
+the actor, nor the launcher that polls it. Output that is not taken is bounded, and the process never waits for it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ KEPT = 1 << 20
 """Bytes of output that are kept until they are taken."""
 POLL_S = 0.5
 """The longest that `poll` waits for something to report."""
+LEASE_S = 60.0
+"""Seconds after the last `poll` after which the process is killed: its launcher is gone, or cannot reach this node and
+may resume the run elsewhere."""
 LEFT_OPEN_S = 1.0
 """How long output is read after the process has ended: a child of it may hold the pipes open."""
 _EXEC = (
@@ -51,6 +53,7 @@ class ProcessHost:
         self._changed = threading.Condition()
         self._chunks: deque[tuple[str, bytes]] = deque()
         self._size = 0
+        self._polled = time.monotonic()
 
     def about(self) -> str:
         """The node, and a free port on it."""
@@ -62,6 +65,7 @@ class ProcessHost:
     def start(self, command: str) -> str:
         """Start `python -m gspo` with arguments, an environment and a folder. Returns an error, or nothing."""
         given = json.loads(command)
+        self._polled = time.monotonic()
         started = threading.Event()
         # The kernel watches the thread that has started the process, so it must live as long as that.
         threading.Thread(target=self._run, args=(given, started), name="placed process", daemon=True).start()
@@ -71,6 +75,7 @@ class ProcessHost:
     def poll(self) -> str:
         """New output as [stream, base64], and the exit code once the process has ended and its output is read."""
         with self._changed:
+            self._polled = time.monotonic()
             self._changed.wait_for(lambda: self._chunks or self._code is not None, timeout=POLL_S)
             chunks = [[stream, base64.b64encode(data).decode()] for stream, data in self._chunks]
             self._chunks.clear()
@@ -129,6 +134,8 @@ class ProcessHost:
                         self._add(key.data, data)
                     else:
                         selector.unregister(key.fileobj)
+                if time.monotonic() > self._polled + LEASE_S:
+                    process.kill()
                 if process.poll() is not None:
                     until = min(until, time.monotonic() + LEFT_OPEN_S)
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from gspo import __version__
 from gspo.cluster import connect
-from gspo.cluster.host import ProcessHost
+from gspo.cluster.host import LEASE_S, ProcessHost
 from gspo.cluster.plan import Placement, check_fits, described, plan, shrunk
 from gspo.config import Config
 from gspo.errors import ConfigError, RankError
@@ -59,6 +59,8 @@ class Order:
     cluster: str
     ranks: int
     restarts: int
+    idle: Callable[[Path], bool]
+    """Whether no process works in a run directory."""
 
     @property
     def arguments_again(self) -> Sequence[str]:
@@ -88,8 +90,18 @@ def launch_on_cluster(order: Order) -> int:
             if lost is None:
                 return code
             if attempt < order.restarts:
+                _await_idle(order)
                 _report(f"{lost}\nresuming the run (restart {attempt + 1} of {order.restarts})")
         raise RankError(f"{lost}\nthe run was restarted {order.restarts} times (--restarts){order.remedy}")
+
+
+def _await_idle(order: Order) -> None:
+    """A rank that cannot be reached ends by itself. Until then it may write into the run directory."""
+    until = time.monotonic() + LEASE_S + GRACE_S
+    while (order.run / "config.toml").exists() and not order.idle(order.run):
+        if time.monotonic() > until:
+            raise RankError(f"{order.run}: a rank that cannot be reached still works in it; end it{order.remedy}")
+        time.sleep(0.5)
 
 
 @contextmanager
@@ -168,9 +180,7 @@ class _Rank:
 class _Run:
     """One start of the run: its ranks, from their placement to their end."""
 
-    def __init__(
-        self, ray: Any, order: Order, placement: Placement, groups: Mapping[str, Any], *, again: bool
-    ) -> None:
+    def __init__(self, ray: Any, order: Order, placement: Placement, groups: Mapping[str, Any], *, again: bool) -> None:
         self._ray = ray
         self._order = order
         self._placement = placement
@@ -211,8 +221,10 @@ class _Run:
         table = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         ranks = []
-        # Ranks of a node follow each other, as those of a context group should.
-        for place in sorted(table, key=lambda place: (table[place], place)):
+        own = self._ray.get_runtime_context().get_node_id()
+        # The leader is on the node of this process if a rank is. Ranks of a node follow each other, as those of a
+        # context group should.
+        for place in sorted(table, key=lambda place: (table[place] != own, table[place], place)):
             actor = host.options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
@@ -361,7 +373,9 @@ class _Run:
             with suppress(OSError):
                 folder = self._order.run / "ranks"
                 folder.mkdir(exist_ok=True)
-                log = os.open(folder / f"{rank.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+                log = os.open(
+                    folder / f"{rank.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644
+                )
                 with open(log, "a", encoding="utf-8") as file:
                     file.write("".join(rank.log))
                 rank.log.clear()

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo import config
+from gspo.cluster.connect import membership
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
-from gspo.cluster.connect import membership
 from gspo.config import Config, RanksConfig
 from gspo.errors import ConfigError, GspoError, RankError
 from gspo.ranks.environment import LAUNCHED, RANK_LOST, is_follower, world_size
-from gspo.record.run_dir import run_path
+from gspo.record.run_dir import is_idle, run_path
 
 if TYPE_CHECKING:
     from gspo.trainer import Outcome
@@ -127,6 +127,7 @@ def _launch_on_cluster(options: argparse.Namespace, overrides: list[str]) -> int
             cluster=options.cluster,
             ranks=count,
             restarts=restarts,
+            idle=is_idle,
         )
     )
 

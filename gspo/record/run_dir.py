@@ -508,6 +508,15 @@ def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
         return DirectoryLock(path, folder, file, by_folder=by_folder)
 
 
+def is_idle(path: Path) -> bool:
+    """Whether no trainer works in a run directory."""
+    try:
+        lock(path, busy="in use", option="--run-dir").close()
+    except RunLockedError:
+        return False
+    return True
+
+
 def _locks_folders(folder: int) -> bool:
     """Try to lock the folder. False if the file system cannot lock folders (NFS)."""
     try:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from gspo.cluster import connect
@@ -180,11 +180,8 @@ class RewardPlaces:
         return self._actor.options(max_concurrency=CALLS, **options).remote(self._setup)
 
 
-@dataclass(kw_only=True)
-class PlacedSecondTry:
-    """A second try whose busy-looping process runs next to the worker."""
-
-    kept_waiting: bool = False
+class PlacedSecondTry(SecondTry):
+    """The second try of a call on another node, where its busy-looping process runs, too."""
 
     def __enter__(self) -> PlacedSecondTry:
         return self
@@ -228,7 +225,9 @@ class PlacedWorker:
             except WorkerLost as error:
                 self._moves += 1
                 if self._moves > MOVES:
-                    raise RewardError(f"reward.workers: a worker was moved {MOVES} times and lost again: {error}") from None
+                    raise RewardError(
+                        f"reward.workers: a worker was moved {MOVES} times and lost again: {error}"
+                    ) from None
                 continue
             self._raise_if_refused(loaded)
             for text in loaded["warnings"]:
@@ -242,7 +241,7 @@ class PlacedWorker:
         request: Mapping[str, Any],
         timeout_s: float,
         unwanted: Callable[[], bool] = lambda: False,
-        second: SecondTry | PlacedSecondTry | None = None,
+        second: SecondTry | None = None,
     ) -> list[dict[str, Any]]:
         """As `WorkerProcess.call`. Raises `WorkerLost` as well."""
         limit_s = timeout_s * (PATIENCE_ALONE if second else 1) + START_LIMIT_S
@@ -265,9 +264,9 @@ class PlacedWorker:
         answers: list[dict[str, Any]] = answer["answers"]
         return answers
 
-    def second_try(self, timeout_s: float) -> PlacedSecondTry:
+    def second_try(self, timeout_s: float) -> SecondTry:
         """For a call that may have been slow because of its machine."""
-        return PlacedSecondTry()
+        return PlacedSecondTry(timeout_s)
 
     def printed(self) -> str:
         """The tail of the functions' output in the last call."""

@@ -183,8 +183,9 @@ class WorkerProcess:
     ) -> list[dict[str, Any]]:
         """Send one request and return the answer to each of its calls.
 
-        When the deadline passes, a `second` try may give the call more time. After `WorkerDied` or `ScoringCancelled` the process is gone, but `printed` still works. After `WorkerHung` the caller
-        has to kill the process, which takes a while if it is not scheduled.
+        When the deadline passes, a `second` try may give the call more time. After `WorkerDied` or `ScoringCancelled`
+        the process is gone, but `printed` still works. After `WorkerHung` the caller has to kill the process, which
+        takes a while if it is not scheduled.
         """
         self._tail = b""
         before_s = self._processor_s()

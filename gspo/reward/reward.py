@@ -28,7 +28,7 @@ from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.function import RunFacts, Source, lacking, one_line
 from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
-from gspo.reward.places import PlacedSecondTry, PlacedWorker, RewardPlaces
+from gspo.reward.places import PlacedWorker, RewardPlaces
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerLost, WorkerOverMemory, WorkerProcess
 from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
@@ -403,7 +403,7 @@ class RewardPool:
             return True
         return False
 
-    def _attempt(self, worker: Worker, jobs: Sequence[Job], second: SecondTry | PlacedSecondTry | None) -> None:
+    def _attempt(self, worker: Worker, jobs: Sequence[Job], second: SecondTry | None) -> None:
         """Make calls of one function as one request. Only a service is ever sent more than one call at a time."""
         first = jobs[0]
         batch = first.batch
