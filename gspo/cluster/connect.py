@@ -67,7 +67,7 @@ def joined(address: str, *, namespace: str, cpus: int = 0) -> Iterator[Any]:
     check_address(address)
     address = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     options: dict[str, Any]
-    if address in (AUTO, "local"):
+    if address == AUTO:
         # In the environment, not in a file: the token is worth nothing once the cluster has ended.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         os.environ.pop("RAY_ADDRESS", None)

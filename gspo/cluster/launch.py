@@ -32,7 +32,7 @@ from gspo.errors import ConfigError, RankError
 from gspo.ranks.environment import CLUSTER, LAUNCHED, LEADER_SILENT, RANK_LOST
 
 PLACE_S = 120.0
-"""Seconds within which the processes of a run must be placed. Nodes that were lost are still listed for some of them."""
+"""Seconds within which the processes of a run must be placed. A node that was lost is listed for some of them."""
 TRY_S = 5.0
 """Seconds that one attempt to reserve resources may take before the nodes are counted again."""
 START_S = 120.0
@@ -84,9 +84,12 @@ def launch_on_cluster(order: Order) -> int:
         wanted = plan(order.config, order.ranks, connect.nodes(ray))
         check_fits(wanted, connect.nodes(ray))
         for attempt in range(order.restarts + 1):
-            with _placed(ray, wanted, order, f"{name}-{attempt}", again=attempt > 0) as (placement, groups):
-                with _Run(ray, order, placement, groups, again=attempt > 0) as run:
-                    code, lost = run.wait()
+            again = attempt > 0
+            with (
+                _placed(ray, wanted, order, f"{name}-{attempt}", again=again) as (placement, groups),
+                _Run(ray, order, placement, groups, again=again) as run,
+            ):
+                code, lost = run.wait()
             if lost is None:
                 return code
             if attempt < order.restarts:
@@ -210,8 +213,8 @@ class _Run:
             signal.signal(number, handler)
 
     def _forward(self, number: int, frame: Any) -> None:
-        """The leader saves a checkpoint, and lets the others end. Sent by `_listen`, because this may have interrupted a
-        call of Ray."""
+        """The leader is to save a checkpoint, and to let the others end. `_listen` sends it, because this may have
+        interrupted a call of Ray."""
         self._stopped_by = self._stopped_by or number
         self._signals.append(number)
 
