@@ -64,6 +64,10 @@ def load_ray() -> Any:
 def joined(address: str, *, namespace: str, cpus: int = 0) -> Iterator[Any]:
     """The `ray` module, connected to the cluster at an address. `auto` is the one that RAY_ADDRESS names; if it is not
     set, one of this process alone, with room for processes that need `cpus` CPUs."""
+    loaded = sys.modules.get("ray")
+    if loaded is not None and loaded.is_initialized():
+        yield loaded  # another component of this process has joined it, and leaves it later
+        return
     check_address(address)
     address = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     options: dict[str, Any]

@@ -10,9 +10,10 @@ import base64
 import json
 import os
 import selectors
-import socket
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -30,17 +31,19 @@ POLL_S = 0.5
 LEASE_S = 60.0
 """Seconds after the last `poll` after which the process is killed: its launcher is gone, or cannot reach this node and
 may resume the run elsewhere."""
+END_S = 5.0
+"""Seconds that a process gets to end after a signal."""
 LEFT_OPEN_S = 1.0
 """How long output is read after the process has ended: a child of it may hold the pipes open."""
 _EXEC = (
     "import ctypes, os, signal, sys\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, int(sys.argv[2]))\n"
     "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
     "signal.pthread_sigmask(signal.SIG_SETMASK, [])\n"
-    "os.execv(sys.argv[2], sys.argv[2:])"
+    "os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""Run by the new process: the kernel kills it if the actor dies. In an interpreter of its own, because code that runs
-between fork and exec in a process with threads, such as the actor, may wait forever."""
+"""Run by the new process: the kernel sends it a signal if the actor dies. It runs in an interpreter of its own, because
+code between fork and exec in a process with threads, such as the actor, may wait forever."""
 
 
 class ProcessHost:
@@ -57,13 +60,15 @@ class ProcessHost:
 
     def about(self) -> str:
         """The node, and a free port on it."""
+        from ray.util import get_node_ip_address
+
+        address = get_node_ip_address()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return json.dumps(
-            {"host": socket.gethostname(), "cores": cores, "port": free_port(""), "version": gspo.__version__}
-        )
+        return json.dumps({"address": address, "cores": cores, "port": free_port(address), "version": gspo.__version__})
 
     def start(self, command: str) -> str:
-        """Start `python -m gspo` with arguments, an environment and a folder. Returns an error, or nothing."""
+        """Start Python with arguments, an environment, a folder, and the signal that it gets if this actor dies.
+        Returns an error, or nothing."""
         given = json.loads(command)
         self._polled = time.monotonic()
         started = threading.Event()
@@ -82,7 +87,24 @@ class ProcessHost:
             self._size = 0
             return json.dumps({"output": chunks, "code": self._code})
 
-    def signal(self, number: int) -> None:
+    def write(self, files: str) -> str:
+        """Write texts into a new folder, by their names. Returns its path."""
+        folder = tempfile.mkdtemp(prefix="gspo-placed-")
+        for name, text in json.loads(files).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return folder
+
+    def end(self) -> None:
+        """End the process with all of its children: with SIGTERM first, so that it can end them itself."""
+        process = self._process
+        for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)) if process else ():
+            assert process is not None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)  # it leads a group of its own
+            with self._changed:
+                self._changed.wait_for(lambda: self._code is not None, timeout=wait_s)
+
+    def send(self, number: int) -> None:
         """Send a signal to the process."""
         if self._process is not None and self._code is None:
             with suppress(ProcessLookupError):
@@ -104,6 +126,7 @@ class ProcessHost:
 
     def _popen(self, given: dict[str, object]) -> subprocess.Popen[bytes]:
         arguments, environment, folder = given["arguments"], given["environment"], given["folder"]
+        last = str(given.get("last_signal", int(signal.SIGKILL)))
         assert isinstance(arguments, list)
         assert isinstance(environment, dict)
         assert isinstance(folder, str)
@@ -112,7 +135,7 @@ class ProcessHost:
         if home.name not in ("site-packages", "dist-packages"):
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), sys.executable, "-m", "gspo", *arguments],
+            [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), last, sys.executable, *arguments],
             env=environment,
             cwd=folder,
             stdin=subprocess.DEVNULL,

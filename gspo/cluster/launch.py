@@ -26,7 +26,7 @@ from typing import Any
 from gspo import __version__
 from gspo.cluster import connect
 from gspo.cluster.host import LEASE_S, ProcessHost
-from gspo.cluster.plan import Placement, check_fits, described, plan, shrunk
+from gspo.cluster.plan import RANK, SERVER, WORKER, Placement, check_fits, described, plan, shrunk
 from gspo.config import Config
 from gspo.errors import ConfigError, RankError
 from gspo.ranks.environment import CLUSTER, LAUNCHED, LEADER_SILENT, RANK_LOST
@@ -78,9 +78,8 @@ class Order:
 def launch_on_cluster(order: Order) -> int:
     """Run to the end, with restarts; the exit code is that of the leader."""
     needed = plan(order.config, order.ranks, [])
-    cpus = int(needed.ranks * needed.rank["CPU"] + needed.workers * needed.worker["CPU"])
     name = f"gspo-{secrets.token_hex(4)}"
-    with connect.joined(order.cluster, namespace=name, cpus=cpus) as ray:
+    with connect.joined(order.cluster, namespace=name, cpus=needed.cpus) as ray:
         wanted = plan(order.config, order.ranks, connect.nodes(ray))
         check_fits(wanted, connect.nodes(ray))
         for attempt in range(order.restarts + 1):
@@ -132,15 +131,14 @@ def _placed(ray: Any, wanted: Placement, order: Order, name: str, *, again: bool
 
 
 def _reserved(ray: Any, placement: Placement, name: str) -> dict[str, Any] | None:
-    """The placement groups of ranks and of reward workers, by name; None if they do not get their resources."""
-    # Ranks talk to each other all the time, so they are placed together. Reward workers only wait for work.
-    kinds = [
-        (f"{name}-ranks", [dict(placement.rank)] * placement.ranks, "PACK"),
-        (f"{name}-rewards", [dict(placement.worker)] * placement.workers, "SPREAD"),
-    ]
+    """The placement groups of ranks, servers and reward workers, by name; None if they do not get their resources."""
     groups: dict[str, Any] = {}
-    for kind, bundles, strategy in kinds:
-        groups[kind] = ray.util.placement_group(bundles, strategy=strategy, name=kind)
+    for kind, count, resources in placement.kinds:
+        if not count:
+            continue
+        # Ranks talk to each other all the time, so they are placed together. The others only wait for work.
+        strategy = "PACK" if kind == RANK else "SPREAD"
+        groups[kind] = ray.util.placement_group([dict(resources)] * count, strategy=strategy, name=f"{name} {kind}")
         if not groups[kind].wait(timeout_seconds=TRY_S):
             _release(ray, groups)
             return None
@@ -187,8 +185,7 @@ class _Run:
         self._ray = ray
         self._order = order
         self._placement = placement
-        self._group, _ = groups.values()
-        _, self._rewards = groups
+        self._groups = groups
         self._arguments = order.arguments_again if again else order.arguments
         self._ranks: list[_Rank] = []
         self._stopped_by: int | None = None
@@ -220,7 +217,7 @@ class _Run:
 
     def _place(self) -> None:
         host = self._ray.remote(ProcessHost)
-        group, resources = self._group, self._placement.rank
+        group, resources = self._groups[RANK], self._placement.rank
         table = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         ranks = []
@@ -270,7 +267,7 @@ class _Run:
             "LOCAL_RANK": str(beside.index(rank)),
             "WORLD_SIZE": str(len(self._ranks)),
             "LOCAL_WORLD_SIZE": str(len(beside)),
-            "MASTER_ADDR": leader.node,
+            "MASTER_ADDR": leader.about["address"],
             "MASTER_PORT": str(leader.about["port"]),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             LAUNCHED: str(self._order.ranks),
@@ -278,16 +275,22 @@ class _Run:
         }
         for name in ("GSPO_UNTESTED_NCCL",):
             environment |= {name: os.environ[name]} if name in os.environ else {}
-        return {"arguments": list(self._arguments), "environment": environment, "folder": os.getcwd()}
+        return {"arguments": ["-m", "gspo", *self._arguments], "environment": environment, "folder": os.getcwd()}
 
     def _membership(self) -> dict[str, Any]:
         return {
             "given": self._order.cluster,
             "address": connect.address_of(self._ray),
             "namespace": self._ray.get_runtime_context().namespace,
-            "rewards": self._rewards,
+            "rewards": self._name_of(WORKER),
             "places": self._placement.workers,
+            "servers": self._name_of(SERVER) if self._placement.servers else "",
+            "server_places": self._placement.servers,
+            "server_gpus": self._placement.server.get("GPU", 0),
         }
+
+    def _name_of(self, kind: str) -> str:
+        return str(self._ray.util.placement_group_table(self._groups[kind])["name"])
 
     # ---- supervision
 
@@ -338,7 +341,7 @@ class _Run:
         """Take what the ranks report, and notice those that report nothing."""
         now = time.monotonic()
         while self._signals:
-            self._ranks[0].actor.signal.remote(self._signals.pop(0))
+            self._ranks[0].actor.send.remote(self._signals.pop(0))
         living = [rank for rank in self._ranks if not rank.ended]
         for rank in living:
             if rank.pending is None:

@@ -7,14 +7,16 @@ can share one place, but fewer ranks are another run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gspo.config import Config
 from gspo.errors import ConfigError
 
 Resources = Mapping[str, float]
+RANK, SERVER, WORKER = "rank", "server", "reward worker"
 _ROUNDING = 1e-6
 
 
@@ -27,23 +29,49 @@ class Placement:
     workers: int
     """Places for reward workers. Each holds one or more of them."""
     worker: Resources
+    servers: int = 0
+    """Servers of the sampling engine that the run starts."""
+    server: Resources = field(default_factory=dict)
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)} with {_listed(self.rank)} each"
-        return f"{ranks}, {self.workers} reward worker{'s' * (self.workers != 1)} with {_listed(self.worker)} each"
+        return ", ".join(
+            f"{count} {kind}{'s' * (count != 1)} with {_listed(resources)} each"
+            for kind, count, resources in self.kinds
+            if count
+        )
+
+    @property
+    def kinds(self) -> list[tuple[str, int, Resources]]:
+        """(kind, number, resources of each), in the order in which they are placed: large ones first, because small
+        ones fit into what is left."""
+        kinds = [
+            (RANK, self.ranks, self.rank),
+            (SERVER, self.servers, self.server),
+            (WORKER, self.workers, self.worker),
+        ]
+        return sorted(kinds, key=lambda kind: (-kind[2].get("GPU", 0.0), -kind[2].get("CPU", 0.0)))
+
+    @property
+    def cpus(self) -> int:
+        """The CPUs that all processes reserve together."""
+        return math.ceil(sum(count * resources.get("CPU", 0.0) for _, count, resources in self.kinds))
 
 
 def plan(config: Config, ranks: int, nodes: Sequence[Resources]) -> Placement:
     """The processes of a run with these settings. A rank gets a GPU if its model is to be on one."""
-    if config.rollout.engine_options.get("start"):
-        raise ConfigError(
-            "rollout.engine_options.start: servers cannot be placed on a cluster yet; start them with gspo serve and "
-            "name them in rollout.engine_options.servers, or leave out --cluster"
-        )
-    device = config.model.device
+    device, options = config.model.device, config.rollout.engine_options
     on_gpu = device.startswith("cuda") or (device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes))
     rank = {"CPU": float(config.model.threads or 1), **({"GPU": 1.0} if on_gpu else {})}
-    return Placement(ranks=ranks, rank=rank, workers=config.reward.workers, worker={"CPU": 1.0})
+    servers, settings = options.get("start", 0), options.get("settings", {})
+    gpus = float(settings.get("tensor_parallel_size", 1)) if on_gpu else 0.0
+    return Placement(
+        ranks=ranks,
+        rank=rank,
+        workers=config.reward.workers,
+        worker={"CPU": 1.0},
+        servers=servers if isinstance(servers, int) else 0,
+        server={"CPU": 1.0, **({"GPU": gpus} if gpus else {})},
+    )
 
 
 def check_fits(wanted: Placement, nodes: Sequence[Resources]) -> None:
@@ -58,12 +86,12 @@ def check_fits(wanted: Placement, nodes: Sequence[Resources]) -> None:
 
 def shrunk(wanted: Placement, nodes: Sequence[Resources], multiple: int) -> Placement | None:
     """As much of a placement as the nodes have room for, to resume a run on fewer of them: as many ranks as possible, a
-    `multiple` of this number, and at least one place for reward workers. None if there is no such placement."""
-    for ranks in range(wanted.ranks, 0, -1):
-        for workers in range(wanted.workers, 0, -1) if ranks % multiple == 0 else ():
-            smaller = replace(wanted, ranks=ranks, workers=workers)
-            if _fits(smaller, nodes):
-                return smaller
+    `multiple` of this number, and of all other kinds at least one. None if there is no such placement."""
+    kinds = (range(wanted.ranks, 0, -1), range(wanted.servers, min(wanted.servers, 1) - 1, -1))
+    for ranks, servers, workers in itertools.product(*kinds, range(wanted.workers, 0, -1)):
+        smaller = replace(wanted, ranks=ranks, servers=servers, workers=workers)
+        if ranks % multiple == 0 and _fits(smaller, nodes):
+            return smaller
     return None
 
 
@@ -75,13 +103,16 @@ def described(nodes: Sequence[Resources]) -> str:
 
 
 def _fits(wanted: Placement, nodes: Sequence[Resources]) -> bool:
-    left = []
-    ranks = wanted.ranks
-    for node in nodes:
-        here = min(ranks, _times(wanted.rank, node))
-        ranks -= here
-        left.append({kind: amount - here * wanted.rank.get(kind, 0.0) for kind, amount in node.items()})
-    return not ranks and sum(_times(wanted.worker, node) for node in left) >= wanted.workers
+    left = [dict(node) for node in nodes]
+    for _, count, resources in wanted.kinds:
+        for node in left:
+            here = min(count, _times(resources, node)) if count else 0
+            count -= here
+            for kind, amount in resources.items():
+                node[kind] = node.get(kind, 0.0) - here * amount
+        if count:
+            return False
+    return True
 
 
 def _times(bundle: Resources, node: Resources) -> int:

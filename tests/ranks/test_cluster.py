@@ -87,10 +87,19 @@ def test_each_rank_gets_its_threads_and_a_gpu_if_there_is_one(tmp_path: Path) ->
     assert plan(tiny_config(tmp_path), 1, [{"GPU": 8.0}]).rank == {"CPU": 1.0}, "model.device = cpu"
 
 
-def test_servers_of_the_engine_are_refused(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "rollout.engine=vllm", "rollout.engine_options.start=2")
-    with pytest.raises(ConfigError, match=r"rollout\.engine_options\.start: servers cannot be placed"):
-        plan(config, 1, [{"CPU": 8.0}])
+def test_servers_of_the_engine_reserve_their_gpus(tmp_path: Path) -> None:
+    options = ("rollout.engine=vllm", "rollout.engine_options.start=2", "model.device=auto")
+    config = tiny_config(tmp_path, *options, "rollout.engine_options.settings={tensor_parallel_size = 4}")
+    assert plan(config, 1, [{"CPU": 8.0}]).server == {"CPU": 1.0}
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}]
+    wanted = plan(config, 1, nodes)
+    assert (wanted.servers, wanted.server) == (2, {"CPU": 1.0, "GPU": 4.0})
+    with pytest.raises(ConfigError, match=r"no room for 2 servers with 1 CPU, 4 GPU each, 1 rank with 1 CPU, 1 GPU"):
+        check_fits(wanted, nodes)
+    check_fits(wanted, [*nodes, {"GPU": 1.0, "CPU": 1.0}])
+    found = shrunk(wanted, nodes, 1)
+    assert found
+    assert (found.ranks, found.servers, found.workers) == (1, 1, wanted.workers)
 
 
 def config_of(folder: Path) -> Config:
@@ -172,7 +181,7 @@ def run_to_end(host: ProcessHost) -> tuple[str, str, int]:
 
 
 def command(folder: Path, *arguments: str, **environment: str) -> str:
-    return json.dumps({"arguments": arguments, "environment": environment, "folder": str(folder)})
+    return json.dumps({"arguments": ["-m", "gspo", *arguments], "environment": environment, "folder": str(folder)})
 
 
 def test_a_process_reports_its_output_and_its_exit_code(tmp_path: Path) -> None:
