@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ class ProcessHost:
         self._chunks: deque[tuple[str, bytes]] = deque()
         self._size = 0
         self._polled = time.monotonic()
+        self._folder = ""
 
     def about(self) -> str:
         """The node, and a free port on it."""
@@ -89,10 +91,10 @@ class ProcessHost:
 
     def write(self, files: str) -> str:
         """Write texts into a new folder, by their names. Returns its path."""
-        folder = tempfile.mkdtemp(prefix="gspo-placed-")
+        self._folder = tempfile.mkdtemp(prefix="gspo-placed-")
         for name, text in json.loads(files).items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        return folder
+            (Path(self._folder) / name).write_text(text, encoding="utf-8")
+        return self._folder
 
     def end(self) -> None:
         """End the process with all of its children: with SIGTERM first, so that it can end them itself."""
@@ -103,6 +105,8 @@ class ProcessHost:
                 os.killpg(process.pid, number)  # it leads a group of its own
             with self._changed:
                 self._changed.wait_for(lambda: self._code is not None, timeout=wait_s)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, number: int) -> None:
         """Send a signal to the process."""
@@ -150,7 +154,7 @@ class ProcessHost:
             for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
                 assert pipe is not None
                 selector.register(pipe, selectors.EVENT_READ, stream)
-            while selector.get_map() and time.monotonic() < until:
+            while (selector.get_map() or process.poll() is None) and time.monotonic() < until:
                 for key, _ in selector.select(timeout=0.1):
                     data = os.read(key.fd, 1 << 16)
                     if data:

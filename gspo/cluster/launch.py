@@ -316,8 +316,9 @@ class _Run:
     def _judged(self, leader: _Rank, lost: _Rank | None) -> tuple[int, str | None]:
         code = leader.code
         if leader.lost or (code is not None and code < 0):
-            if self._stopped_by and code is not None and -code == self._stopped_by:
-                return 128 - code, None
+            if self._stopped_by:  # the user wanted it to end
+                _report(self._described(leader) + self._order.remedy)
+                return 128 + self._stopped_by, None
             return 1, self._described(leader)
         assert code is not None
         if self._stopped_by and code >= 128:

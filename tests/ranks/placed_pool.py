@@ -61,8 +61,13 @@ def groups(*texts: Sequence[str]) -> list[tuple[Prompt, list[Completion]]]:
 
 
 def results(pool: RewardPool, *texts: Sequence[str]) -> list[list[Any]]:
+    """Status and reward of each completion, or why it has none: for a hang, without the time it took."""
     scores = [score for group in pool.score(groups(*texts)) for score in group]
-    return [[score.status.value, score.reward if score.failure is None else score.failure] for score in scores]
+    return [[score.status.value, score.reward if score.failure is None else known(score.failure)] for score in scores]
+
+
+def known(failure: str) -> str:
+    return "hang" if failure.startswith(("timeout", "not_run")) else failure
 
 
 def reserve(address: str, folder: str) -> None:
@@ -81,9 +86,9 @@ def score(address: str, folder: Path) -> None:
     found = {}
     for name, where in (("local", None), ("placed", cluster)):
         (folder / "raylets").unlink(missing_ok=True)
-        with RewardPool(RewardConfig(functions=functions, workers=2, timeout_s=3.0), cluster=where) as pool:
+        with RewardPool(RewardConfig(functions=functions, workers=2, timeout_s=15.0), cluster=where) as pool:
             found[name] = [results(pool, *mixed), results(pool, ["good"] * 3)]
-            found[name].append(sorted(fault.failure for fault in pool.new_faults()))
+            found[name].append(sorted(known(fault.failure) for fault in pool.new_faults()))
     raylets = (folder / "raylets").read_text().split()
     print(json.dumps(found | {"raylets": raylets}), flush=True)
     with RewardPool(RewardConfig(functions=functions, workers=2, timeout_s=60.0), cluster=cluster) as pool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from needs import unusable
+from placed_server import FAKE
 from processes import is_running
 from tiny_runs import tiny_config
 
@@ -42,7 +43,7 @@ def shorter(prompts, completions, **columns):
     ties = [0.1 * zlib.crc32(c.encode()) / 2**32 for c in completions]
     return [len(c) % 3 + 0.5 * c.count(' ') + tie for c, tie in zip(completions, ties)]
 """
-POOL = Path(__file__).with_name("placed_pool.py")
+POOL, SERVER = (Path(__file__).with_name(name) for name in ("placed_pool.py", "placed_server.py"))
 
 
 class Raylets:
@@ -87,6 +88,11 @@ def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Raylets]:
         # Ray replaces loopback addresses otherwise.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
+        # Instead of vLLM, the processes of these raylets find a server of a few lines.
+        fake = tmp_path_factory.mktemp("packages")
+        (fake / "vllm/entrypoints/cli").mkdir(parents=True)
+        (fake / "vllm/entrypoints/cli/main.py").write_text(FAKE)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(fake), os.environ.get("PYTHONPATH", "")])))
         try:
             import ray  # noqa: F401
         except ImportError:
@@ -235,3 +241,18 @@ def test_placed_workers_score_and_blame_as_local_ones(raylets: Raylets, tmp_path
     after = json.loads(pool.stdout.readline())
     assert pool.wait(LIMIT_S) == 0
     assert after == [["scored", 1.0]] * 12, "the calls that were lost are made again, on the other raylet"
+
+
+def test_a_server_is_started_again_and_noticed_when_its_raylet_is_gone(raylets: Raylets, tmp_path: Path) -> None:
+    raylets.start_second()
+    script = [sys.executable, str(SERVER), raylets.address, str(tmp_path)]
+    process = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    report = json.loads(process.stdout.readline())
+    first, second = report["found"]
+    assert first["config"] == second["config"] == {"model_type": "any"}
+    assert first["pid"] != second["pid"]
+    assert report["log"].count("a line of the server") == 3
+    raylets.kill_second()
+    assert json.loads(process.stdout.readline()) is False
+    assert process.wait(LIMIT_S) == 0
