@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="ADDRESS",
-        help="place the ranks, the reward workers and the vLLM servers on a Ray cluster: HOST:PORT of its head node, or "
-        "auto for the one in RAY_ADDRESS, or else one that is started on this machine",
+        help="place ranks, reward workers and vLLM servers on a Ray cluster: HOST:PORT of its head node, or auto for "
+        "the one in RAY_ADDRESS, or else one that is started on this machine",
     )
     parser.add_argument(
         "--restarts",
