@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gspo.cluster.connect import membership
 from gspo.config import Config, ModelConfig, RolloutConfig, to_toml
 from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
@@ -193,9 +194,10 @@ def with_dtype(config: Config) -> Config:
 
 
 def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
-    """The worker processes that score completions. Scores that were paid for are kept in the directory of the run."""
+    """The worker processes that score completions, on a cluster if this process is part of a run there. Scores that
+    were paid for are kept in the directory of the run."""
     cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
-    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir)
+    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:

@@ -15,6 +15,10 @@ from gspo.errors import ConfigError
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
+CLUSTER = "GSPO_CLUSTER"
+"""What `gspo train --cluster` tells its ranks about the cluster, as JSON (`cluster/connect.py`)."""
+RANK_LOST = 74
+"""Exit code of a leader on a cluster that ended because another rank is gone. The launcher then resumes the run."""
 LEADER_SILENT = 75
 """Exit code of a follower whose leader is frozen. The launcher then ends the leader."""
 

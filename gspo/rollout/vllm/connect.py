@@ -23,6 +23,7 @@ from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.launch_server import Process, as_arguments
+from gspo.rollout.vllm.placed_server import server_places
 from gspo.rollout.vllm.server_host import Limits, Server, ServerHost
 from gspo.rollout.vllm.transfer import can_read
 from gspo.rollout.vllm.transfer_folder import probe
@@ -150,10 +151,12 @@ def _start_servers(model: Any, options: Options, limits: Limits) -> list[Server]
         settings.setdefault("enforce_eager", True)
     if options.adapters and not adapter.obstacle_to_adapter(model, settings):
         settings |= adapter.lora_settings(model)
-    processes = [
-        Process(str(folder), log=folder / f"server-{i}.log", experts=options.experts, more=as_arguments(settings))
-        for i in range(options.start)
-    ]
+    given: dict[str, Any] = {"experts": options.experts, "more": as_arguments(settings)}
+    processes: list[Process]
+    if places := server_places():
+        processes = [places.server(i, folder, **given) for i in range(min(options.start, places.count))]
+    else:
+        processes = [Process(str(folder), log=folder / f"server-{i}.log", **given) for i in range(options.start)]
     try:
         for process in processes:
             process.start()

@@ -62,9 +62,9 @@ def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[s
     ]
 
 
-def environment(token: str) -> dict[str, str]:
+def environment(token: str, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a server: the token, and permission to change weights."""
-    env = dict(os.environ)
+    env = dict(own)
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     # vLLM has process groups of its own. It must not take this process for one of their ranks.
     for name in [name for name in env if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
@@ -117,12 +117,16 @@ class Process:
                 start_new_session=True,
             )
 
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def wait_ready(self, limit_s: float) -> None:
         """Wait until it responds; `EngineError` with the end of its log if it does not."""
         client = Client(self.address, self.token)
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
-            if self.process is None or self.process.poll() is not None:
+            if not self.running:
                 break
             with suppress(Fault):
                 client.get("/health", timeout_s=5)
