@@ -20,6 +20,7 @@ from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
+from gspo.learner.checkpoint import whole_weights
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
@@ -36,9 +37,12 @@ from gspo.reward.reward import RewardPool
 from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.data_parallel import DataParallelEngine
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
+from gspo.rollout.sampling_process import SamplingProcess
 
 REWARD_CACHE = "reward_cache"
 """The folder of a run directory with the scores of models and endpoints."""
+SAMPLER_LOG = "sampler.log"
+"""The file of a run directory with what the sampling process has printed."""
 
 
 def run_objective(config: Config) -> Objective:
@@ -240,6 +244,9 @@ def build_run(
     with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
         learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
     stack.callback(engine.close)
+    sampler = engine if isinstance(engine, SamplingProcess) else sampler_for(config, learner.policy, run, checkpoint)
+    if sampler is not None:
+        stack.callback(sampler.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
     _check_old_logp(config, objective, learner.policy)
@@ -249,6 +256,7 @@ def build_run(
         order=SamplingOrder.of(problems.train, config.data, config.seed),
         engine=DataParallelEngine(engine, learner.policy.model, ranks) if ranks.several else engine,
         rewards=rewards,
+        sampler=sampler,
         adaptive_clip=run_adaptive_clip(config)[0],
     )
 
@@ -261,7 +269,11 @@ def build_learner(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint)
     )
     # Before the model is sharded: an engine may try forwards of its own.
-    engine = engine_for(config, policy)
+    # With its own weights, an engine can do both: sample ahead, and evaluate. The process has it then.
+    engine: Engine | None = None
+    if config.rollout.max_lag and not engine_traits(config.rollout.engine).shares_weights:
+        engine = sampler_for(config, policy, run, checkpoint)
+    engine = engine or engine_for(config, policy)
     if ranks.several:
         check_device(policy.device, ranks)
         if config.learner.context_parallel > 1:
@@ -280,6 +292,22 @@ def build_learner(
     return learner, engine
 
 
+def sampler_for(config: Config, policy: Policy, run: Path, checkpoint: Path | None) -> SamplingProcess | None:
+    """The process that samples while the learner trains; None if they take turns."""
+    lag = config.rollout.max_lag
+    if not lag:
+        return None
+    weights = dict(whole_weights(policy, ONE))
+    return SamplingProcess(
+        config=to_toml(config),
+        checkpoint=str(checkpoint or ""),
+        log=run / SAMPLER_LOG,
+        timeout_s=config.rollout.sampler_timeout_s,
+        weights=lambda: dict(whole_weights(policy, ONE)),
+        room=(lag + 2) * sum(w.numel() * w.element_size() for w in weights.values()),
+    )
+
+
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings that do not work on this number of ranks."""
     engine = config.rollout.engine
@@ -287,6 +315,11 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         raise ConfigError(
             f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks yet; use "
             f"{' or '.join(name for name in engine_names() if engine_traits(name).data_parallel)}, or a single process"
+        )
+    if ranks.several and config.rollout.max_lag:
+        raise ConfigError(
+            f"rollout.max_lag: sampling while training works in a single process, and there are {ranks.count} ranks; "
+            "set it to 0, or start one"
         )
     context = config.learner.context_parallel
     if ranks.count % context:

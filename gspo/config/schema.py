@@ -259,6 +259,18 @@ class RolloutConfig:
     group to keep: the step then trains on the groups it has, and without any the run stops. A batch that stays short is
     reported."""
 
+    max_lag: NonNegative = 0
+    """Training steps by which the weights that sample a batch may be older than those that train on it. `0` samples
+    and trains in turns. With `k`, sampling runs in a process of its own at the same time as training: the batch of step
+    t is always sampled from the weights after step t - 1 - k, or from the first ones, whatever takes longer
+    (docs/asynchronous.md)."""
+    sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
+    """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
+    holds two copies of the weights."""
+    sampler_timeout_s: Annotated[Positive, OnlyWith("rollout.max_lag")] = 1800.0
+    """How long the sampling process may take to load the model, or to sample the completions of one call, in seconds,
+    before the run saves a checkpoint and stops."""
+
     @functools.cached_property
     def sampling(self) -> Sampling:
         """Sampling parameters, for training and evaluation alike."""
