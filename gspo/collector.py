@@ -38,8 +38,13 @@ STAGES = {"rollout": "sampled", "reward": "scored"}
 class Collector(Protocol):
     """Collects the batches of a run, from one state on."""
 
-    def take(self, clock: Clock) -> CollectResult:
-        """The batch of the next step. The clock measures what the step waits for."""
+    def collect(self, clock: Clock) -> None:
+        """Return once the batch of the next step is there. May be interrupted. The clock measures the phases of the
+        step that this takes."""
+        ...
+
+    def take(self) -> CollectResult:
+        """The batch of the next step, once it is there."""
         ...
 
     def trained(self, state: TrainerState) -> None:
@@ -67,9 +72,11 @@ class InTurn:
         # Room for one batch: collect and learn take turns, and every batch is on-policy.
         self._buffer = RolloutBuffer(capacity=1, start=state.rollout)
 
-    def take(self, clock: Clock) -> CollectResult:
+    def collect(self, clock: Clock) -> None:
         while not self._buffer.full:
             self._buffer.put(collect(self._context, self._buffer.end, clock=clock))
+
+    def take(self) -> CollectResult:
         collected = self._buffer.take()
         assert collected.version == self._context.optimizer.updates, "the policy changed after it sampled this batch"
         return collected
@@ -154,7 +161,7 @@ class Ahead:
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
 
-    def take(self, clock: Clock) -> CollectResult:
+    def collect(self, clock: Clock) -> None:
         # The thread is the owner of this wait. Each of its own waits has a deadline.
         with clock.measure("wait"), self._changed:
             while not len(self._buffer) and self._error is None:
@@ -164,6 +171,9 @@ class Ahead:
             if not len(self._buffer):
                 assert self._error is not None
                 raise self._error
+
+    def take(self) -> CollectResult:
+        with self._changed:
             collected = next(iter(self._buffer))
             self._taken = _Taken(batch=collected, at=self._seconds, version=self._context.optimizer.updates)
         assert collected.weights is not None

@@ -229,7 +229,8 @@ class Loop:
     def _take(self, collector: Collector, clock: Clock) -> CollectResult:
         """The batch of the next step. A stop interrupts the wait for it, or discards what is being collected."""
         with self.stop.interruptible():
-            collected = collector.take(clock)
+            collector.collect(clock)
+        collected = collector.take()
         self.incidents.report_faults(collected.batch, self.context.rewards)
         return collected
 

@@ -10,7 +10,8 @@ The old policy's log-probs are the denominator of importance ratios. `learner.ol
     sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
                 tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
                 noise that exceeds the clip range before any update is an error, or with `learner.allow_mismatch` a
-                warning, never silently trained on. The old policy's experts of an MoE model are the engine's.
+                warning, never silently trained on. The old policy's experts of an MoE model are the engine's. With
+                `rollout.max_lag`, ratios start from the older weights that sampled; there is no noise to measure then.
 
 A completion whose advantages are all exactly 0 (most often one of a uniform group) has no gradient. No forward computes
 it, unless the objective or the balance loss needs it. It stays in its update and in every denominator.
@@ -126,7 +127,8 @@ def prepare_batch(
     plan = plan_batch(context, samples, step, uncomputed)
     routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples], context.ranks)
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
-    old = _old_logprobs(context, plan, tokens, routing, complete=complete)
+    current = all(s.completion.version == context.optimizer.updates for s in samples)
+    old = _old_logprobs(context, plan, tokens, routing, current=current, complete=complete)
     tokens = replace(tokens, logp_N=old.logp_N, logp_old_N=old.logp_N, logp_ref_N=logp_ref_N)
     reward_B, advantage_N = token_advantages(context.objective, tokens, samples)
     return TrainBatch(
@@ -300,12 +302,13 @@ def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> boo
 
 
 def _old_logprobs(
-    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, *, complete: bool
+    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, *, current: bool, complete: bool
 ) -> OldLogprobs:
+    """The old log-probs. `current`: whether the completions were sampled from the current weights."""
     policy, sampler_N = context.policy, tokens.logp_sampler_N
     assert sampler_N is not None
     if context.config.learner.old_logp == "sampler":
-        return _from_sampler(context, plan, sampler_N, routing)
+        return _from_sampler(context, plan, sampler_N, routing, current=current)
     by_training = not complete and routing.repeats and not _needs_old_logprobs(context.objective)
     before = plan.part(range(1, len(plan.updates))) if by_training else plan
     logp_N, entropy_N = plan_logprobs(
@@ -333,9 +336,11 @@ def _needs_old_logprobs(objective: Objective) -> bool:
     return objective.trust_region.selects_tokens or bool(objective.kl and objective.kl_in == "reward")
 
 
-def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay) -> OldLogprobs:
+def _from_sampler(
+    context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay, *, current: bool
+) -> OldLogprobs:
     """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's, unless
-    `learner.allow_mismatch` is set."""
+    `learner.allow_mismatch` is set, or older weights than the current ones explain it."""
     policy, temperature = context.policy, context.config.rollout.temperature
     # One mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
     first = plan.part([i for i, chosen in enumerate(plan.computed_ids) if chosen][:1])
@@ -352,7 +357,7 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing:
         sequences=Sequences(plan.sequence_N.to(policy.device)[computed_N], len(plan.sequences)),
     )
     noise, excess = None, ""
-    if first.updates:
+    if first.updates and current:
         noise = rounding_noise(context.objective, tokens.sequences, tokens.logp_N - tokens.logp_old_N)
         excess = _excess_mismatch(context.objective, tokens)
     if excess and not context.config.learner.allow_mismatch:
