@@ -20,6 +20,7 @@ from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
+from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import whole_weights
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
@@ -346,6 +347,8 @@ def check_routes(config: Config, engine: Engine) -> None:
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
     """If the engine's log-probs are the old policy's, there is no mismatch to correct, and no forward of the old policy
     whose experts could be replayed."""
+    if config.learner.old_logp == "interpolate":
+        _check_interpolation(objective, policy)
     if config.learner.old_logp != "sampler":
         return
     if objective.mismatch != "none":
@@ -369,6 +372,21 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         raise ConfigError(
             'routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = "sampler" skips; '
             'set balance_loss = 0, or old_logp = "recompute"'
+        )
+
+
+def _check_interpolation(objective: Objective, policy: Policy) -> None:
+    """Interpolated log-probs are known only during the training forwards, and nothing records the old experts."""
+    remedy = 'set learner.old_logp = "recompute"'
+    if needs_old_logprobs(objective):
+        raise ConfigError(
+            f'learner.old_logp: {objective.name} needs old log-probs before the first update, and "interpolate" has '
+            f"them only during the updates; {remedy}"
+        )
+    if policy.routers is not None:
+        raise ConfigError(
+            'learner.old_logp: "interpolate" skips the forward pass whose experts are recorded; '
+            f"{remedy}, or routing.record = false"
         )
 
 

@@ -368,11 +368,14 @@ class LearnerConfig:
     """AdamW's weight decay."""
     max_grad_norm: Positive = 1.0
     """Gradient clipping: a larger gradient norm is scaled down to this value."""
-    old_logp: Literal["recompute", "sampler"] = "recompute"
-    """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
-    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range
-    (`learner.allow_mismatch`)."""
-    allow_mismatch: Annotated[bool, NotWith("learner.old_logp", "recompute")] = False
+    old_logp: Literal["recompute", "sampler", "interpolate"] = "recompute"
+    """Source of the old log-probs, from which ratios start. `recompute` runs a learner forward pass: the learner's
+    policy before the first update of the batch. `sampler` reuses the engine's and saves that pass for all but one
+    mini-batch; the run stops if the two differ by more than the clip range (`learner.allow_mismatch`), unless the
+    weights that sampled are older (`rollout.max_lag`). `interpolate`, with `rollout.max_lag`, saves the pass as well:
+    it estimates the policy of `recompute` from the sampler's log-probs and the current ones, by their versions (A-3PO,
+    arXiv:2512.06547)."""
+    allow_mismatch: bool = False
     """With `old_logp = "sampler"`: continue although the engine's log-probs differ from the learner's by more than the
     clip range, with a warning. Rounding then decides much of what is clipped."""
     spike: NonNegativeFloat = 8.0
