@@ -12,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import pytest
+from torch import Tensor
 
 from gspo.errors import EngineError
 from gspo.ranks.codec import convert, encode
@@ -31,7 +32,15 @@ class StandIn(SamplingProcess):
 
     delays = random.Random(0)
     longest_s = 0.0
+    loaded: ClassVar[list[tuple[str, dict[str, Tensor]]]] = []
+    """For every call, its random stream and the weights that it sampled from."""
     _sampler: Sampler | None = None
+
+    @property
+    def reports_routes(self) -> bool:
+        self.start()
+        assert self._sampler is not None
+        return self._sampler.engine.reports_routes
 
     def start(self) -> None:
         if self._sampler is None:
@@ -44,6 +53,7 @@ class StandIn(SamplingProcess):
         if sampler is None:
             raise EngineError("the sampling process was closed")
         sampler.load(name, str(self._file(name)))
+        self.loaded.append((options["stream"], {k: w.clone() for k, w in sampler.policy.model.named_parameters()}))
         time.sleep(self.delays.uniform(0, self.longest_s))
         sent = orjson.loads(encode({"prompts": list(prompts), "options": dict(options)}))
         answer: Sampled = convert(Sampled, orjson.loads(encode(sampler.generate(**sent))))
@@ -66,5 +76,6 @@ def stand_in(patch: pytest.MonkeyPatch, *, seed: int = 0, longest_s: float = 0.0
 
     patch.setattr(StandIn, "delays", random.Random(-seed))
     patch.setattr(StandIn, "longest_s", longest_s)
+    patch.setattr(StandIn, "loaded", [])
     patch.setattr("gspo.build.SamplingProcess", StandIn)
     patch.setattr("gspo.loop.learn", delayed)

@@ -11,8 +11,11 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 from ends import run_of, same_end
-from sampling_stand_in import stand_in
+from safetensors.torch import load_file
+from sampling_stand_in import StandIn, stand_in
+from simulated_vllm import SimulatedVllm
 
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
@@ -195,6 +198,30 @@ def test_a_killed_sampling_process_ends_the_run_with_a_checkpoint(
     resume(run_of(config), display, trust_run=True)
     assert (run_of(config) / "metrics.jsonl").read_bytes() == (golden / "metrics.jsonl").read_bytes()
     assert [history.trained for history in read_ledger(run_of(config))] == [[step] for step in range(1, STEPS + 1)]
+
+
+def test_an_engine_with_weights_of_its_own_runs_in_the_sampling_process(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engine `vllm`, with a simulated vLLM: batches come from older weights, evaluations from the current ones."""
+    monkeypatch.setattr("gspo.rollout.vllm.in_process.InProcessHost", lambda model, **options: SimulatedVllm(model))
+    monkeypatch.setattr("gspo.rollout.vllm.connect.check", lambda options: None)
+    monkeypatch.setattr("gspo.rollout.vllm.in_process.settings_for", lambda model, **options: {})
+    stand_in(monkeypatch)
+    config = tiny("rollout.engine=vllm", "rollout.max_lag=1", "eval.greedy=false", "steps=4")
+    train(config, display)
+    saved = {
+        int(path.name): load_file(path / "model.safetensors")
+        for path in checkpoint.saved(run_of(config) / "checkpoints")
+    }
+    found: dict[str, list[int]] = {}
+    for stream, weights in StandIn.loaded:
+        steps = [step for step, tensors in saved.items() if all(torch.equal(tensors[k], weights[k]) for k in tensors)]
+        found.setdefault(stream, []).extend(steps)
+    assert found.pop("eval") == [0, 2, 4]
+    assert found == {f"train/{step}/{4 * (step - 1)}": [weights_of(step, lag=1)] for step in range(1, 5)}
+    rows = [row for row in read_jsonl(run_of(config) / "metrics.jsonl") if row["step"]]
+    assert rows[0]["mismatch/abs_max"] < 1e-4 < rows[-1]["mismatch/abs_max"]
 
 
 @pytest.mark.slow
