@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
 from gspo.learner import checkpoint
 from gspo.record.ledger import read_ledger
+from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
 from gspo.record.run_dir import read_events, read_jsonl
 from gspo.trainer import resume, train
+from gspo.view.run_reader import RunReader
 
 LAG = 2
 STEPS = 5
@@ -68,6 +71,23 @@ def test_the_ledger_has_every_batch_and_every_prompt_once(golden: Path) -> None:
         assert history.prompts == list(prompts)
     states = [line["state"] for line in read_jsonl(golden / "ledger.jsonl") if line["batch"] == STEPS]
     assert states == ["issued", "sampled", "scored", "collected", "trained"]
+
+
+@pytest.mark.parametrize(("file", "definitions"), [("metrics.jsonl", METRICS), ("timings.jsonl", TIMINGS)])
+def test_metrics_of_age_and_their_definitions_match(golden: Path, file: str, definitions: tuple[Metric, ...]) -> None:
+    found = {key for row in read_jsonl(golden / file) for key in row if key.startswith(("lag/", "time/wait"))}
+    found = {re.sub(r"/\d+/", "/NAME/", key) for key in found}
+    assert found == {m.key for m in definitions if m.key.startswith(("lag/", "time/wait"))}
+
+
+def test_the_page_has_a_timeline(golden: Path) -> None:
+    reader = RunReader(golden)
+    reader.refresh()
+    rows = reader.curves(100)["timeline"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert 0 <= row["sample_start"] < row["sample_end"] <= row["learn_start"] < row["learn_end"]
+    assert "lag/0/ess" in reader.curves(100)["curves"]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
