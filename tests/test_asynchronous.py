@@ -17,6 +17,8 @@ from ends import run_of, same_end
 from safetensors.torch import load_file
 from sampling_stand_in import StandIn, stand_in
 from simulated_vllm import SimulatedVllm
+from test_rollback import SETTINGS as ROLLBACK
+from test_rollback import repetition_in
 
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
@@ -149,6 +151,26 @@ def test_a_stopped_run_keeps_older_weights_and_collected_batches(
         name = f"rollouts/{step:06d}.jsonl"
         assert (run_of(config) / name).read_bytes() == (golden / name).read_bytes()
     assert (run_of(config) / "metrics.jsonl").read_bytes() == (golden / "metrics.jsonl").read_bytes()
+
+
+def test_a_rollback_starts_sampling_anew(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch)
+    config = tiny(*ROLLBACK, "checkpoint.keep=0", "rollout.max_lag=1")
+    with repetition_in({4, 5}):
+        train(config, display)
+    # Steps 3 to 5 trained on batches 3 to 5 and were abandoned. Batch 6, which was in flight, is sampled again.
+    trained = {history.batch: history.trained for history in read_ledger(run_of(config))}
+    assert trained == {1: [1], 2: [2], 3: [3], 4: [4], 5: [5], 6: [3], 7: [4], 8: [5], 9: [6], 10: [7]}
+    issued = {history.batch: history.issued[-1]["weights"] for history in read_ledger(run_of(config))}
+    assert [issued[batch] for batch in range(6, 11)] == [2, 2, 3, 4, 5]
+    cut = tmp_path / "cut"
+    shutil.copytree(run_of(config), cut)
+    for step in (3, 4, 5, 6, 7):
+        shutil.rmtree(cut / f"checkpoints/{step:06d}")
+    resume(cut, display, trust_run=True)  # from the checkpoint of before the rollback
+    same_end(run_of(config), cut)
 
 
 def test_a_strange_plan_of_batches_is_no_checkpoint(golden: Path, tmp_path: Path) -> None:
