@@ -219,7 +219,8 @@ class Ahead:
             self._closing = True
             self._changed.notify_all()
         self._sampler.stop()
-        self._thread.join(timeout=60)
+        # Briefly: a thread that is scoring notices it later, and does nothing more then.
+        self._thread.join(timeout=2)
 
     # ---- weights and tickets
 

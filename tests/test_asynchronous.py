@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from simulated_vllm import SimulatedVllm
 from test_rollback import SETTINGS as ROLLBACK
 from test_rollback import repetition_in
 
+from gspo.build import check_ranks
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
 from gspo.learner import checkpoint
+from gspo.ranks.group import ONE
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
 from gspo.record.run_dir import read_events, read_jsonl
 from gspo.trainer import resume, train
+from gspo.view.replay.replay import Request, compute
 from gspo.view.run_reader import RunReader
 
 LAG = 2
@@ -102,6 +106,17 @@ def test_delays_do_not_change_a_run(
     same_end(golden, run_of(config))
 
 
+def test_a_recorded_step_is_replayed_with_the_same_updates(
+    golden: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only: dict[str, Any] = {"objectives": "gspo", "trust_run": True}
+    assert compute(Request(run=str(golden), step=STEPS, **only)).exact
+    stand_in(monkeypatch)
+    config = tiny("rollout.max_lag=1", "learner.old_logp=interpolate", "learner.learning_rate=1e-2", run_dir="between")
+    train(config, display)
+    assert compute(Request(run=str(run_of(config)), step=3, **only)).exact
+
+
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_resumed_run_is_byte_identical(
     at: int, golden: Path, tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +130,18 @@ def test_a_resumed_run_is_byte_identical(
     resume(cut, display, trust_run=True)
     same_end(golden, cut)
     assert [history.trained for history in read_ledger(cut)] == [[step] for step in range(1, STEPS + 1)]
+
+
+def test_a_longer_run_continues_where_a_shorter_one_has_ended(
+    golden: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, "steps=4", "eval.every=2")
+    train(config, display)
+    assert len(read_ledger(run_of(config))) == 4, "no batch is sampled that no step trains on"
+    resume(run_of(config), display, steps=STEPS)
+    name = f"rollouts/{STEPS:06d}.jsonl"
+    assert (run_of(config) / name).read_bytes() == (golden / name).read_bytes()
 
 
 class StopAfter:
@@ -180,6 +207,12 @@ def test_a_strange_plan_of_batches_is_no_checkpoint(golden: Path, tmp_path: Path
         (saved / "in_flight.json").write_text(text)
         assert checkpoint.in_flight_fault(saved), text
     entries = orjson.loads((golden / "checkpoints/000003/in_flight.json").read_bytes())["entries"]
+    completion = entries[0]["batch"]["rollouts"]["groups"][0]["completions"][0]
+    for key, value in (("token_ids", [-1]), ("token_ids", ["a"]), ("logp_sampler", [0.5]), ("logp_sampler", [])):
+        kept, completion[key] = completion[key], value
+        (saved / "in_flight.json").write_bytes(orjson.dumps({"entries": entries}))
+        assert "invalid" in str(checkpoint.in_flight_fault(saved)), (key, value)
+        completion[key] = kept
     (saved / "in_flight.json").write_bytes(orjson.dumps({"entries": entries[1:]}))
     with pytest.raises(CheckpointError, match="not about the steps after 3"):
         checkpoint.read_in_flight(saved)
@@ -190,6 +223,8 @@ def test_settings_of_the_sampling_process_need_a_lag(tiny: Callable[..., Config]
         tiny("rollout.sampler_device=cpu")
     with pytest.raises(ConfigError, match="max_lag"):
         tiny("rollout.max_lag=-1")
+    with pytest.raises(ConfigError, match="there are 2 ranks; set it to 0"):
+        check_ranks(tiny("rollout.max_lag=1"), replace(ONE, count=2))
 
 
 class KillSampler:

@@ -331,9 +331,10 @@ def _old_logprobs(
     if context.config.learner.old_logp == "sampler":
         return _from_sampler(context, plan, sampler_N, routing, current=not age_B.any())
     by_training = not complete and routing.repeats and not needs_old_logprobs(context.objective)
-    interpolated = by_training and context.config.learner.old_logp == "interpolate"
-    before = plan.part(range(1, len(plan.updates))) if by_training else plan
-    before = plan.part([]) if interpolated else before
+    interpolated = context.config.learner.old_logp == "interpolate"
+    # The first optimizer step has the old weights, later ones may be interpolated.
+    needed = [i for i in range(len(plan.updates)) if complete or not (by_training if i == 0 else interpolated)]
+    before = plan.part(needed)
     logp_N, entropy_N = plan_logprobs(
         policy.model,
         before,
@@ -342,8 +343,10 @@ def _old_logprobs(
         routed=routing.old,
         ranks=context.ranks,
     )
-    computed_N = before.computed_N.to(policy.device)
-    logp_N = torch.where(computed_N, logp_N, torch.nan)
+    logp_N = torch.where(before.computed_N.to(policy.device), logp_N, torch.nan)
+    # With `complete`, other objectives need all of them, but those of later steps are interpolated when it trains.
+    exact = plan.part(needed[:1]) if interpolated else before
+    computed_N = exact.computed_N.to(policy.device)
     return OldLogprobs(
         logp_N=logp_N,
         logp_sampler_N=sampler_N,

@@ -28,6 +28,8 @@ from gspo.ranks.codec import convert, encode
 from gspo.rollout.gather import CollectResult
 
 FILE = "in_flight.json"
+ROUNDING = 1e-3
+"""Rounding can make a log-prob slightly positive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,16 @@ def _weights_file(folder: Path, step: int) -> Path:
     return folder / f"weights-{step:06d}.tensors"
 
 
+def _check(batch: CollectResult) -> None:
+    """Raise `ValueError` for completions that no engine samples."""
+    for completion in (c for group in batch.rollouts.sampled for c in group.completions):
+        ids, logp = completion.token_ids, completion.logp_sampler
+        if not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{completion.prompt_id}: invalid token ids")
+        if len(logp) != completion.sampled_count or not all(type(v) is float and v < ROUNDING for v in logp):
+            raise ValueError(f"{completion.prompt_id}: invalid log-probs")
+
+
 def _entry_fields(entry: Entry) -> dict[str, Any]:
     batch = entry.batch
     if batch is None:
@@ -118,5 +130,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
             skipped=tuple(measured["skipped"]),
         )
         batch = replace(batch, after=replace(batch.after, difficulty=difficulty))
+    if batch is not None:
+        _check(batch)
     ticket: Ticket = convert(Ticket, fields["ticket"])
     return Entry(ticket=ticket, batch=batch)
