@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def measure(options: argparse.Namespace, seed: int, lag: int) -> dict[str, Any]:
     settings = [f"--seed={seed}", f"--rollout.max_lag={lag}", f"--run-dir={run}", *options.overrides]
     command = [sys.executable, "-m", "gspo", "train", options.recipe, *settings]
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT), **os.environ}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    cpu = run_and_watch(command, environment, run)
     timings = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()][1:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
@@ -66,6 +67,7 @@ def measure(options: argparse.Namespace, seed: int, lag: int) -> dict[str, Any]:
         "steps": len(steps),
         "step_s": statistics.fmean(steps),
         "median_step_s": statistics.median(steps),
+        **cpu,
         "before": accuracy[0],
         "after": accuracy[-1],
         "cores": len(os.sched_getaffinity(0)),
@@ -74,11 +76,59 @@ def measure(options: argparse.Namespace, seed: int, lag: int) -> dict[str, Any]:
     }
 
 
+def run_and_watch(command: list[str], environment: dict[str, str], run: Path) -> dict[str, float]:
+    """Run to the end. CPU seconds per step of the trainer and of its sampling process, from step 2 on: other load on
+    the machine does not count in them, so the larger one bounds the seconds per step of two idle cores."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    seen: list[tuple[int, dict[str, float]]] = []
+    while process.poll() is None:
+        time.sleep(0.2)
+        file = run / "timings.jsonl"
+        steps = len(file.read_text().splitlines()) if file.exists() else 0
+        now = {"trainer_cpu_s": cpu_seconds(process.pid)}
+        for pid in filter(is_sampler, children(process.pid)):
+            now["sampler_cpu_s"] = cpu_seconds(pid)
+        if steps >= 1 and all(now.values()):
+            seen.append((steps, now))
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
+    (first, before), (last, after) = seen[0], seen[-1]
+    return {name: round((after[name] - before[name]) / max(1, last - first), 4) for name in before if name in after}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_sampler(pid: int) -> bool:
+    """Whether a process is the sampling process of a run."""
+    try:
+        return b"gspo.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def show(done: list[dict[str, Any]], lags: list[int]) -> None:
     """Print the table."""
     base = {r["seed"]: r for r in done if r["lag"] == lags[0]}
-    print("\n| lag | seeds | seconds per step | speed against the first lag | gain in points | load |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "\n| lag | seeds | seconds per step | speed against the first lag | CPU seconds per step: trainer | sampling "
+        "process | gain in points | load |"
+    )
+    print(f"|{' --- |' * 8}")
     for lag in lags:
         own = [r for r in done if r["lag"] == lag and r["seed"] in base]
         ratios = [base[r["seed"]]["step_s"] / r["step_s"] for r in own]
@@ -89,6 +139,8 @@ def show(done: list[dict[str, Any]], lags: list[int]) -> None:
             str(len(own)),
             interval([r["step_s"] for r in own]),
             interval(ratios),
+            interval([r["trainer_cpu_s"] for r in own]),
+            interval([r["sampler_cpu_s"] for r in own if "sampler_cpu_s" in r]),
             interval(gains),
             f"{min(loads):.1f} to {max(loads):.1f}",
         ]
@@ -97,6 +149,8 @@ def show(done: list[dict[str, Any]], lags: list[int]) -> None:
 
 def interval(values: list[float]) -> str:
     """Mean with its 95 % interval over seeds."""
+    if not values:
+        return "-"
     mean = statistics.fmean(values)
     if len(values) not in T_95:
         return f"{mean:.3g}"

@@ -175,7 +175,7 @@ def _check_overlong(config: Config, objective: Objective) -> None:
 def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adaptive clip range, or None if the range is fixed, and the objective's other settings."""
     auto, settings = take_adaptive(base_objective(config.objective.name), config.objective.settings)
-    if auto and config.learner.mini_batches == 1:
+    if auto and config.learner.mini_batches == 1 and config.learner.old_logp != "sampler":
         raise ConfigError(
             f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; "
             "set learner.mini_batches to 2 or more, or use a fixed number here"

@@ -102,7 +102,9 @@ def _check_updates(config: Config) -> None:
     if (routing.replay != "off" or routing.balance_loss) and not routing.record:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
     old_logp = config.learner.old_logp
-    if old_logp != "recompute" and mini_batches == 1:
+    # Ratios to a sampler with older weights differ from 1 in a single update, too.
+    matters = old_logp == "sampler" and config.rollout.max_lag
+    if old_logp != "recompute" and mini_batches == 1 and not matters:
         raise ConfigError(
             f'learner.old_logp: "{old_logp}" saves nothing with learner.mini_batches = 1, because one mini-batch is '
             'always recomputed; set more mini-batches, or "recompute"'

@@ -455,6 +455,8 @@ def _length_drift(facts: RunFacts) -> Finding | None:
 def _one_update(facts: RunFacts) -> Finding | None:
     if facts.setting("learner", "mini_batches", 1) != 1 or not facts.rows or math.isnan(facts.mean("clip/high")):
         return None
+    if facts.old_from_sampler:  # with older weights
+        return None
     return Finding(
         name="one update per batch",
         level="note",
