@@ -92,8 +92,9 @@ def run_and_watch(command: list[str], environment: dict[str, str], run: Path) ->
             seen.append((steps, now))
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
-    (first, before), (last, after) = seen[0], seen[-1]
-    return {name: round((after[name] - before[name]) / max(1, last - first), 4) for name in before if name in after}
+    first, before = seen[0]
+    last, after = [found for found in seen if found[1].keys() == before.keys()][-1]  # the sampling process ends first
+    return {name: round((after[name] - before[name]) / max(1, last - first), 4) for name in before}
 
 
 def cpu_seconds(pid: int) -> float:
@@ -107,10 +108,14 @@ def cpu_seconds(pid: int) -> float:
 
 def children(pid: int) -> list[int]:
     """The child processes of a process."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
 
 
 def is_sampler(pid: int) -> bool:

@@ -132,3 +132,22 @@ def test_f12_the_sampling_process_is_killed_at_random_instants(
         assert (run_of(golden) / name).read_bytes() == (run_of(cut) / name).read_bytes()
     ledger = [history for history in read_ledger(run_of(cut)) if history.trained]
     assert [history.trained for history in ledger] == [[step] for step in range(1, done + 1)]
+
+
+@pytest.mark.slow
+def test_f8_the_sampling_process_ends_with_the_trainer(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny(*SETTING, "steps=500", "eval.every=0")
+    child = forked(lambda: start_or_resume(config))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(read_jsonl(run_of(config) / "metrics.jsonl")) < 3:
+        time.sleep(0.05)
+    (sampler,) = descendants(child)
+    folder = Path(Path(f"/proc/{sampler}/cmdline").read_text().split("\0")[-2])
+    assert list(folder.glob("*.tensors")), "otherwise it proves nothing that they are gone later"
+    os.kill(child, signal.SIGKILL)
+    assert wait(child) == -signal.SIGKILL
+    deadline = time.monotonic() + 60  # generous for a busy machine; on an idle one it ends at once
+    while time.monotonic() < deadline and (Path(f"/proc/{sampler}").exists() or folder.exists()):
+        time.sleep(0.05)
+    assert not Path(f"/proc/{sampler}").exists()
+    assert not folder.exists()
