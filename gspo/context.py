@@ -8,6 +8,8 @@ from typing import Any
 from gspo.config import Config
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems
+from gspo.environment.engine import ConversationEngine
+from gspo.environment.rewards import ConversationRewards
 from gspo.learner.optimizer import Optimizer
 from gspo.model.load import Policy
 from gspo.objectives.adaptive_clip import AdaptiveClip
@@ -39,6 +41,8 @@ class RunContext(LearnContext):
     problems: Problems
     order: SamplingOrder
     engine: Engine
-    rewards: RewardPool
+    rewards: RewardPool | ConversationRewards
+    conversations: ConversationEngine | None = None
+    """The engine, if an environment answers the model."""
     adaptive_clip: AdaptiveClip | None = None
     """Adapts the clip range from step to step. None if the range is fixed."""

@@ -25,6 +25,7 @@ LAYERS = (
     {"aliases", "config", "hub"},
     {"data", "model", "objectives"},
     {"reward", "rollout"},
+    {"environment"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},

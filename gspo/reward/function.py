@@ -351,7 +351,7 @@ def _import(source: Source) -> ModuleType:
     try:
         if not source.file:
             return importlib.import_module(f"{rewards.__name__}.{source.spec}")
-        return _import_text(source.file, source.text)
+        return import_text(source.file, source.text)
     except BaseException as error:  # a module may call sys.exit at import
         raise RewardError(
             f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: "
@@ -373,7 +373,8 @@ class _TextLoader(importlib.abc.ExecutionLoader):
         return self.text
 
 
-def _import_text(file: str, text: str) -> ModuleType:
+def import_text(file: str, text: str) -> ModuleType:
+    """The module of a user's file, from its text."""
     name = "reward_file_" + "".join(c if c.isalnum() else "_" for c in file)
     if name in sys.modules:
         return sys.modules[name]
