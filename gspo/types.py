@@ -218,6 +218,9 @@ class Score:
     """Each reward function's own value; `None` if it abstained or failed."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keywords by which reward functions explain their values, for example `timeout` from `code_tests`."""
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """Parts of the reward that belong to a turn or step, in order: the index of its last token among the sampled ones,
+    and the value. They add up to `reward`. Empty if the reward is for the whole completion."""
     failure: str | None = None
     """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `not_run: ...` (the
     batch ran out of time), `died: ...` (the worker crashed), `memory: ...`, `invalid: ...`, `abstained: ...`."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from gspo.reward.function import Source
 from gspo.reward.jobs import Groups
 from gspo.reward.reward import MOST_FAULTS, Fault, RewardPool
 from gspo.reward.traits import Service
-from gspo.types import Completion, ConversationEnd, Prompt, Score, Status
+from gspo.types import Completion, Conversation, ConversationEnd, Prompt, Score, Status
 
 PART = "environment"
 """The environment's part of a reward."""
@@ -84,6 +85,7 @@ class ConversationRewards:
             return Score(status=Status.UNSCORED, failure=conversation.failure)
         given = any(turn.reward is not None for turn in conversation.turns)
         own = conversation.reward if given else None
+        steps = _steps(completion, conversation)
         if other is None:
             # A limit ended it before the environment gave a reward.
             own = 0.0 if own is None and conversation.end is not ConversationEnd.DONE else own
@@ -91,12 +93,22 @@ class ConversationRewards:
                 failure = f"abstained: environment {self._environment} gave no reward"
                 return Score(status=Status.UNSCORED, failure=failure, parts={PART: None})
             return Score(
-                status=Status.SCORED, reward=own, correct=own > self._correct_above, parts={PART: own}, notes={}
+                status=Status.SCORED,
+                reward=own,
+                correct=own > self._correct_above,
+                parts={PART: own},
+                step_rewards=steps,
             )
         parts: Mapping[str, float | None] = {PART: own, **other.parts}
         if other.reward is None or own is None:
             return replace(other, parts=parts)
-        return replace(other, reward=own + other.reward, correct=own > self._correct_above, parts=parts)
+        if steps and other.reward:
+            last, value = steps[-1]
+            # What is judged at the end belongs to the last turn.
+            steps = (*steps[:-1], (last, value + other.reward))
+        return replace(
+            other, reward=own + other.reward, correct=own > self._correct_above, parts=parts, step_rewards=steps
+        )
 
     def _remember(self, prompt: Prompt, completion: Completion, failure: str) -> None:
         if failure not in self._faults and len(self._faults) < MOST_FAULTS:
@@ -110,6 +122,13 @@ class ConversationRewards:
             )
             self._faults[failure] = fault
             self._new_faults.append(fault)
+
+
+def _steps(completion: Completion, conversation: Conversation) -> tuple[tuple[int, float], ...]:
+    """The rewards of its turns, if they are not all for the last one."""
+    ends = list(accumulate(map(int, completion.sampled or (True,) * len(completion.token_ids))))
+    given = [(ends[t.end - 1] - 1, t.reward) for t in conversation.turns if t.reward is not None and t.end]
+    return tuple(given) if any(at < completion.sampled_count - 1 for at, _ in given) else ()
 
 
 def _last_message(completion: Completion) -> Completion:
