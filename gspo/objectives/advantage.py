@@ -293,7 +293,7 @@ def step_advantages(
         for number, (at, value) in enumerate(steps):
             value_S.append(value + (rest if number == len(steps) - 1 else 0.0))
             group_S.append(sample.group)
-            place_S.append((b, min(at, length - 1)))
+            place_S.append((b, at))
     advantage_S = apply_rule(rule, value_S, group_S).double().tolist()
     starts = [0]
     for length in lengths:

@@ -410,11 +410,26 @@ def _usage(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_part(part: Any) -> bool:
-    if not isinstance(part, dict) or not set(part) <= {"value", "failure", "notes", "trace"}:
+    if not isinstance(part, dict) or not set(part) <= {"value", "failure", "notes", "trace", "steps"}:
+        return False
+    if not _are_steps(part.get("steps", [])):
         return False
     value, notes = part.get("value"), part.get("notes", [])
     number = value is None or (type(value) in (int, float) and math.isfinite(value))
     return number and isinstance(notes, list) and all(isinstance(n, str) for n in notes) and _is_text(part)
+
+
+def _are_steps(steps: Any) -> bool:
+    """Whether these are numbers at token indices in ascending order."""
+    if not isinstance(steps, list) or not all(isinstance(s, list) and len(s) == 2 for s in steps):
+        return False
+    indices = [at for at, _ in steps]
+    whole = all(type(at) is int and at >= 0 for at in indices)
+    return (
+        whole
+        and indices == sorted(set(indices))
+        and all(type(value) in (int, float) and math.isfinite(value) for _, value in steps)
+    )
 
 
 def _is_text(answer: Mapping[str, Any]) -> bool:
