@@ -20,12 +20,16 @@ from gspo.environment.tool_calls import detect
 from gspo.errors import ConfigError, DataError
 from gspo.types import Messages
 
-_USER = "A question."
+_ASKED = {"role": "user", "content": "A question."}
 _TURN = "1f4c9a7e placeholder"
+_CALL_ID = "a1b2c3d4e"
 _THINKING = "<think>\n5b0d2c thoughts\n</think>\n\n"
 """Thinking as most models write it, for the trial."""
-_CLOSED = 1
-"""Characters that a template may strip at the end of a turn: a line break."""
+_REWRITTEN = (
+    "the chat template drops or changes what the model thought in earlier turns before a message of role {role}, and "
+    'sampled tokens are never changed here; set it to "verbatim" to continue conversations with what was sampled, or '
+    "use a template that keeps thinking"
+)
 
 
 class ObservationTemplate:
@@ -45,8 +49,11 @@ class ObservationTemplate:
         """The token that ends a turn in a demonstration."""
         self._tools = list(tools)
         self._chat = chat
-        self._special = sorted({str(t) for t in tokenizer.all_special_tokens}, key=len, reverse=True)
-        self._ends = [tokenizer.decode([i]) for i in stop_ids]
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {*map(str, tokenizer.all_special_tokens), *(t.content for t in added if t.special)} - {""}
+        self._special = sorted(special, key=lambda text: (-len(text), text))
+        self._changed_before: set[str] = set()
+        """Roles of observations before which the template changes what the model thought."""
         self.templated = uses_template(tokenizer, chat=chat)
         if self.templated:
             self._try(rewritten)
@@ -56,6 +63,8 @@ class ObservationTemplate:
 
         `ended` says whether the turn before it ended with an end token, which the template writes, too. `call` is the
         name of the tool whose result is the first message."""
+        if changed := sorted(self._changed_before.intersection(m["role"] for m in messages)):
+            raise DataError(f"environment.rewritten_history: {_REWRITTEN.format(role=changed[0])}")
         shown = [{**m, "content": self.neutral(m["content"])} for m in messages]
         if not self.templated:
             text = "".join(m["content"] for m in shown)
@@ -75,24 +84,27 @@ class ObservationTemplate:
         """The end token of the model's turn, and the text after it."""
         whole = self._whole(messages, call)
         after = whole[whole.rindex(_TURN) + len(_TURN) :]
-        found = [(after.find(end), end) for end in self._ends if end and end in after]
+        found = [(at, -len(token), token) for token in self._special if (at := after.find(token)) >= 0]
         if not found:
             raise ConfigError(
                 "environment.name: the chat template ends the model's turns without an end token, so observations "
                 "cannot follow them; use a chat model"
             )
-        at, end = min(found)
+        at, _, end = min(found)
         return end, after[at + len(end) :]
 
     def _whole(self, messages: Messages, call: str) -> str:
-        chats: list[Messages] = [
-            [{"role": "user", "content": _USER}, {"role": "assistant", "content": _TURN}, *messages]
-        ]
-        if call:
-            # Some templates write a tool's result only after a call, and with its name.
-            called = {"type": "function", "function": {"name": call, "arguments": {"placeholder": _TURN}}}
-            turn = {"role": "assistant", "content": "", "tool_calls": [called]}
-            chats.insert(0, [{"role": "user", "content": _USER}, turn, *messages])
+        """A conversation with a placeholder as the model's turn, and the observation after it."""
+        results = [m for m in messages if m["role"] == "tool"]
+        chats: list[Messages] = []
+        if results and self._tools:
+            # Some templates write a tool's result only after a call, and with its name. A malformed call has none.
+            call = call or self._tools[0]["function"]["name"]
+            called = {"name": call, "arguments": {"placeholder": _TURN}}
+            calls = [{"id": _CALL_ID, "type": "function", "function": called}]
+            named = [{"name": call, "tool_call_id": _CALL_ID, **m} if m["role"] == "tool" else m for m in messages]
+            chats.append([_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *named])
+        chats.append([_ASKED, {"role": "assistant", "content": _TURN}, *messages])
         failure = ""
         for chat in chats:
             try:
@@ -109,24 +121,25 @@ class ObservationTemplate:
         roles = sorted({m["role"] for m in messages})
         raise DataError(
             f"the chat template does not write messages of role {', '.join(roles)} after a turn of the model"
-            f"{f': {failure}' if failure else ''}; use role user for observations, or another model"
+            f"{f': {failure}' if failure else ''}; use another role for observations, or another model"
         )
 
     def _try(self, rewritten: str) -> None:
         """Raise before the run starts if observations cannot be written, or if the template rewrites earlier turns."""
-        observed = [{"role": "user", "content": _USER}]
-        history = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _THINKING + _TURN}, *observed]
+        roles = ["tool", "user"] if self._tools else ["user"]
+        turn = {"role": "assistant", "content": f"{_THINKING}A remark."}
+        histories: list[str | Messages] = [[_ASKED, turn, {"role": role, "content": "So."}] for role in roles]
         # In a child process with limits: nothing else has run the template yet.
-        rendered = render_all([history], self.tokenizer, chat=self._chat, tools=self._tools)[0]
-        if isinstance(rendered, DataError):
-            raise ConfigError(f"environment.name: {rendered}; use another model")
-        self.token_ids(observed, ended=True)
-        if _THINKING.strip() not in rendered[0] and rewritten == "refuse":
-            raise ConfigError(
-                "environment.rewritten_history: the chat template drops or changes what the model thought in earlier "
-                'turns, and sampled tokens are never changed here; set it to "verbatim" to continue conversations with '
-                "what was sampled, or use a template that keeps thinking"
-            )
+        rendered = render_all(histories, self.tokenizer, chat=self._chat, tools=self._tools)
+        if rewritten == "refuse":
+            # A template may write a tool's result only after a call of its own form. Then this says nothing.
+            written = {
+                role: one[0] for role, one in zip(roles, rendered, strict=True) if not isinstance(one, DataError)
+            }
+            self._changed_before = {role for role, text in written.items() if _THINKING.strip() not in text}
+        if roles[0] in self._changed_before:
+            raise ConfigError(f"environment.rewritten_history: {_REWRITTEN.format(role=roles[0])}")
+        self.token_ids([{"role": roles[0], "content": "So."}], ended=True)
 
 
 def tool_format(config: EnvironmentConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> str:
