@@ -255,6 +255,48 @@ class Grader:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun:
+    """What a script has done."""
+
+    output: str = ""
+    """What it printed, with the traceback of an exception that it did not catch."""
+    problem: str = ""
+    """Why it ended otherwise than by itself, or with an exit code; empty if it did not."""
+
+
+_SCRIPT = """import sys, traceback
+sys.stderr = sys.stdout
+try:
+    exec(compile({program!r}, "<program>", "exec"), {{"__name__": "__main__"}})
+except Exception as error:
+    # Without the frames of this wrapper and of the sandbox.
+    traceback.print_exception(type(error), error, error.__traceback__.tb_next)
+    sys.exit(1)
+"""
+
+
+def run_script(program: str, level: Level, limits: Limits) -> ScriptRun:
+    """Run a program once in the sandbox. What the program causes is in the result; a failure of the sandbox, or a
+    machine without a free processor, is a `RewardError`."""
+    if len(program) > PROGRAM or not _encodable(program):
+        return ScriptRun(problem=f"the program is longer than {PROGRAM} characters, or no valid text")
+    source = encode(_SCRIPT.format(program=program), len).encode()
+    with Box(level, "candidate", mode="stdin", limit_s=limits.limit_s, memory_mb=limits.memory_mb) as box:
+        box.ready()
+        running = _Program(box, limits.limit_s, None)
+        try:
+            running.ask(source)
+            answer = running.ask(encode("", len).encode())
+        except (ProgramWaited, MachineBusy):
+            raise SandboxError("sandbox: the machine had no time for the program; use fewer processes") from None
+    match _parsed(answer, b"o"):
+        case [int(code), str(output)]:
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+            return ScriptRun(output=output, problem=ending)
+    return ScriptRun(problem=running.gone or "an answer of unknown form")
+
+
 class _Program:
     """The candidate's process, with a clock that runs while it works."""
 
