@@ -296,7 +296,7 @@ class EnvironmentConfig:
     processes: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8
     """Maximum number of calls of the environment that are answered at the same time. Every conversation has a process
     of its own."""
-    timeout_s: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 30.0
+    timeout_s: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 60.0
     """Timeout of one call of the environment, in seconds. The process is killed and the completion is unscored."""
     max_seconds: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 600.0
     """Limit on the time that all calls of a conversation take together, in seconds. The conversation ends and keeps

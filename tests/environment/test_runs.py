@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,13 @@ from tiny_runs import tiny_tree
 from gspo import config as settings
 from gspo.config import Config
 from gspo.context import RunContext
+from gspo.errors import ConfigError
+from gspo.evaluation import evaluate
 from gspo.learner.batch import prepare_batch
 from gspo.objectives.samples import train_samples
+from gspo.preflight.context import PreflightContext
+from gspo.preflight.examine import CHECKS, run_checks
+from gspo.preflight.findings import Level
 from gspo.step import learn
 from gspo.trainer import resume, train
 from gspo.types import Completion, Conversation, ConversationEnd, Group, Score, Status, StopReason, Turn
@@ -165,3 +171,47 @@ def test_no_term_of_the_loss_is_about_observations(game: Callable[..., Config], 
     assert furthest(weights[0], weights[1]) < 1e-6
     assert furthest(weights[0], weights[2]) < 1e-6
     assert furthest(weights[0], weights[3]) > 1e-4  # another token of the model's own
+
+
+def test_the_doctor_tries_the_environment(game: Callable[..., Config]) -> None:
+    with ExitStack() as stack:
+        checks = [check for check in CHECKS if check.name not in ("memory", "disk", "run directory", "time")]
+        findings = run_checks(PreflightContext(config=game(), stack=stack), checks, show=lambda finding: None)
+    assert not [f.what for f in findings if f.level is Level.FAIL]
+    assert any("Game begins all problems: no tools" in f.what for f in findings)
+    assert any("answers a message" in f.what for f in findings)
+
+
+def test_an_evaluation_has_conversations_with_the_environment(
+    game: Callable[..., Config], parts_of: Any, tmp_path: Path
+) -> None:
+    context = parts_of(game("eval.greedy=true"))
+    done = evaluate(
+        context.engine,
+        context.rewards,
+        context.problems.held_out[:3],
+        samples=2,
+        greedy=True,
+        sampling=context.config.rollout.sampling,
+        seed=0,
+        stream="eval/1",
+    )
+    assert done.greedy_groups is not None
+    greedy = [c for group in done.greedy_groups for c in group.completions]
+    sampled = [c for group in done.groups for c in group.completions]
+    assert all(set(c.logp_sampler) == {0.0} for c in greedy)
+    assert all(c.conversation and set(c.logp_sampler) != {0.0} for c in sampled)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.min_tokens=2", "rollout.min_tokens: is not supported for the turns of environment.name"),
+        ("rollout.thinking_budget=5", "rollout.thinking_budget: is not supported"),
+        ("environment.turn_tokens=50", "environment.turn_tokens: 50 is more than rollout.max_tokens = 40"),
+        ("environment.name=", "environment.max_turns: has no effect without environment.name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(game: Callable[..., Config], override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        game(override)

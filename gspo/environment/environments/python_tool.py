@@ -21,7 +21,7 @@ from gspo.reward.sandbox.probe import sandbox_level
 class PythonTool(Environment):
     """Problems whose answer is a number, and a tool that runs Python."""
 
-    def __init__(self, limit_s: float = 5.0, memory_mb: int = 512, longest_output: int = 2000) -> None:
+    def __init__(self, limit_s: float = 2.0, memory_mb: int = 512, longest_output: int = 2000) -> None:
         self._limits = Limits(limit_s=limit_s, memory_mb=memory_mb)
         self._level = sandbox_level()
         self._longest_output = longest_output
