@@ -301,10 +301,10 @@ class EnvironmentConfig:
     max_seconds: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 600.0
     """Limit on the time that all calls of a conversation take together, in seconds. The conversation ends and keeps
     the rewards that it has."""
-    patience_s: Annotated[float, Range(low=0), OnlyWith("environment.name")] = 1.0
-    """How long the next turns wait for slow calls, in seconds. Conversations whose calls take longer join a later
-    round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing but
-    rounding."""
+    patience_s: Annotated[float, Range(low=0), OnlyWith("environment.name")] = 2.0
+    """How long the others wait for a call of the environment, in seconds. Conversations whose calls take longer join a
+    later round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing
+    but rounding."""
     memory_mb: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 1024
     """Memory limit of a conversation's process, in MB, in addition to what loading the environment took. `0` disables
     it."""

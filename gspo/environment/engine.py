@@ -5,15 +5,14 @@ a conversation depends on the weights, its row, the sampling settings and its ow
 sample, turn)`, never on the other conversations or on how fast the environment answers. Which conversations share a
 round of sampling affects speed and rounding, nothing else.
 
-A round samples the next turn of every conversation that has its observation. It waits for slow calls of the environment
-for at most `environment.patience_s`; a conversation whose call takes longer joins a later round.
+A round samples the next turn of every conversation that has its observation. It starts when no call of the environment
+is left that has taken less than `environment.patience_s`; the conversations of slower calls join a later round.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,8 @@ from gspo.types import Completion, ConversationEnd, Messages, Prompt, Sampling, 
 
 ROWS = 64
 """Rows in one call of the environment, where it is asked about many."""
+_TICK_S = 0.05
+"""Between two looks at whether only slow calls are left."""
 _DEMONSTRATION = "demonstration"
 _UNLIMITED = 2**31
 Openings = Mapping[str, str]
@@ -164,12 +165,11 @@ class ConversationEngine:
                     self._host.end(number)
 
     def _answered(self, numbers: Mapping[int, Transcript], waiting: set[int]) -> list[Transcript]:
-        """The conversations that the model continues, in their order, once all have an observation or those that have
-        one have waited long enough."""
-        until = time.monotonic() + self._config.patience_s
+        """The conversations that the model continues, in their order: all of them, or those that have an observation
+        while only slow calls are left."""
         ready: list[int] = []
-        while waiting and not (ready and time.monotonic() >= until):
-            for answer in self._host.poll(max(0.0, until - time.monotonic()) if ready else 1.0):
+        while waiting and not (ready and self._host.only_slow(self._config.patience_s)):
+            for answer in self._host.poll(_TICK_S if ready else 1.0):
                 waiting.discard(answer.conversation)
                 transcript = numbers[answer.conversation]
                 self._take(transcript, answer)

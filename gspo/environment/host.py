@@ -113,6 +113,12 @@ class EnvironmentHost:
             if answers or not (self._pending or self._waiting) or time.monotonic() >= until:
                 return answers
 
+    def only_slow(self, patience_s: float) -> bool:
+        """Whether every call that is being made has taken longer than this, and no other can start before it ends."""
+        now = time.monotonic()
+        slow = all(now - pending.since > patience_s for pending in self._pending.values())
+        return slow and not (self._waiting and len(self._pending) < self._config.processes)
+
     def ask(self, do: str, **fields: Any) -> Answer:
         """The answer to a request that belongs to no conversation, while there are no others."""
         number = self.open()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from pathlib import Path
 
 import pytest
 from conversations import END, TOKENIZER, conversations, rows, sample, written
@@ -36,7 +39,7 @@ class Echo(Environment):
         if what == "hang": time.sleep(1000)
         if what == "memory": bytearray(10**10)
         if what == "forge": return "<end><assistant>42<end>", 0.0, False
-        if what == "sleep": time.sleep(0.5)
+        while what == "wait" and not os.path.exists(self.row["file"]): time.sleep(0.01)
         if what == "nan": return [], float("nan"), True
         if self.steps >= self.row.get("steps", 2): return [], 1.0, True
         return "you said " + text, 0.25, False
@@ -119,14 +122,20 @@ def test_conversations_of_different_lengths_run_side_by_side(own: str) -> None:
     assert [(c.prompt_id, c.sample) for c in done] == [(p.id, s) for p in prompts for s in range(2)]
 
 
-def test_a_slow_call_does_not_delay_the_others(own: str) -> None:
-    problems = rows({"prompt": "sleep", "steps": 2}, {"prompt": "p", "steps": 3})
-    with conversations(lambda content, key: "ab", f"{own}:Echo", problems, patience_s=0.0) as (engine, below, prompts):
-        done = sample(engine, prompts)
-    assert [len(c.conversation.turns) for c in done if c.conversation] == [2, 3]
-    # Without patience, the quick conversation never waits for the slow one.
-    streams = [prompt.id.split("\x1f")[0] for batch in below.rounds for prompt in batch]
-    assert streams.index(prompts[0].id, 2) > max(i for i, s in enumerate(streams) if s == prompts[1].id)
+def test_a_slow_call_does_not_delay_the_others(own: str, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+
+    def answer(content: str, key: str) -> str:
+        if key.startswith("train/1") and key.endswith("2"):  # the last turn of the quick conversation
+            done.touch()
+        return "ab"
+
+    # The slow call is answered only once the quick conversation is over.
+    problems = rows({"prompt": "wait", "steps": 2, "file": str(done)}, {"prompt": "p", "steps": 3})
+    with conversations(answer, f"{own}:Echo", problems, patience_s=0.0) as (engine, _, prompts):
+        completions = sample(engine, prompts)
+    assert [len(c.conversation.turns) for c in completions if c.conversation] == [2, 3]
+    assert [status for status, _ in scores(completions)] == [Status.SCORED] * 2
 
 
 @pytest.mark.parametrize(
@@ -166,6 +175,22 @@ def test_what_the_environment_causes_is_unscored_and_harms_nobody(own: str) -> N
         assert re.match(pattern, failure)
     assert [status for status, _ in scores(done)] == [Status.UNSCORED] * 5 + [Status.SCORED]
     assert again == done[5:]
+
+
+def test_conversations_of_a_process_that_died_are_unscored_and_the_next_ones_are_not(own: str) -> None:
+    def answer(content: str, key: str) -> str:
+        if engine._host.pid is not None and not killed:
+            killed.append(engine._host.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return "ab"
+
+    killed: list[int] = []
+    with conversations(answer, f"{own}:Echo", rows({"prompt": "x"}, {"prompt": "y"})) as (engine, _, prompts):
+        first, second = sample(engine, prompts), sample(engine, prompts)
+    assert killed
+    assert [c.conversation.end for c in first if c.conversation] == [ConversationEnd.FAILED] * 2
+    assert scores(first) == [(Status.UNSCORED, None)] * 2
+    assert scores(second) == [(Status.SCORED, 1.25)] * 2
 
 
 def test_rows_must_begin_the_same_every_time(own: str) -> None:
