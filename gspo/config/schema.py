@@ -151,8 +151,8 @@ class ProblemsConfig:
     split: Annotated[str, OnlyWith("data.hub")] = "train"
     """Split of the hub dataset."""
     task: str = ""
-    """Problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems` or
-    `reasoning_gym:NAME`."""
+    """Problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems`, `calculation`,
+    `secret_number` or `reasoning_gym:NAME`."""
     task_options: Annotated[Mapping[str, Any], OnlyWith("data.task")] = field(default_factory=dict)
     """Options of the generated task, for example `digits = 3`."""
     prompt_field: Annotated[str, NotWith("data.task")] = "prompt"

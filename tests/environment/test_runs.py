@@ -25,6 +25,7 @@ from gspo.objectives.samples import train_samples
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.examine import CHECKS, run_checks
 from gspo.preflight.findings import Level
+from gspo.record.metric_definitions import METRICS
 from gspo.step import learn
 from gspo.trainer import resume, train
 from gspo.types import Completion, Conversation, ConversationEnd, Group, Score, Status, StopReason, Turn
@@ -77,6 +78,8 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
     assert whole == part
     metrics = [json.loads(line) for line in whole.splitlines()]
     assert all(row["conversation/turns"] > 1 for row in metrics if row["step"])
+    names = {m.key.replace("/NAME", "/turns") for m in METRICS if m.key.startswith("conversation/")}
+    assert all(names <= set(row) for row in metrics if row["step"])
 
     shown = Completions(tmp_path / "run")
     records = shown.of(3)
