@@ -25,7 +25,7 @@ from gspo.errors import ConfigError
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
-from gspo.model.load import Policy, load_policy, load_tokenizer
+from gspo.model.load import Policy, dtype_name, load_policy, load_tokenizer
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
@@ -178,6 +178,12 @@ def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, An
             "set learner.mini_batches to 2 or more, or use a fixed number here"
         )
     return auto, settings
+
+
+def with_dtype(config: Config) -> Config:
+    """The config with the precision that `model.dtype = "auto"` is on this machine. It is what a run directory records,
+    so that the run resumes in it on any machine."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype_name(config.model)))
 
 
 def reward_pool(config: Config, run: Path | None = None) -> RewardPool | ConversationRewards:

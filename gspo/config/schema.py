@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from gspo.field_types import field_types
 from gspo.types import Sampling
 
 
@@ -99,8 +100,9 @@ class ModelConfig:
     weights, initialized on the device: to measure speed and memory without downloading weights."""
     build_options: Annotated[Mapping[str, Any], OnlyWith("model.build")] = field(default_factory=dict)
     """Overrides for the built model's config: `{num_hidden_layers = 8, num_experts = 64}`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights. Log-probs and the optimizer are always float32. `float16` rounds eight times finer than
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights. Log-probs and the optimizer are always float32. `auto` is `float16` on a GPU and
+    `float32` on a CPU; the run directory has the one that was chosen. `float16` rounds eight times finer than
     `bfloat16` but holds nothing above 65504, so its loss is scaled automatically (docs/precision.md)."""
     device: str = "auto"
     """Device of the model. `auto` uses the GPU if there is one."""
@@ -558,14 +560,14 @@ def _sections(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         value = getattr(section, f.name)
         if dataclasses.is_dataclass(value):
             yield from _sections(value, f"{prefix}{f.name}.")
-        elif named_section(typing.get_type_hints(type(section))[f.name]):
+        elif named_section(field_types(type(section))[f.name]):
             for name, item in value.items():
                 yield from _sections(item, f"{prefix}{f.name}.{name}.")
 
 
 def markers(section: Any) -> Iterator[tuple[str, Any]]:
     """Every (field name, marker) pair of a section. A marker is a `Range`, `OnlyWith` or `NotWith`."""
-    for name, hint in typing.get_type_hints(type(section), include_extras=True).items():
+    for name, hint in field_types(type(section), markers=True).items():
         yield from ((name, marker) for marker in getattr(hint, "__metadata__", ()))
 
 
@@ -577,7 +579,7 @@ def help_texts() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _help(cls: type, prefix: str, known: Collection[str] = ()) -> Iterator[tuple[str, str, Any, str]]:
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     docs = field_docs(cls)
     tables: list[tuple[type, str]] = []
     for f in dataclasses.fields(cls):

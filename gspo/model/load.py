@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -236,6 +236,15 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def dtype_name(config: ModelConfig) -> Literal["float32", "bfloat16", "float16"]:
+    """The precision of the weights. `auto` is float16 on a GPU: half the memory of float32 and about its gain, where
+    bfloat16 rounds more coarsely than sequence-level clip ranges are wide (benchmarks/RESULTS.md). CPUs compute float16
+    slowly."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float16" if device_of(config.device).type == "cuda" else "float32"
+
+
 def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int) -> Any:
     adapter_quantize = adapter.quantization_of(config.path)
     if adapter_quantize and config.lora.rank and config.quantize != adapter_quantize:
@@ -264,7 +273,7 @@ def _load_plain(config: ModelConfig) -> Any:
         options["quantization_config"] = GgufConfig(dequantize=True)
     with load_errors(config):
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code, **options
+            path, dtype=getattr(torch, dtype_name(config)), trust_remote_code=config.trust_remote_code, **options
         )
 
 
@@ -310,7 +319,7 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     # The run's own random state must not depend on the size of the model.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.dtype))
+        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype_name(config)))
 
 
 def _shape(config: ModelConfig, tokenizer: Any) -> Any:
