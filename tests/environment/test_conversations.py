@@ -181,7 +181,7 @@ def test_conversations_of_a_process_that_died_are_unscored_and_the_next_ones_are
     def answer(content: str, key: str) -> str:
         if engine._host.pid is not None and not killed:
             killed.append(engine._host.pid)
-            os.kill(killed[0], signal.SIGKILL)
+            os.killpg(killed[0], signal.SIGKILL)
         return "ab"
 
     killed: list[int] = []
