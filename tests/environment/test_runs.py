@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_vllm import SimulatedVllm
 from tiny_runs import tiny_tree
 
 from gspo import config as settings
 from gspo.config import Config
 from gspo.context import RunContext
+from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.evaluation import evaluate
 from gspo.learner.batch import prepare_batch
@@ -25,10 +27,14 @@ from gspo.objectives.samples import train_samples
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.examine import CHECKS, run_checks
 from gspo.preflight.findings import Level
+from gspo.ranks.codec import decode, encode
 from gspo.record.metric_definitions import METRICS
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines.vllm import VllmEngine
 from gspo.step import learn
 from gspo.trainer import resume, train
-from gspo.types import Completion, Conversation, ConversationEnd, Group, Score, Status, StopReason, Turn
+from gspo.trust import all_code
+from gspo.types import Completion, Conversation, ConversationEnd, Group, Prompt, Score, Status, StopReason, Turn
 from gspo.view.completions import Completions
 
 GAME = """
@@ -218,3 +224,36 @@ def test_an_evaluation_has_conversations_with_the_environment(
 def test_settings_that_cannot_work_are_refused(game: Callable[..., Config], override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         game(override)
+
+
+def test_greedy_conversations_are_the_same_on_both_engines(game: Callable[..., Config], parts_of: Any) -> None:
+    config = game()
+    context = parts_of(config)
+    environment = RunEnvironment(config)
+    try:
+        prompts = environment.open(context.problems.held_out[:4], context.policy.tokenizer)
+        policy = context.policy
+        parts = EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids)
+        served = environment.engine(VllmEngine(parts, SimulatedVllm(policy.model)), policy)
+        # A model that was not trained hardly ever ends a turn by itself.
+        sampling = replace(config.rollout.sampling.greedy, stop=tuple("0123456789sort "))
+        options = {"sampling": sampling, "seed": 0, "stream": "eval/1", "version": 0}
+        ours, theirs = (engine.generate(prompts, samples=2, **options) for engine in (context.engine, served))
+    finally:
+        environment.close()
+    assert any(len(c.conversation.turns) > 1 for group in ours for c in group if c.conversation)
+    assert ours == theirs
+
+
+def test_conversations_are_sent_between_ranks_unchanged() -> None:
+    prompt = Prompt(id="p", content="", text="", token_ids=(1,))
+    done, score = conversation(1.0, (10, 11), 0)
+    group = Group(prompt=prompt, completions=[done], scores=[score])
+    assert decode(Group, encode(group)) == group
+
+
+def test_a_run_directory_names_the_code_of_its_environment(game: Callable[..., Config]) -> None:
+    config = game()
+    (code,) = all_code(config, [])
+    assert code.what == f"environment.name imports {config.environment.name.replace(':', ' and uses ')}"
+    assert code.digest
