@@ -85,8 +85,8 @@ def environment_code(config: Config) -> list[Code]:
     file, colon, cls = config.environment.name.rpartition(":")
     if not colon:
         return []
-    what = f"environment.name imports {file} and uses {cls}"
-    return [Code(what=what, key=f"{file}:{cls}", digest=_digest(Path(file))), *_imported_code(Path(file), [Path.cwd()])]
+    code = Code(what=f"environment.name imports {file} and uses {cls}", key=f"{file}:{cls}", digest=_digest(Path(file)))
+    return [code, *_imported_code(Path(file), [Path(file).parent, Path.cwd()])]
 
 
 def _imported_code(file: Path, folders: Sequence[Path]) -> Iterator[Code]:

@@ -254,6 +254,6 @@ def test_conversations_are_sent_between_ranks_unchanged() -> None:
 
 def test_a_run_directory_names_the_code_of_its_environment(game: Callable[..., Config]) -> None:
     config = game()
-    (code,) = all_code(config, [])
+    code = all_code(config, [])[0]  # the modules that it imports follow
     assert code.what == f"environment.name imports {config.environment.name.replace(':', ' and uses ')}"
     assert code.digest
