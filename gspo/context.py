@@ -17,6 +17,7 @@ from gspo.objectives.objective import Objective
 from gspo.ranks.group import ONE, Ranks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
+from gspo.rollout.sampling_process import SamplingProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,5 +45,7 @@ class RunContext(LearnContext):
     rewards: RewardPool | ConversationRewards
     conversations: ConversationEngine | None = None
     """The engine, if an environment answers the model."""
+    sampler: SamplingProcess | None = None
+    """Samples training batches while the learner trains. None if sampling and training take turns."""
     adaptive_clip: AdaptiveClip | None = None
     """Adapts the clip range from step to step. None if the range is fixed."""
