@@ -180,11 +180,9 @@ def _check_environment(config: Config) -> None:
     """Check what a conversation with an environment cannot have."""
     if not config.environment.name:
         return
-    if config.rollout.max_lag:
-        raise ConfigError("rollout.max_lag: conversations with environment.name cannot be sampled ahead; set it to 0")
-    for key in ("min_tokens", "thinking_budget"):
+    for key in ("min_tokens", "thinking_budget", "max_lag"):
         if getattr(config.rollout, key):
-            raise ConfigError(f"rollout.{key}: is not supported for the turns of environment.name; set it to 0")
+            raise ConfigError(f"rollout.{key}: is not supported with environment.name; set it to 0")
     for key, section in problem_sections(config):
         if getattr(section, "reward", ()):
             raise ConfigError(f"{key}.reward: not supported with environment.name; use reward.functions")

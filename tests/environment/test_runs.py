@@ -215,9 +215,9 @@ def test_an_evaluation_has_conversations_with_the_environment(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.min_tokens=2", "rollout.min_tokens: is not supported for the turns of environment.name"),
+        ("rollout.min_tokens=2", "rollout.min_tokens: is not supported with environment.name"),
         ("rollout.thinking_budget=5", "rollout.thinking_budget: is not supported"),
-        ("rollout.max_lag=1", "rollout.max_lag: conversations with environment.name cannot be sampled ahead"),
+        ("rollout.max_lag=1", "rollout.max_lag: is not supported"),
         ("environment.turn_tokens=50", "environment.turn_tokens: 50 is more than rollout.max_tokens = 40"),
         ("environment.name=", "environment.max_turns: has no effect without environment.name"),
     ],
