@@ -36,6 +36,12 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     return int(world) if world.isdecimal() else 1
 
 
+def local_ranks(count: int, environment: Mapping[str, str] = os.environ) -> int:
+    """How many of the `count` ranks are on this machine; all of them if the launcher does not say."""
+    own = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(own) if own.isdecimal() and own != "0" else count
+
+
 def is_follower(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this process as one of several, and not as the leader."""
     return world_size(environment) > 1 and environment.get("RANK", "0") != "0"
