@@ -15,6 +15,7 @@ from gspo.objectives.objective import Objective
 from gspo.ranks.group import ONE, Ranks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
+from gspo.rollout.sampling_process import SamplingProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +41,7 @@ class RunContext(LearnContext):
     order: SamplingOrder
     engine: Engine
     rewards: RewardPool
+    sampler: SamplingProcess | None = None
+    """Samples training batches while the learner trains. None if sampling and training take turns."""
     adaptive_clip: AdaptiveClip | None = None
     """Adapts the clip range from step to step. None if the range is fixed."""

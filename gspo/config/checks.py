@@ -101,11 +101,21 @@ def _check_updates(config: Config) -> None:
         )
     if (routing.replay != "off" or routing.balance_loss) and not routing.record:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
-    if config.learner.old_logp == "sampler" and mini_batches == 1:
+    old_logp = config.learner.old_logp
+    # Ratios to a sampler with older weights differ from 1 in a single update, too.
+    matters = old_logp == "sampler" and config.rollout.max_lag
+    if old_logp != "recompute" and mini_batches == 1 and not matters:
         raise ConfigError(
-            'learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always '
-            'recomputed for comparison; set more mini-batches, or "recompute"'
+            f'learner.old_logp: "{old_logp}" saves nothing with learner.mini_batches = 1, because one mini-batch is '
+            'always recomputed; set more mini-batches, or "recompute"'
         )
+    if old_logp == "interpolate" and not config.rollout.max_lag:
+        raise ConfigError(
+            'learner.old_logp: "interpolate" is between the versions of policies that differ only with '
+            'rollout.max_lag; set that, or "recompute"'
+        )
+    if old_logp != "sampler" and config.learner.allow_mismatch:
+        raise ConfigError(f'learner.allow_mismatch: has no effect with learner.old_logp = "{old_logp}"; leave it out')
     completions = config.rollout.prompts * config.rollout.group_size
     if mini_batches > completions:
         raise ConfigError(

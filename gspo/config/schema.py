@@ -261,6 +261,18 @@ class RolloutConfig:
     group to keep: the step then trains on the groups it has, and without any the run stops. A batch that stays short is
     reported."""
 
+    max_lag: NonNegative = 0
+    """Training steps by which the weights that sample a batch may be older than those that train on it. `0` samples
+    and trains in turns. With `k`, sampling runs in a process of its own at the same time as training: the batch of step
+    t is always sampled from the weights after step t - 1 - k, or from the first ones, whatever takes longer
+    (docs/asynchronous.md)."""
+    sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
+    """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
+    holds two copies of the weights."""
+    sampler_timeout_s: Annotated[Positive, OnlyWith("rollout.max_lag")] = 1800.0
+    """How long the sampling process may take to load the model, or to sample the completions of one call, in seconds,
+    before the run saves a checkpoint and stops."""
+
     @functools.cached_property
     def sampling(self) -> Sampling:
         """Sampling parameters, for training and evaluation alike."""
@@ -358,11 +370,14 @@ class LearnerConfig:
     """AdamW's weight decay."""
     max_grad_norm: Positive = 1.0
     """Gradient clipping: a larger gradient norm is scaled down to this value."""
-    old_logp: Literal["recompute", "sampler"] = "recompute"
-    """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
-    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range
-    (`learner.allow_mismatch`)."""
-    allow_mismatch: Annotated[bool, NotWith("learner.old_logp", "recompute")] = False
+    old_logp: Literal["recompute", "sampler", "interpolate"] = "recompute"
+    """Source of the old log-probs, from which ratios start. `recompute` runs a learner forward pass: the learner's
+    policy before the first update of the batch. `sampler` reuses the engine's and saves that pass for all but one
+    mini-batch; the run stops if the two differ by more than the clip range (`learner.allow_mismatch`), unless the
+    weights that sampled are older (`rollout.max_lag`). `interpolate`, with `rollout.max_lag`, saves the pass as well:
+    it estimates the policy of `recompute` from the sampler's log-probs and the current ones, by their versions (A-3PO,
+    arXiv:2512.06547)."""
+    allow_mismatch: bool = False
     """With `old_logp = "sampler"`: continue although the engine's log-probs differ from the learner's by more than the
     clip range, with a warning. Rounding then decides much of what is clipped."""
     spike: NonNegativeFloat = 8.0

@@ -4,7 +4,8 @@ In: the model's shapes and the settings. Out: an `Estimate` in bytes. Invariant:
 possible micro-batch. b is the size of a weight, n the number of weights.
 
 Held for the whole run: weights b n, optimizer 8 n (two float32 moments), masters 4 n for weights in lower precision
-than float32, and a second copy of the weights with a KL penalty. With LoRA all but the first count the adapters'
+than float32, and a second copy of the weights with a KL penalty. With `rollout.max_lag`, the sampling process has
+another copy, and samples during training. With LoRA all but the first count the adapters'
 weights only, there is no second copy, and weights in NF4 take 4.127 bits each. On top of that comes the largest of
 
 - training, on the largest possible micro-batch: gradients 4 n (always float32), activations, logits;
@@ -171,6 +172,10 @@ def estimate(context: PreflightContext, *, gpu: bool) -> Estimate:
         held.append(
             MemoryUse(name="reference model", bytes=weights, how="a second copy of the weights, for objective.kl")
         )
+    rollout = context.config.rollout
+    if rollout.max_lag and rollout.sampler_device in ("", config.device):
+        copy = MemoryUse(name="sampling process", bytes=weights, how="its copy of the weights, for rollout.max_lag")
+        held += [copy, *_sampling(context)]  # at the same time as training
     gradients = MemoryUse(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
     temporary = MemoryUse(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
     return Estimate(

@@ -56,6 +56,38 @@ def step_metrics(
     }
 
 
+def lag_metrics(
+    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int
+) -> dict[str, Reduced]:
+    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs."""
+    assert collected.weights is not None
+    completions = [c for group in collected.rollouts.sampled for c in group.completions]
+    return {
+        "lag/steps": Same(step - collected.weights),
+        "lag/updates": Mean.of([updates - c.version for c in completions]),
+        **(_by_age(learned, updates) if learned is not None and learned.computed_N.any() else {}),
+    }
+
+
+def _by_age(learned: LearnResult, updates: int) -> dict[str, Reduced]:
+    """Effective sample size and clipping of the computed tokens, by the age of their completions in updates."""
+    tokens = learned.tokens
+    age_B = torch.tensor([updates - s.completion.version for s in learned.samples], device=learned.computed_N.device)
+    age_N = tokens.sequences.expand(age_B)
+    ages = sorted(set(age_B.tolist()))
+    at = {str(age): (age_N == age) & learned.computed_N for age in ages}
+    weight_N = (tokens.logp_N - tokens.logp_behavior_N).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "lag/NAME/ess": Family({age: Gather(weight_N[at_N], _sample_size) for age, at_N in at.items() if at_N.any()}),
+        "lag/NAME/clip_fraction": Family({age: Mean.of(learned.clipped_N[at_N].double()) for age, at_N in at.items()}),
+    }
+
+
+def _sample_size(weights: Tensor) -> float:
+    """The effective sample size as a share of the number of samples."""
+    return float(weights.mean().square() / weights.square().mean())
+
+
 def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """Number of completions that were not trained on, by reason, most frequent first."""
     return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
@@ -279,7 +311,7 @@ def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
         "mismatch/k1": Mean(-log_rho_M.sum(), len(log_rho_M)),
         "mismatch/k3": Mean.of(torch.expm1(bounded_M) - log_rho_M),
         "mismatch/chi2": Mean.of(rho_M.square() - 1),
-        "mismatch/ess": Gather(rho_M, lambda rho: float(rho.mean().square() / rho.square().mean())),
+        "mismatch/ess": Gather(rho_M, _sample_size),
         "mismatch/extreme_fraction": Mean.of((log_rho_M.abs() > EXTREME).double()),
     }
 

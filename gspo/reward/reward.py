@@ -100,6 +100,8 @@ class RewardPool:
         _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._scoring = threading.Lock()
+        """Held by the thread whose batch is being scored: a batch's time limit is for the whole pool."""
         self._alone = threading.Lock()
         """Held by the call that is making its second try."""
         self._closing = False
@@ -189,8 +191,9 @@ class RewardPool:
     def score(self, groups: Groups, functions: Collection[str] | None = None) -> list[list[Score]]:
         """Score every completion of every group, with all functions or only those of these names."""
         rules = [self._rule(prompt.source, functions) for prompt, _ in groups]
-        batch = self._batch(groups, rules)
-        self._run(batch, batch.jobs())
+        with self._scoring:
+            batch = self._batch(groups, rules)
+            self._run(batch, batch.jobs())
         return [
             self._combine_group(rule, [batch.parts(g, i) for i in range(len(completions))])
             for g, (rule, (_, completions)) in enumerate(zip(rules, groups, strict=True))
