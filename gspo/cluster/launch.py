@@ -348,7 +348,8 @@ class _Run:
             if rank.pending is None:
                 rank.pending, rank.heard = rank.actor.poll.remote(), now
         pending = {rank.pending: rank for rank in living}
-        done, _ = self._ray.wait(list(pending), timeout=0.5)
+        self._ray.wait(list(pending), timeout=0.5)  # returns when one has answered
+        done, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=0)
         for reference in done:
             rank = pending[reference]
             rank.pending = None
