@@ -470,6 +470,11 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
+    sampling_weights: Literal["auto", "whole", "layers"] = "auto"
+    """What each of several ranks holds of the weights while engine `local` samples. `whole`: all of them, so that a
+    decoding step needs no communication. `layers`: one decoder layer at a time, which all ranks gather in every forward
+    pass; for models that do not fit on a rank, without CUDA graphs. `auto`: `layers` on a CPU without enough free
+    memory, otherwise `whole`. Has no effect in a single process."""
     timeout_s: Positive = 600.0
     """How long a rank waits for the others, in seconds, before the run ends with an error: in a collective, for the
     completions of a rank that samples longer than rank 0, and for signs of life. It must be longer than the slowest

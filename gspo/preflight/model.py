@@ -17,12 +17,13 @@ from gspo.build import check_routes, engine_for, policy_for
 from gspo.config import ModelConfig
 from gspo.errors import GspoError
 from gspo.model import adapter
+from gspo.model.free_memory import free_memory
 from gspo.model.load import build_model, device_of, dtype_name
 from gspo.model.routing import check_replay, says_it_routes
 from gspo.model.source import load_errors, resolve_model_source
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import free_memory, human
+from gspo.preflight.machine import human
 from gspo.preflight.memory import weight_bytes
 
 

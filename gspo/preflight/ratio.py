@@ -19,6 +19,7 @@ from torch import Tensor
 from gspo.learner.batch import batch_routing, token_sequence
 from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
+from gspo.model.free_memory import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import supports_packing
@@ -27,7 +28,6 @@ from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
 from gspo.record.alarms import NOISY, run_rounding_remedy
 from gspo.rollout.engine import engine_traits
