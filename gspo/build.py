@@ -22,6 +22,8 @@ from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
+from gspo.environment.rewards import ConversationRewards
+from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
@@ -198,11 +200,27 @@ def with_dtype(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype_name(config.model)))
 
 
-def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
+def reward_pool(config: Config, run: Path | None = None) -> RewardPool | ConversationRewards:
     """The worker processes that score completions, on a cluster if this process is part of a run there. Scores that
     were paid for are kept in the directory of the run."""
     cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
-    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
+    environment = config.environment.name
+    # An environment gives rewards itself, so reward functions are optional.
+    if environment and not config.reward.functions:
+        return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=None)
+    pool = RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
+    if not environment:
+        return pool
+    return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=pool)
+
+
+def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
+    """The environment that answers the model; None without one. `stack` closes it."""
+    if not config.environment.name:
+        return None
+    environment = RunEnvironment(config)
+    stack.callback(environment.close)
+    return environment
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
@@ -255,8 +273,11 @@ def build_run(
     # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config, run)
     stack.callback(rewards.close)
+    environment = environment_for(config, stack)
     tokenizer = run_tokenizer(config, checkpoint)
     problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    if environment:
+        problems = environment.open_problems(problems, tokenizer)
     rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
     if ranks.several:
         ranks.watch.run = run
@@ -272,11 +293,13 @@ def build_run(
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
     _check_old_logp(config, objective, learner.policy)
+    conversations = environment.engine(engine, learner.policy) if environment else None
     return RunContext(
         **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        engine=engine,
+        engine=conversations or engine,
+        conversations=conversations,
         rewards=rewards,
         sampler=sampler,
         adaptive_clip=run_adaptive_clip(config)[0],

@@ -8,6 +8,8 @@ from typing import Any
 from gspo.config import Config
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems
+from gspo.environment.engine import ConversationEngine
+from gspo.environment.rewards import ConversationRewards
 from gspo.learner.optimizer import Optimizer
 from gspo.model.load import Policy
 from gspo.objectives.adaptive_clip import AdaptiveClip
@@ -40,7 +42,9 @@ class RunContext(LearnContext):
     problems: Problems
     order: SamplingOrder
     engine: Engine
-    rewards: RewardPool
+    rewards: RewardPool | ConversationRewards
+    conversations: ConversationEngine | None = None
+    """The engine, if an environment answers the model."""
     sampler: SamplingProcess | None = None
     """Samples training batches while the learner trains. None if sampling and training take turns."""
     adaptive_clip: AdaptiveClip | None = None

@@ -37,6 +37,7 @@ LAYERS = (
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
+    {"environment"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},

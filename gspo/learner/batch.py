@@ -186,7 +186,23 @@ def _packed_tokens(context: LearnContext, samples: Sequence[TrainSample]) -> Tok
         logp_sampler_N=sampler_N,
         advantage_N=unknown_N,
         sequences=Sequences(sequence_N.to(device), len(samples)),
+        turn_N=_turns(samples, device),
     )
+
+
+def _turns(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
+    """The turn of each sampled token; None if no completion has turns."""
+    if not any(s.completion.conversation for s in samples):
+        return None
+    numbers: list[int] = []
+    for sample in samples:
+        completion = sample.completion
+        before = len(numbers)
+        for number, turn in enumerate(completion.conversation.turns if completion.conversation else ()):
+            own = completion.sampled[turn.start : turn.end]
+            numbers += [number] * (sum(own) if completion.sampled else turn.end - turn.start)
+        numbers += [0] * (before + completion.sampled_count - len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 def _computes_all(context: LearnContext) -> bool:

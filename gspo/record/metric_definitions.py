@@ -556,6 +556,44 @@ METRICS = (
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
     ),
+    # Conversations with an environment.
+    Metric(
+        "conversation/turns",
+        "Mean number of turns of the model in a conversation.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/call_fraction",
+        "Share of conversations in which the model called a tool.",
+        present="`environment.name`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/failed_call_fraction",
+        "Share of tool calls that were malformed, or whose arguments or tool raised an error.",
+        present="`environment.name`",
+        unit="share",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
+        "conversation/observation_tokens",
+        "Mean number of tokens of a conversation that the model was given: observations, and what the chat template "
+        "writes around them. They are not trained on.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/end/NAME",
+        "Share of conversations that ended this way: `done` (the environment said so), at a limit (`turns`, "
+        "`turn_tokens`, `tokens`, `time`), or `failed` (unscored).",
+        present="`environment.name`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
     Metric(
         "tokens/generated",
         "Tokens of all sampled completions.",

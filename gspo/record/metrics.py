@@ -33,7 +33,7 @@ from gspo.objectives.sequences import Sequences
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
-from gspo.types import Completion, Group, Sampling, Score, Status, StopReason
+from gspo.types import Completion, ConversationEnd, Group, Sampling, Score, Status, StopReason
 
 NAN = float("nan")
 EXTREME = math.log(2)
@@ -134,8 +134,26 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "length/repetitive_fraction": Mean.of([_repetitive(c) for c, _ in pairs]),
         "tokens/generated": Sum(collected.tokens),
         **_decoding(collected),
+        **_conversations(pairs),
         **_sources(collected),
         **_difficulty(collected),
+    }
+
+
+def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduced]:
+    """How conversations with an environment went."""
+    found = [c.conversation for c, _ in pairs if c.conversation is not None]
+    if not found:
+        return {}
+    turns = [turn for conversation in found for turn in conversation.turns]
+    calls = sum(max(len(turn.calls), turn.failed_calls) for turn in turns)
+    given = sum(len(c.token_ids) - c.sampled_count for c, _ in pairs)
+    return {
+        "conversation/turns": Mean.of([len(conversation.turns) for conversation in found]),
+        "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
+        "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
+        "conversation/observation_tokens": Mean(given, len(found)),
+        "conversation/end/NAME": Family({end: Mean.of([c.end is end for c in found]) for end in ConversationEnd}),
     }
 
 
@@ -409,17 +427,31 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
         **({"thinking_cut": True} if completion.thinking_cut else {}),
+        **_conversation_record(completion),
         "version": completion.version,
         **({"spans": completion.spans} if completion.spans else {}),
         "status": score.status,
         "reward": score.reward,
         "correct": score.correct,
         "parts": dict(score.parts),
+        **({"step_rewards": score.step_rewards} if score.step_rewards else {}),
         "notes": dict(score.notes),
         # The message of an exception may quote an API key.
         "failure": score.failure and redacted(score.failure, known_secrets()),
         "logp_sampler": _exact(completion.logp_sampler),
     }
+
+
+def _conversation_record(completion: Completion) -> dict[str, Any]:
+    """Where the turns of a conversation are, and what the environment made of them."""
+    conversation = completion.conversation
+    if conversation is None:
+        return {}
+    turns = [
+        {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
+        for t in conversation.turns
+    ]
+    return {"turns": turns, "end": conversation.end}
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:

@@ -566,7 +566,22 @@ class RewardPool:
         # The first function decides about correctness; the others may measure anything, for example the format.
         first = next((p.value for f, p in zip(rule.functions, parts, strict=True) if f == rule.decisive), None)
         correct = None if first is None else first > self._config.correct_above
-        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
+        reward = sum(terms)
+        steps = _step_rewards(rule.weights, parts, reward)
+        return Score(status=Status.SCORED, reward=reward, correct=correct, parts=named, notes=notes, step_rewards=steps)
+
+
+def _step_rewards(weights: Sequence[float], parts: Sequence[Part], reward: float) -> tuple[tuple[int, float], ...]:
+    """The weighted sum of all functions' step rewards. What judges the whole completion belongs to the last step."""
+    total: dict[int, float] = {}
+    for weight, part in zip(weights, parts, strict=True):
+        for at, value in part.steps:
+            total[at] = total.get(at, 0.0) + weight * value
+    if not total:
+        return ()
+    steps = sorted(total.items())
+    last, value = steps[-1]
+    return (*steps[:-1], (last, value + reward - sum(total.values())))
 
 
 def _neutral_values(parts_G: Sequence[Sequence[Part]]) -> list[float]:
