@@ -20,6 +20,7 @@ from sampling_stand_in import StandIn, stand_in
 from simulated_vllm import SimulatedVllm
 from test_rollback import SETTINGS as ROLLBACK
 from test_rollback import repetition_in
+from tiny_runs import tiny_config
 
 from gspo.build import check_ranks
 from gspo.config import Config
@@ -45,16 +46,20 @@ def weights_of(step: int, lag: int = LAG) -> int:
     return max(0, step - 1 - lag)
 
 
+class Silent:
+    """A display for a fixture of the whole module."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None
+
+
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without delays."""
-    from conftest import SilentDisplay
-    from tiny_runs import tiny_config
-
     folder = tmp_path_factory.mktemp("golden")
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
-        train(tiny_config(folder, *SETTING), SilentDisplay())
+        train(tiny_config(folder, *SETTING), Silent())
     return folder / "run"
 
 
