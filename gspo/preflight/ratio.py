@@ -28,7 +28,8 @@ from gspo.objectives.sequences import Sequences
 from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import free_memory
-from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
+from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held
+from gspo.preflight.model_size import shape_of
 from gspo.record.alarms import NOISY, run_rounding_remedy
 from gspo.rollout.engine import engine_traits
 from gspo.types import Completion, Prompt
@@ -94,7 +95,8 @@ def _fitting(context: PreflightContext) -> tuple[int, int]:
     width = max(len(g.prompt.token_ids) + len(c.token_ids) for g in context.groups or () for c in g.completions)
     checkpointing = context.config.model.gradient_checkpointing
     budget = context.config.learner.micro_batch_tokens
-    logits = logits_held(context, budget, shape.vocabulary) * LOGIT_BYTES / budget
+    logits = logits_held(context.workload, budget) * LOGIT_BYTES / budget
+    # As if layers were not compiled, which needs more: the trial that decides it has not run yet.
     per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
     gradients = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     # A margin for fragmentation and for what the formula does not count.
