@@ -451,6 +451,10 @@ def main() -> int:
     if arguments.worker is not None:
         return work(arguments.worker, arguments)
     result = measure_all(arguments)
+    sys.path.insert(0, str(ROOT))
+    from plan_fit import report  # it imports torch, which this process does not need before
+
+    report(result)
     return int(any("error" in line for line in result["cases"]))
 
 
