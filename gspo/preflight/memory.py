@@ -256,10 +256,26 @@ def _sampling(workload: Workload, held: float) -> tuple[MemoryUse, ...]:
             how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {weights.size} bytes",
         )
         return cache, logits
-    lines: tuple[MemoryUse, ...] = (_paged_cache(workload, held, logits.bytes), _copies(workload), logits)
+    gathered: tuple[MemoryUse, ...] = ()
     if workload.ranks > 1 and not workload.config.model.quantize:
-        lines += (MemoryUse(name="gathered weights", bytes=weights.bytes, how="all of them, on every rank"),)
-    return lines
+        gathered = (MemoryUse(name="gathered weights", bytes=weights.bytes, how="all of them, on every rank"),)
+    copies = _copies(workload)
+    wanted = cache_blocks(workload)
+    block = BLOCK_SIZE * token
+    fitting = wanted
+    if workload.memory is not None:
+        room = MEMORY_SHARE * (workload.memory - held - total(gathered) - logits.bytes)
+        # The engine rounds to sixteenths. It needs two completions at full length.
+        fitting = max(2 + 2 * blocks_for(columns), wanted * max(0, min(16, int(16 * room / (block * wanted)))) // 16)
+        if room < wanted * block + copies.bytes:
+            copies = MemoryUse(name=copies.name, bytes=0.0, how="none, because the KV cache needs the memory")
+    limit = "" if fitting == wanted else f", of {wanted} that would hold all of them"
+    cache = MemoryUse(
+        name="KV cache",
+        bytes=fitting * block,
+        how=f"{fitting} blocks of {BLOCK_SIZE} tokens for {slots} slots{limit}, {human(block)} each",
+    )
+    return cache, copies, logits, *gathered
 
 
 def cache_blocks(workload: Workload) -> int:
@@ -270,32 +286,13 @@ def cache_blocks(workload: Workload) -> int:
     return 2 + workload.slots * width + 2 * (blocks_for(prefill) + width)
 
 
-def _paged_cache(workload: Workload, held: float, logits: float) -> MemoryUse:
-    shape, weights = workload.shape, workload.weights
-    wanted = cache_blocks(workload)
-    block = BLOCK_SIZE * shape.layers * 2 * shape.keys * weights.size
-    fitting = wanted
-    if workload.memory is not None:
-        whole = weights.bytes if workload.ranks > 1 and not workload.config.model.quantize else 0.0
-        room = MEMORY_SHARE * (workload.memory - held - whole - logits)
-        # The engine rounds to sixteenths. It needs two completions at full length.
-        least = 2 + 2 * blocks_for(workload.prompt_tokens + workload.config.rollout.max_tokens)
-        fitting = max(least, wanted * max(0, min(16, int(16 * room / (block * wanted)))) // 16)
-    limit = "" if fitting == wanted else f" of {wanted} that would hold all of them"
-    return MemoryUse(
-        name="KV cache",
-        bytes=fitting * block,
-        how=f"{fitting} blocks of {BLOCK_SIZE} tokens for {workload.slots} slots{limit}, {human(block)} each",
-    )
-
-
 def concurrent(workload: Workload) -> int:
-    """Completions of full length that are sampled at a time on a rank, with the KV cache that fits."""
-    cache = next(line for line in _sampling(workload, total(estimate(workload).held)) if line.name == "KV cache")
-    shape, weights = workload.shape, workload.weights
-    blocks = cache.bytes / (BLOCK_SIZE * shape.layers * 2 * shape.keys * weights.size)
-    share = blocks / cache_blocks(workload)
-    return max(1, min(workload.slots, round(share * workload.slots)))
+    """Completions of full length that a rank samples at a time, with the KV cache that fits on a GPU."""
+    lines = _sampling(workload, total(estimate(workload).held))
+    if not workload.gpu or not lines:
+        return workload.slots
+    block = BLOCK_SIZE * workload.shape.layers * 2 * workload.shape.keys * workload.weights.size
+    return max(1, min(workload.slots, round(workload.slots * lines[0].bytes / block / cache_blocks(workload))))
 
 
 def _copies(workload: Workload) -> MemoryUse:
