@@ -66,11 +66,18 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _plan(options: argparse.Namespace, overrides: list[str], cluster: Any) -> Any:
     from gspo.build import run_objective, tokenizer_for
+    from gspo.config import RolloutConfig
     from gspo.preflight.layouts import Request, not_available, plan_layouts
     from gspo.preflight.model import skeleton_of
     from gspo.preflight.plan_report import Plan
+    from gspo.rollout.engine import engine_traits
 
     config = _config(options, overrides)
+    if not engine_traits(config.rollout.engine).shares_weights:
+        raise ConfigError(
+            f"rollout.engine: only engines with the learner's own weights are planned for, not "
+            f"{config.rollout.engine!r}; give --rollout.engine={RolloutConfig().engine}"
+        )
     longest = max(section.max_prompt_tokens for section in config.problem_sections.values())
     if options.mean_tokens and options.mean_tokens > config.rollout.max_tokens:
         raise ConfigError(

@@ -39,7 +39,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "gpu": plan.cluster.gpu.name,
         "gpus": plan.cluster.gpus,
         "nodes": plan.cluster.nodes,
-        "parameters": weights.total,
+        "parameters": weights.total - weights.adapters,
         "layouts": [_layout_data(layout) for layout in plan.layouts],
         "not_available": [{"what": what, "why": why} for what, why in plan.not_available],
     }
@@ -78,11 +78,11 @@ def _layout_data(layout: LayoutPlan) -> dict[str, Any]:
 def as_text(plan: Plan, *, show_all: bool) -> str:
     """The plan for people."""
     first, cluster = plan.layouts[0], plan.cluster
-    weights = first.workload.weights
+    count = first.workload.weights.total - first.workload.weights.adapters
     nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     rollout = first.workload.config.rollout
     lines = [
-        f"{plan.model}: {weights.total / 1e9:,.4g}B parameters, on {cluster.gpus} x {cluster.gpu.name}{nodes} "
+        f"{plan.model}: {count / 1e9:,.4g}B parameters, on {cluster.gpus} x {cluster.gpu.name}{nodes} "
         f"({human(first.usable)} usable each)",
         f"A step: {rollout.prompts} prompts of {first.workload.prompt_tokens} tokens x {rollout.group_size} "
         f"completions of {digits(first.workload.completion_tokens, 3)} (at most {rollout.max_tokens}), "
