@@ -21,7 +21,19 @@ from package_imports import ROOT, cycles, imports
 import gspo
 
 LAYERS = (
-    {"errors", "types", "clock", "http_calls", "ranks", "redact", "reduction", "safe_files", "safe_output", "signals"},
+    {
+        "errors",
+        "types",
+        "clock",
+        "field_types",
+        "http_calls",
+        "ranks",
+        "redact",
+        "reduction",
+        "safe_files",
+        "safe_output",
+        "signals",
+    },
     {"aliases", "config", "hub"},
     {"data", "model", "objectives"},
     {"reward", "rollout"},
@@ -45,6 +57,7 @@ WITHIN = {
     ("errors", "redact"),
     ("ranks", "clock"),
     ("ranks", "errors"),
+    ("ranks", "field_types"),
     ("ranks", "signals"),
     ("config", "aliases"),
     ("reward", "data"),

@@ -22,6 +22,7 @@ from gspo import aliases
 from gspo.config.checks import check
 from gspo.config.schema import TINY_MODELS, Config, ObjectiveConfig, help_texts, named_section
 from gspo.errors import ConfigError
+from gspo.field_types import field_types
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -216,7 +217,7 @@ def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
 
 
 def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -329,7 +330,7 @@ def _hint_of(key: str) -> Any:
             continue
         if not dataclasses.is_dataclass(cls):
             return None
-        cls = typing.get_type_hints(cls).get(part)
+        cls = field_types(cls).get(part)
     return cls
 
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from gspo.field_types import field_types
 from gspo.types import Sampling
 
 
@@ -521,14 +522,14 @@ def _sections(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         value = getattr(section, f.name)
         if dataclasses.is_dataclass(value):
             yield from _sections(value, f"{prefix}{f.name}.")
-        elif named_section(typing.get_type_hints(type(section))[f.name]):
+        elif named_section(field_types(type(section))[f.name]):
             for name, item in value.items():
                 yield from _sections(item, f"{prefix}{f.name}.{name}.")
 
 
 def markers(section: Any) -> Iterator[tuple[str, Any]]:
     """Every (field name, marker) pair of a section. A marker is a `Range`, `OnlyWith` or `NotWith`."""
-    for name, hint in typing.get_type_hints(type(section), include_extras=True).items():
+    for name, hint in field_types(type(section), markers=True).items():
         yield from ((name, marker) for marker in getattr(hint, "__metadata__", ()))
 
 
@@ -540,7 +541,7 @@ def help_texts() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _help(cls: type, prefix: str, known: Collection[str] = ()) -> Iterator[tuple[str, str, Any, str]]:
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     docs = field_docs(cls)
     tables: list[tuple[type, str]] = []
     for f in dataclasses.fields(cls):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo.config.schema import Config, ObjectiveConfig, named_section
 from gspo.errors import ConfigError
+from gspo.field_types import field_types
 
 
 def to_toml(config: Config) -> str:
@@ -58,7 +58,7 @@ def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
         # As a user writes them: next to the name, not in a table of their own.
         items = {"name": value.name, **value.settings}
     sections: dict[tuple[str, ...], Any] = {(k,): v for k, v in items.items() if dataclasses.is_dataclass(v)}
-    named = [k for k, hint in typing.get_type_hints(type(value)).items() if named_section(hint)]
+    named = [k for k, hint in field_types(type(value)).items() if named_section(hint)]
     sections |= {(k, _toml_key(name)): section for k in named for name, section in items[k].items()}
     if path:
         lines += ["", f"[{'.'.join(path)}]"]

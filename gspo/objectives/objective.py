@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from gspo.errors import ConfigError
+from gspo.field_types import field_types
 from gspo.objectives.advantage import AdvantageRule
 from gspo.objectives.kl import KL_ESTIMATORS
 from gspo.objectives.mismatch import MISMATCH_BOUNDS
@@ -227,9 +228,7 @@ def _refusals(objective: Objective) -> dict[str, str]:
 
 def _declared_types(objective: Objective) -> dict[str, tuple[Any, ...]]:
     """The types that each setting accepts, by the annotation of its field: (float, NoneType) for `float | None`."""
-    hints = {
-        name: hint for part in (objective, *_parts(objective)) for name, hint in get_type_hints(type(part)).items()
-    }
+    hints = {name: hint for part in (objective, *_parts(objective)) for name, hint in field_types(type(part)).items()}
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+from gspo.field_types import field_types
+
 
 def encode(value: Any) -> bytes:
     """A value as bytes."""
@@ -35,7 +37,7 @@ def convert(kind: Any, value: Any) -> Any:
         options = [option for option in arguments if option is not types.NoneType]
         return value if value is None or len(options) > 1 else convert(options[0], value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = field_types(kind)
         return kind(**{name: convert(hints[name], item) for name, item in value.items()})
     if kind is bytes:
         return base64.b64decode(value)
