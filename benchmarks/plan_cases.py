@@ -84,6 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+MODELS["A3B"] = MODELS["A3B, 12 layers"] | {"num_hidden_layers": 48}
 MODELS["A3B, 24 layers"] = MODELS["A3B, 12 layers"] | {"num_hidden_layers": 24}
 MODELS["tiny MoE"] = MODELS["tiny"] | {
     "model_type": "qwen3_moe",
