@@ -452,9 +452,9 @@ def main() -> int:
         return work(arguments.worker, arguments)
     result = measure_all(arguments)
     sys.path.insert(0, str(ROOT))
-    from plan_fit import report  # it imports torch, which this process does not need before
+    from plan_fit import from_file, gpu_of_result, report  # it imports torch, which this process does not need before
 
-    report(result)
+    report(from_file(result), gpu_of_result(result))
     return int(any("error" in line for line in result["cases"]))
 
 

@@ -1,15 +1,15 @@
 """Measurements on one H200 that the constants of `gspo plan` are fitted to, and others that check them.
 
-Out: `MEASURED`. Invariant: which of them are fitted was decided before any error was computed. All are of random weights
-in bfloat16, under torch 2.11.0, transformers 5.17.0 and triton 3.6.0. `gpu.py` measures single phases and no whole
-steps, so a measurement has the phases that were timed, and the memory beyond what was held.
+Out: `MEASURED`. Invariant: which of them are fitted was decided before any error was computed. All are of random
+weights in bfloat16, under torch 2.11.0, transformers 5.17.0 and triton 3.6.0. `gpu.py` measures single phases and no
+whole steps, so a measurement has the phases that were timed, and the memory beyond what was held.
 
 The commands, 2026-11-18 unless noted otherwise:
 
-- sampling of 0.6B: `python benchmarks/gpu.py decode --repeats 2 --vllm SITE`; of 8B and 30B-A3B: `gpu.py large --repeats 2`
-- training passes of 0.6B: `gpu.py learn --repeats 3`
+- sampling of 0.6B: `python benchmarks/gpu.py decode --vllm SITE`; of 8B and 30B-A3B: `python benchmarks/gpu.py large`
+- training passes of 0.6B: `gpu.py learn`
 - training passes of 8B and 30B-A3B: `gpu.py learn`, 2026-11-16, the former with a prototype of today's attention
-- the steps of 0.6B: `gpu.py step --repeats 3`, once with compiled layers and once without
+- the steps of 0.6B: `gpu.py step`, once with compiled layers and once without
 - the step of 30B-A3B: step 2 of `gspo train recipes/qwen3-30b-a3b-lora.toml`, with rewards that flip a coin
 """
 
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from plan_cases import Case
 
 GIB = 2.0**30
+MEAN = (63948 - 64 * 512) // 64
+"""Mean tokens of a completion in `gpu_learn.py`: 64 sequences have 63,948 tokens, with a prompt each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +88,15 @@ def _trained(
     checkpointing: bool = False,
     fitted: bool = False,
 ) -> Measurement:
-    """A forward and backward pass over 4 prompts of 512 tokens with 16 completions of 64 to 959 tokens each."""
+    """A forward and backward pass over 4 prompts of 512 tokens with 16 completions of 64 to 959 tokens each.
+
+    They count as if all had the mean length: the micro-batches are then as large as those that were measured."""
     case = Case(
         model=model,
         prompts=4,
         group_size=16,
         prompt_tokens=512,
-        max_tokens=959,
+        max_tokens=MEAN,
         mini_batches=1,
         micro_batch_tokens=budget,
         lora_rank=lora,
@@ -104,8 +108,7 @@ def _trained(
     return Measurement(
         name=f"training {model}{way}, micro-batches of {budget}",
         case=case,
-        # 63,948 tokens in all sequences, each with its prompt.
-        mean=(63948 - 64 * 512) / 64,
+        mean=MEAN,
         seconds={"training": ms / 1e3},
         extra={"training": gib * GIB},
         fitted=fitted,

@@ -33,7 +33,7 @@ from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
 from gspo.preflight.calibration import ACTIVATIONS
 from gspo.preflight.machine import human
 from gspo.preflight.model_size import Shape
-from gspo.preflight.workload import Workload
+from gspo.preflight.workload import MicroBatchSize, Workload
 from gspo.rollout.engine import engine_traits
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 
@@ -166,11 +166,16 @@ def estimate(workload: Workload) -> Estimate:
 
 
 def _training(workload: Workload, each: str) -> tuple[MemoryUse, ...]:
+    """What the micro-batch with the highest peak adds."""
+    count = len(workload.largest_micro_batches)
+    parts = [_micro_batch(workload, m, each, i, count) for i, m in enumerate(workload.largest_micro_batches)]
+    return max(parts, key=total)
+
+
+def _micro_batch(workload: Workload, micro: MicroBatchSize, each: str, index: int, count: int) -> tuple[MemoryUse, ...]:
     shape, weights = workload.shape, workload.weights
     completion = workload.config.rollout.max_tokens
-    parts = workload.largest_micro_batches
-    largest = max(parts, key=lambda m: m.tokens(workload.prompt_tokens, completion))
-    tokens = largest.tokens(workload.prompt_tokens, completion) / workload.context
+    tokens = micro.tokens(workload.prompt_tokens, completion) / workload.context
     per_token = workload.activation_bytes or activation_bytes(
         shape,
         weights.size,
@@ -181,7 +186,7 @@ def _training(workload: Workload, each: str) -> tuple[MemoryUse, ...]:
     )
     origin = "measured" if workload.activation_bytes else "estimated"
     # Completion tokens only: no loss needs the logits of a prompt.
-    outputs = -(-largest.completions * completion // workload.context)
+    outputs = -(-micro.completions * completion // workload.context)
     entries = logits_held(workload, outputs)
     fused = workload.gpu and weights.size == 2 and not workload.whole_logits
     # The gradient of the hidden states is float32, and the hidden states themselves are copied.
@@ -197,31 +202,22 @@ def _training(workload: Workload, each: str) -> tuple[MemoryUse, ...]:
         bytes=entries * each_entry + states,
         how=f"{entries / 1e6:,.4g}M of {outputs} completion tokens x {shape.vocabulary}, {each_entry} bytes each",
     )
-    return (
-        _gradients(workload, each, activations.bytes, several=len(parts) > 1),
-        activations,
-        logits,
-        *_gathered(workload),
-    )
+    return (_gradients(workload, each, activations.bytes, index, count), activations, logits, *_gathered(workload))
 
 
-def _gradients(workload: Workload, each: str, activations: float, *, several: bool) -> MemoryUse:
-    """Gradients at the time of the peak."""
+def _gradients(workload: Workload, each: str, activations: float, index: int, count: int) -> MemoryUse:
+    """Gradients at the peak of a micro-batch: those of the micro-batches before, or what the first has computed."""
     weights = workload.weights
     whole = 4.0 * weights.trained
     head = 4.0 * weights.head if weights.head_trained else 0.0
+    # Gradients of layers grow while their activations are freed.
+    bytes_ = whole if index else max(head, whole - activations)
+    how = f"4 bytes {each}" + ("" if index else ", as layers finish")
     if workload.ranks > 1:
-        # Ranks add them up after the last micro-batch, layer by layer.
-        own = whole / workload.ranks + head
-        return MemoryUse(
-            name="gradients",
-            bytes=own + whole * several,
-            how=f"4 bytes {each}, {'whole until the last micro-batch' if several else 'divided among ranks'}",
-        )
-    if several:
-        return MemoryUse(name="gradients", bytes=whole, how=f"4 bytes {each}")
-    # Those of the layers grow while their activations are freed.
-    return MemoryUse(name="gradients", bytes=max(head, whole - activations), how=f"4 bytes {each}, as layers finish")
+        # Ranks add up gradients in the last micro-batch, layer by layer. Before that, each has whole ones.
+        bytes_ = whole / workload.ranks + (bytes_ if count > 1 else head)
+        how += ", whole until the last micro-batch" if count > 1 else ", divided among ranks"
+    return MemoryUse(name="gradients", bytes=bytes_, how=how)
 
 
 def _gathered(workload: Workload) -> tuple[MemoryUse, ...]:
