@@ -87,6 +87,10 @@ class Estimate:
         return total(self.held) + total(self.phases[phase])
 
 
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.0f}M" if count >= 1e9 else f"{count / 1e6:,.4g}M"
+
+
 def total(lines: Sequence[MemoryUse]) -> float:
     return sum(line.bytes for line in lines)
 
@@ -141,10 +145,14 @@ def estimate(workload: Workload) -> Estimate:
     def own(name: str, bytes_: float, how: str) -> MemoryUse:
         return MemoryUse(name=name, bytes=bytes_ / ranks, how=how + part)
 
-    held = [own("weights", weights.bytes, f"{n / 1e6:,.4g}M x {weights.bytes / n:.4g} bytes")]
-    if workload.config.model.quantize and ranks > 1:
+    held = [own("weights", weights.bytes, f"{_millions(n)} x {weights.bytes / n:.4g} bytes")]
+    if weights.quantized_bytes and ranks > 1:
         # 4-bit weights are not sharded.
-        held = [MemoryUse(name="weights", bytes=weights.bytes, how="whole on every rank, because they are quantized")]
+        whole, rest = weights.quantized_bytes, weights.bytes - weights.quantized_bytes
+        held = [
+            MemoryUse(name="4-bit weights", bytes=whole, how="whole on every rank"),
+            own("weights", rest, "in 16 bits"),
+        ]
     # Always float32, whatever the precision of the weights.
     held += [own("optimizer moments", 8 * t, f"2 x 4 bytes {each}")]
     if weights.size < 4:
@@ -223,10 +231,10 @@ def _gradients(workload: Workload, each: str, activations: float, index: int, co
 def _gathered(workload: Workload) -> tuple[MemoryUse, ...]:
     """Weights that FSDP gathers for an update: two layers, and those outside of the layers."""
     weights, shape = workload.weights, workload.shape
-    if workload.ranks == 1 or workload.config.model.quantize:
+    if workload.ranks == 1:
         return ()
-    layer = (weights.total - weights.root) / shape.layers
-    size = weights.size * (weights.root + 2 * layer)
+    root = weights.size * weights.root
+    size = root + 2 * (weights.bytes - weights.quantized_bytes - root) / shape.layers
     return (MemoryUse(name="gathered weights", bytes=size, how="two layers, embeddings and LM head"),)
 
 
@@ -253,8 +261,9 @@ def _sampling(workload: Workload, held: float) -> tuple[MemoryUse, ...]:
         )
         return cache, logits
     gathered: tuple[MemoryUse, ...] = ()
-    if workload.ranks > 1 and not workload.config.model.quantize:
-        gathered = (MemoryUse(name="gathered weights", bytes=weights.bytes, how="all of them, on every rank"),)
+    if workload.ranks > 1:
+        whole = weights.bytes - weights.quantized_bytes
+        gathered = (MemoryUse(name="gathered weights", bytes=whole, how="all that are sharded, on every rank"),)
     copies = _copies(workload)
     wanted = cache_blocks(workload)
     block = BLOCK_SIZE * token

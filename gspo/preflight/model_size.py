@@ -74,6 +74,8 @@ class Weights:
     """Bytes of a weight that is not quantized."""
     bytes: float
     """Of all of them; quantized weights count with their 4-bit size."""
+    quantized_bytes: float
+    """Of those that are quantized."""
     dense: int
     """Weights of matrices in the layers that every token is multiplied with: attention, feed-forward, routers."""
     dense_trained: int
@@ -112,6 +114,7 @@ def weights_of(model: Any, quantize: str) -> Weights:
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         size=next(model.parameters()).element_size(),
         bytes=weight_bytes(model, quantize),
+        quantized_bytes=sum(w.numel() for w in _quantized(model, quantize)) * BITS / 8,
         dense=count(lambda n: n not in experts),
         dense_trained=count(lambda n: n not in experts, trained=True),
         experts=count(lambda n: n in experts),
@@ -128,5 +131,9 @@ def weights_of(model: Any, quantize: str) -> Weights:
 def weight_bytes(model: Any, quantize: str) -> float:
     """Bytes of the weights; quantized weights count with their 4-bit size."""
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    small = [m.weight for _, m in linear_layers(model) if not m.weight.requires_grad] if quantize else []
-    return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
+    return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in _quantized(model, quantize))
+
+
+def _quantized(model: Any, quantize: str) -> list[Any]:
+    """The weights that are stored in 4 bits."""
+    return [m.weight for _, m in linear_layers(model) if not m.weight.requires_grad] if quantize else []

@@ -286,8 +286,7 @@ def _communication(workload: Workload, gpu: Gpu, per_node: int) -> dict[str, flo
     rate = (gpu.link if ranks <= per_node else gpu.network) / TIMES["communication"]["bytes"]
     context_rate = (gpu.link if workload.context <= per_node else gpu.network) / TIMES["communication"]["bytes"]
     others = (ranks - 1) / ranks
-    gathered = 0.0 if workload.config.model.quantize else weights.total * weights.size
-    gather = gathered * others / rate
+    gather = (weights.bytes - weights.quantized_bytes) * others / rate
     updates = workload.config.learner.mini_batches
     parts = len(workload.mean_micro_batches)
     reduce = 4 * weights.trained * others / rate

@@ -19,10 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo import config as settings
 from gspo.cli import main
-from gspo.config import Config
+from gspo.config import Config, LoraConfig
 from gspo.errors import ConfigError
 from gspo.learner.plan import make_plan
+from gspo.model.adapter import attach
 from gspo.model.micro_batch import TokenSequence
+from gspo.model.quantization import BITS
 from gspo.preflight import memory, speed, step_time
 from gspo.preflight.calibration import TIMES
 from gspo.preflight.gpus import GPUS, gpu_named, gpu_of_device
@@ -102,15 +104,15 @@ def memory_shape(model: Any) -> Any:
     return workload(model).shape
 
 
-def test_adapters_are_counted_apart() -> None:
-    from gspo.config import LoraConfig
-    from gspo.model.adapter import attach
-
+def adapted() -> Any:
     model = skeleton()
-    plain = weights_of(model, "")
     with torch.device("meta"):
         attach(model, LoraConfig(rank=4), base="", seed=0)
-    found = weights_of(model, "")
+    return model
+
+
+def test_adapters_are_counted_apart() -> None:
+    plain, found = weights_of(skeleton(), ""), weights_of(adapted(), "")
     h, i, q, k = 64, 160, 64, 32
     widths = 3 * ((h + q) + 2 * (h + k) + (q + h) + 2 * (h + i) + (i + h))
     assert (found.adapter_widths, found.adapters, found.trained) == (widths, 4 * widths, 4 * widths)
@@ -245,6 +247,10 @@ def test_ranks_divide_what_is_held_and_computed() -> None:
     amounts = [speed.training_amounts(w)["products"] for w in (base, four)]
     assert amounts[1] == pytest.approx(amounts[0] / 4)
     assert speed.useful_operations(four) == pytest.approx(speed.useful_operations(base))
+    nf4 = replace(
+        four, config=replace(four.config, model=replace(four.config.model, quantize="nf4")), skeleton=adapted()
+    )
+    assert {x.name: x.bytes for x in memory.estimate(nf4).held}["4-bit weights"] == nf4.weights.dense * BITS / 8
     times = speed.step_time(four, GPUS["h200"])
     assert times.phases["weight gather"] > 0 == speed.step_time(base, GPUS["h200"]).phases["weight gather"]
     slow = speed.step_time(four, GPUS["h200"], per_node=2)
@@ -280,13 +286,7 @@ def test_layouts() -> None:
     )
 
     def built(config: Config) -> Any:
-        from gspo.model.adapter import attach
-
-        model = skeleton()
-        if config.model.lora.rank:
-            with torch.device("meta"):
-                attach(model, config.model.lora, base="", seed=0)
-        return model
+        return adapted() if config.model.lora.rank else skeleton()
 
     plans = plan_layouts(request, built)
     assert len(plans) == len({plan.name for plan in plans}) == 3 * 2 * 3
@@ -396,7 +396,7 @@ def test_the_doctor_scales_times_on_a_known_gpu(
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("plan_cases", "plan_gpu", "plan_fit")
+    names = ("plan_cases", "plan_gpu", "plan_measured", "plan_fit")
     yield SimpleNamespace(**{name.removeprefix("plan_"): importlib.import_module(name) for name in names})  # type: ignore[misc]
     for name in names:
         sys.modules.pop(name, None)
@@ -408,27 +408,42 @@ def test_the_benchmark_measures_every_phase(benchmarks: SimpleNamespace, capsys:
     assert line["runs"][0]["applied"] == [True]
     assert line["runs"][0]["computed_tokens"] == 2 * 8 + 4 * 16
     result = {"device": {"name": "cpu"}, "cases": [line, {**line, "runs": [], "error": "broken"}]}
-    benchmarks.fit.report(result)
+    (found,) = benchmarks.fit.from_file(result)
+    assert set(found.seconds) == set(benchmarks.gpu.PHASES)
     assert "broken" in capsys.readouterr().out
 
 
 def test_the_fit_finds_the_constants(benchmarks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that another set of constants predicts lead back to about that set."""
-    true = {kind: {name: 1.4 * x for name, x in constants.items()} for kind, constants in TIMES.items()}
-    cases = benchmarks.cases.CASES[:4]
+    chosen = [m for m in benchmarks.measured.MEASURED if m.fitted and m.case.model == "0.6B"]
+
+    def predicted() -> list[dict[str, float]]:
+        times = [benchmarks.fit.predict(m, GPUS["h200"])[1] for m in chosen]
+        return [
+            {phases: benchmarks.fit.predicted_seconds(m, time, phases) for phases in m.seconds}
+            for m, time in zip(chosen, times, strict=True)
+        ]
+
     with monkeypatch.context() as patch:
-        for kind in TIMES:
-            patch.setitem(TIMES, kind, true[kind])
-        lines = []
-        for case in cases:
-            _, time = benchmarks.fit.predict(case, GPUS["h200"])
-            phases = {name: {"seconds": time.phases[name], "peak_bytes": 0} for name in benchmarks.gpu.PHASES}
-            lines.append({"case": vars(case), "name": case.name, "fitted": True, "runs": [{"phases": phases}]})
-    result = {"device": {"name": "NVIDIA H200"}, "cases": lines}
-    found = benchmarks.fit.fit(result)
-    for kind in ("sampling", "training", "optimizer"):
+        for kind, constants in TIMES.items():
+            patch.setitem(TIMES, kind, {name: 1.4 * x for name, x in constants.items()})
+        slower = predicted()
+    found = benchmarks.fit.fit([replace(m, seconds=s) for m, s in zip(chosen, slower, strict=True)], GPUS["h200"])
+    for kind in TIMES:
         monkeypatch.setitem(TIMES, kind, found[kind])
-    for case, line in zip(cases, lines, strict=True):
-        _, time = benchmarks.fit.predict(case, GPUS["h200"])
-        for name in benchmarks.gpu.PHASES:
-            assert time.phases[name] == pytest.approx(line["runs"][0]["phases"][name]["seconds"], rel=0.05)
+    for after, true in zip(predicted(), slower, strict=True):
+        assert after == pytest.approx(true, rel=0.05)
+
+
+def test_predictions_for_the_measured_shapes(benchmarks: SimpleNamespace) -> None:
+    """The targets of the documentation, for what was not used for the fit."""
+    held_out = [m for m in benchmarks.measured.MEASURED if not m.fitted]
+    assert len(held_out) >= 6
+    for measured in held_out:
+        need, time = benchmarks.fit.predict(measured, GPUS["h200"])
+        for phases, real in measured.seconds.items():
+            assert benchmarks.fit.predicted_seconds(measured, time, phases) == pytest.approx(real, rel=0.3)
+        for phase, size in measured.extra.items():
+            assert memory.total(need.phases[phase]) == pytest.approx(size, rel=0.15)
+        if measured.peak:
+            assert need.peak == pytest.approx(measured.peak, rel=0.15)
